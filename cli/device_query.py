@@ -42,6 +42,18 @@ FLAGS = ("deviceOverlap", "kernelExecTimeoutEnabled")
 @options.gpus_if_named
 @options.as_json
 @options.logged()
+@options.ignoring(
+    "solver",
+    "model",
+    "weights",
+    "snapshot",
+    "phase",
+    "level",
+    "stage",
+    "iterations",
+    "sigint_effect",
+    "sighup_effect",
+)
 def device_query(gpu: str | None, as_json: bool) -> None:
     """Print the properties of the CPU and of the GPUs of --gpu to stdout.
 

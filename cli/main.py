@@ -18,7 +18,7 @@ import click
 
 from caffepy import __version__, models
 from caffepy.cli import options
-from caffepy.cli.arguments import normalize
+from caffepy.cli.arguments import command_name, normalize
 from caffepy.cli.bench import bench
 from caffepy.cli.check import check
 from caffepy.cli.classify import classify
@@ -49,6 +49,7 @@ from caffepy.collectives.worker_threads import at_work
 from caffepy.core.errors import CaffeError, DataError, DeviceError, RecordError, UsageError, reason
 from caffepy.core.registry import nearest
 
+PROGRAM = "caffepy"
 BUG = 70
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 ENDING = [
@@ -110,7 +111,8 @@ def main() -> None:
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _interrupt)
     sys.unraisablehook = _interrupt_again
-    code = run(sys.argv[1:])
+    name = os.path.basename(sys.argv[0])
+    code = run(sys.argv[1:], PROGRAM if name.endswith(".py") else name.removesuffix(".exe"))
     for number in ENDING:  # the exit code is final; threads and files take a moment to close
         signal.signal(number, signal.SIG_IGN)
     if at_work():
@@ -170,13 +172,16 @@ def _is_importing(frame: FrameType | None) -> bool:
     return False
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code; messages go to stderr."""
+def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
+    """Run one command line and return its exit code; messages go to stderr.
+
+    `program` is the name in its usage and of its log files: a link may have another than ours.
+    """
     try:
         code = (
             caffepy.main(
                 normalize(arguments, flags(arguments), groups()),
-                prog_name="caffepy",
+                prog_name=program,
                 standalone_mode=False,
             )
             or 0
@@ -222,7 +227,7 @@ def flags(arguments: Sequence[str] = ()) -> dict[str, bool | None]:
 
     If commands disagree, the first command among the arguments decides.
     """
-    named = (caffepy.commands.get(argument.replace("_", "-")) for argument in arguments)
+    named = (caffepy.commands.get(command_name(argument)) for argument in arguments)
     first = next((command for command in named if command), None)
     return {
         name.lstrip("-"): None if options.is_optional(parameter) else not parameter.is_flag

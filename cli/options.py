@@ -13,11 +13,19 @@ from caffepy.core.errors import ConfigError
 from caffepy.core.registry import nearest
 from caffepy.device.math_mode import PRECISIONS
 
+log = logging.getLogger(__name__)
+
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 PHASES = ("set-up", "step", "test", "snapshot")
 SOLVERS = click.IntRange(1, 256)
 """Number of solvers on the CPU: each has a net of its own, and more are a typing error."""
+GLOGS_OTHERS = (
+    *(f"--{name}" for name in ("stderrthreshold", "vmodule", "max-log-size", "logbufsecs")),
+    *(f"--{name}/--no-{name}" for name in ("alsologtostderr", "colorlogtostderr", "log-prefix")),
+    "--stop-logging-if-full-disk/--no-stop-logging-if-full-disk",
+)
+"""Flags of glog that do nothing here."""
 LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 
 
@@ -206,7 +214,7 @@ windows: Decorator = click.option(
 )
 iterations: Decorator = click.option(
     "--iterations",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=0),
     default=50,
     show_default=True,
     help="Number of batches.",
@@ -362,7 +370,9 @@ def logged(least: int = 0) -> Decorator:
             from caffepy.report import logging_to
 
             lowest = logging.DEBUG if v > 0 and minloglevel == 0 else LEVELS[minloglevel]
-            with logging_to(log_dir=None if logtostderr else log_dir, level=lowest):
+            program = click.get_current_context().find_root().info_name or "caffepy"
+            folder = None if logtostderr else log_dir
+            with logging_to(log_dir=folder, level=lowest, program=program):
                 return command(**values)
 
         return _with(
@@ -387,14 +397,25 @@ def logged(least: int = 0) -> Decorator:
                 envvar="GLOG_logtostderr",
                 help="Log to stderr only.",
             ),
-            click.option(
-                "--alsologtostderr/--no-alsologtostderr",
-                default=True,
-                hidden=True,
-                expose_value=False,
-            ),
             click.option("--v", type=int, default=0, envvar="GLOG_v", help="1: log more."),
+            *(click.option(flag, hidden=True, expose_value=False) for flag in GLOGS_OTHERS),
         )
+
+    return decorate
+
+
+def ignoring(*flags: str) -> Decorator:
+    """Take flags of Caffe that this command does not use, as Caffe takes all with any command."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            for flag in flags:
+                if values.pop(flag) is not None:
+                    log.warning("%s does not use --%s", command.__name__, flag.replace("_", "-"))
+            return command(**values)
+
+        return _with(run, *(click.option(f"--{f.replace('_', '-')}", hidden=True) for f in flags))
 
     return decorate
 

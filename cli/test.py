@@ -21,6 +21,7 @@ from caffepy.cli import options
 @options.threads
 @options.as_json
 @options.logged()
+@options.ignoring("solver", "snapshot", "phase", "sigint_effect", "sighup_effect")
 def test(
     model: options.Definition | None, weights: tuple[str, ...], as_json: bool, **values: Any
 ) -> None:

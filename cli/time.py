@@ -21,6 +21,7 @@ PHASES = click.Choice(["TRAIN", "TEST"])
 @options.synthetic
 @options.as_json
 @options.logged()
+@options.ignoring("solver", "snapshot", "weights", "sigint_effect", "sighup_effect")
 def time(
     model: options.Definition | None,
     synthetic: bool,

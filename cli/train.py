@@ -57,6 +57,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 )
 @options.threads
 @options.logged()
+@options.ignoring("model", "phase", "iterations")
 def train(solver: options.Definition | None, **values: Any) -> int:
     """Train the net of a solver prototxt, or of a bundled model.
 

@@ -1,6 +1,7 @@
 """`caffepy test`: mean outputs of a net over a number of test batches, on one device or several."""
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,11 +178,12 @@ def _run(root: EvalWorker, workers: Workers[EvalWorker], iterations: int) -> Sco
         run(root, first)
     workers.threads.wait_idle()
     loss_weights = root.net.blob_loss_weights
+    count = iterations or math.nan
     outputs = [
-        (name, (total / iterations).astype(np.float32), loss_weights[name])
-        for name, total in zip(root.net.outputs, totals.outputs, strict=True)
+        (name, (total / count).astype(np.float32), loss_weights[name])
+        for name, total in zip(root.net.outputs, totals.outputs, strict=iterations > 0)
     ]
-    log.info("Loss: %s", number(totals.loss / iterations))
+    log.info("Loss: %s", number(totals.loss / count))
     for line in scalars(outputs):
         log.info(line)
-    return Score(iterations, totals.loss / iterations, outputs)
+    return Score(iterations, totals.loss / count, outputs)

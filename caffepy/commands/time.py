@@ -1,7 +1,7 @@
 """`caffepy time`: the milliseconds of each layer, forward and backward."""
 
-import json
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TEST, TRAIN
 from caffepy.proto.text import read_net
-from caffepy.report.text import number
+from caffepy.report.text import as_json, number
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ class Timing:
     @property
     def images_per_s(self) -> float:
         """Images a second, forward and backward."""
-        return self.batch * self.iterations / self.total * 1000
+        return self.batch * self.iterations / (self.total or math.nan) * 1000
 
     def table(self) -> str:
         """Return a line a layer: name, type, milliseconds forward and backward, share of both."""
         width = max(len(layer.name) for layer in self.layers)
         kind = max(len(layer.type) for layer in self.layers)
-        whole = sum(layer.forward + layer.backward for layer in self.layers)
+        whole = sum(layer.forward + layer.backward for layer in self.layers) or math.nan
         lines = [f"{'layer':{width}}  {'type':{kind}}  forward ms  backward ms  share"]
         for t in self.layers:
             share = (t.forward + t.backward) / whole
@@ -68,8 +68,8 @@ class Timing:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """Return an object of the same fields; times in milliseconds."""
-        return json.dumps(asdict(self) | {"images_per_s": self.images_per_s})
+        """Return an object of the same fields; times in milliseconds, null for none."""
+        return as_json(asdict(self) | {"images_per_s": self.images_per_s})
 
 
 def time(
@@ -135,15 +135,17 @@ def _time(net: Net, iterations: int) -> Timing:
             log.info("Iteration: %d forward-backward time: %s ms.", j + 1, both)
     tops = net.nodes[0].tops
     batch = tops[0].shape[0] if tops and tops[0].shape else 0
-    each = forward / iterations, backward / iterations
-    timing = Timing(layers, *each, forward + backward, iterations, batch)
+    count = iterations or math.nan
+    timing = Timing(
+        layers, forward / count, backward / count, forward + backward, iterations, batch
+    )
     log.info("Average time per layer: ")
     for layer in timing.layers:
         log.info("%10s\tforward: %s ms.", layer.name, number(layer.forward))
         log.info("%10s\tbackward: %s ms.", layer.name, number(layer.backward))
     log.info("Average Forward pass: %s ms.", number(timing.forward))
     log.info("Average Backward pass: %s ms.", number(timing.backward))
-    log.info("Average Forward-Backward: %s ms.", number(timing.total / timing.iterations))
+    log.info("Average Forward-Backward: %s ms.", number(timing.total / count))
     log.info("Total Time: %s ms.", number(timing.total))
     log.info("*** Benchmark ends ***")
     return timing

@@ -61,16 +61,16 @@ class Together(logging.Handler):
             handler.handle(record)
 
 
-def log_file(folder: str) -> logging.FileHandler:
-    """Return a handler that writes `FOLDER/caffepy.HOST.USER.log.INFO.DATE-TIME.PID`.
+def log_file(folder: str, program: str = PROGRAM) -> logging.FileHandler:
+    """Return a handler that writes `FOLDER/PROGRAM.HOST.USER.log.INFO.DATE-TIME.PID`.
 
-    The link `FOLDER/caffepy.INFO` leads to the file.
+    The link `FOLDER/PROGRAM.INFO` leads to the file.
     """
     host, now, user = socket.gethostname(), time.localtime(), "invalid-user"
     with suppress(KeyError, OSError):
         user = getpass.getuser()
     date = time.strftime("%Y%m%d-%H%M%S", now)
-    name = f"{PROGRAM}.{host}.{user}.log.INFO.{date}.{os.getpid()}"
+    name = f"{program}.{host}.{user}.log.INFO.{date}.{os.getpid()}"
     try:
         os.makedirs(folder, exist_ok=True)
         with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
@@ -81,7 +81,7 @@ def log_file(folder: str) -> logging.FileHandler:
             )
     except OSError as error:
         raise UsageError(f"cannot write log files in {folder!r}: {error.strerror}") from None
-    link = os.path.join(folder, f"{PROGRAM}.INFO")
+    link = os.path.join(folder, f"{program}.INFO")
     with suppress(OSError):  # a file system without links loses the link only
         os.symlink(name, f"{link}.{os.getpid()}")
         os.replace(f"{link}.{os.getpid()}", link)
@@ -90,9 +90,14 @@ def log_file(folder: str) -> logging.FileHandler:
 
 @contextmanager
 def logging_to(
-    *, stderr: bool = True, log_dir: str | None = None, level: int = logging.INFO
+    *,
+    stderr: bool = True,
+    log_dir: str | None = None,
+    level: int = logging.INFO,
+    program: str = PROGRAM,
 ) -> Iterator[None]:
-    """Send log lines from `level` on to stderr and to a file in `log_dir` during the block.
+    """Send log lines from `level` on to stderr and to a file of `program` in `log_dir` during the
+    block.
 
     An error that ends the block is the last thing written to the file, with a traceback if it is
     not the user's. UsageError if the file cannot be written.
@@ -101,7 +106,7 @@ def logging_to(
     before = logger.level, logger.propagate
     handlers: list[logging.Handler] = [Stderr()] if stderr else []
     if log_dir:
-        handlers.append(log_file(log_dir))
+        handlers.append(log_file(log_dir, program))
     for handler in handlers:
         handler.setFormatter(Formatter())
     together = Together(handlers)

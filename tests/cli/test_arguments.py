@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 
 from caffepy.cli.arguments import normalize
 from caffepy.cli.main import flags, groups
+from caffepy.core.errors import UsageError
 
 CASES = {
     "one dash": ("train -solver s.prototxt", "train --solver=s.prototxt"),
@@ -62,12 +65,37 @@ CASES = {
     ),
     "group alone": ("weights -h", "weights --help"),
     "nothing": ("", ""),
+    "Caffe's names of commands": ("upgrade_net_proto_text a b", "upgrade-net a b"),
+    "flags of glog": (
+        "-stderrthreshold 2 train -colorlogtostderr -max_log_size=5 -vmodule a=1 -solver s",
+        "train --stderrthreshold=2 --colorlogtostderr --max-log-size=5 --vmodule=a=1 --solver=s",
+    ),
+    "flags that may be unknown": (
+        "train -undefok=foo_bar,baz,gpu -foo_bar=1 -nobaz -solver s -gpu 0 -other",
+        "train --solver=s --gpu=0 --other",
+    ),
 }
 
 
 @pytest.mark.parametrize(("typed", "understood"), CASES.values(), ids=CASES.keys())
 def test_normalize(typed: str, understood: str) -> None:
     assert normalize(typed.split(), flags(typed.split()), groups()) == understood.split()
+
+
+def test_flags_of_a_file(tmp_path: Path) -> None:
+    file, inner = tmp_path / "flags", tmp_path / "inner"
+    file.write_text(f"# Caffe's\n\n  -gpu=0\n--weights=a b.caffemodel\n-flagfile={inner}\n")
+    inner.write_text("-nologtostderr\n")
+    for typed in (["-flagfile", str(file)], [f"--flagfile={file}"]):
+        understood = normalize([*typed, "train", "-gpu", "1"], flags(), groups())
+        assert understood == [
+            *("train", "--gpu=0", "--weights=a b.caffemodel", "--no-logtostderr", "--gpu=1")
+        ]
+    with pytest.raises(UsageError, match=r"--flagfile gone: cannot be read: no such file"):
+        normalize(["train", "-flagfile=gone"], flags(), groups())
+    file.write_text("-gpu=0\ncaffe\n")
+    with pytest.raises(UsageError, match=r"flags: 'caffe' is no flag; a line is --name=value"):
+        normalize(["train", f"-flagfile={file}"], flags(), groups())
 
 
 def test_an_empty_value_stays() -> None:

@@ -42,6 +42,7 @@ CAFFE_DEFAULTS = {
     "phase": "TRAIN",
 }
 GLOG_FLAGS = ["log_dir", "minloglevel", "logtostderr", "alsologtostderr", "v"]
+GLOG_FLAGS += ["stderrthreshold", "colorlogtostderr", "vmodule", "max_log_size"]
 ERRORS = {
     2: UsageError,
     3: ConfigError,
@@ -67,6 +68,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("command", CAFFE_FLAGS)
 def test_every_flag_of_caffe_is_there_with_its_default(command: str) -> None:
+    """Those of other commands, too, which Caffe takes and ignores."""
     parameters = {
         name.lstrip("-"): p
         for p in main.caffepy.commands[command.replace("_", "-")].params
@@ -76,6 +78,26 @@ def test_every_flag_of_caffe_is_there_with_its_default(command: str) -> None:
         parameter = parameters[flag.replace("_", "-")]
         if flag in CAFFE_DEFAULTS:
             assert parameter.default == CAFFE_DEFAULTS[flag]
+    others = {flag for flags in CAFFE_FLAGS.values() for flag in flags} - {*CAFFE_FLAGS[command]}
+    assert {flag.replace("_", "-") for flag in others} <= parameters.keys()
+    assert all(parameters[flag.replace("_", "-")].hidden for flag in others)
+
+
+def test_flags_of_other_commands_are_ignored(capsys: Captured) -> None:
+    assert main.run(["device_query", "-iterations", "3", "-minloglevel", "1"]) == 0
+    assert capsys.readouterr().err.endswith("] device_query does not use --iterations\n")
+
+
+def test_the_log_file_bears_the_name_of_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["device_query", "-log_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["/opt/caffe/build/tools/caffe", *line])
+    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    with pytest.raises(SystemExit):
+        main.main()
+    assert (tmp_path / "caffe.INFO").readlink().name.startswith("caffe.")
 
 
 @pytest.mark.parametrize("command", ["", *main.caffepy.commands])
@@ -109,8 +131,8 @@ TYPOS = {
         "Invalid value for '--iterations': 'few' is not a valid integer range",
     ),
     "no iterations": (
-        "time -iterations 0",
-        "Invalid value for '--iterations': 0 is not in the range x>=1",
+        "time -iterations -1",
+        "Invalid value for '--iterations': -1 is not in the range x>=0",
     ),
     "device": ("test -gpu 0,x", "'0,x' is neither \"all\" nor device numbers separated by commas"),
     "image": ("time -image 3,32", "'3,32' is not three sizes: channels,height,width"),

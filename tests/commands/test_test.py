@@ -55,6 +55,12 @@ def test_caffes_weights_score_as_caffe_says(caplog: pytest.LogCaptureFixture) ->
     assert lines[1] == f"loss = {result.loss:.6g} (* 1 = {result.loss:.6g} loss)"
 
 
+def test_no_iterations_give_no_means() -> None:
+    result = score(MODEL, [WEIGHTS], iterations=0)
+    assert json.loads(result.json()) == {"iterations": 0, "loss": None, "outputs": {}}
+    assert result.table() == ""
+
+
 def test_weights_that_are_none_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"digits_iter_250.solverstate"):
         score(MODEL, [str(DIGITS / "digits_iter_250.solverstate")])

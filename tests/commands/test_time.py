@@ -64,6 +64,14 @@ def test_the_parts_add_up() -> None:
     assert len({len(line) for line in table[: 1 + len(result.layers)]}) == 1
 
 
+def test_no_iterations_give_no_times() -> None:
+    result = time(lenet("train_val"), iterations=0, synthetic=True, image=image_shape("lenet"))
+    told = json.loads(result.json())
+    assert (told["iterations"], told["total"]) == (0, 0)
+    assert (told["forward"], told["images_per_s"]) == (None, None)
+    assert result.table().splitlines()[-1] == "nan images/s"
+
+
 def test_a_net_without_layers_in_the_phase_is_refused(tmp_path: Path) -> None:
     (tmp_path / "net.prototxt").write_text(
         'layer { name: "x" type: "Input" top: "x" include { phase: TEST } }'
