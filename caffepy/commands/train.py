@@ -21,7 +21,7 @@ from caffepy.proto.text import read_solver
 from caffepy.report import Reporters, TensorBoard, logging_to, open_report
 from caffepy.report.speed import BaselineRecorder, baseline_key, known_baseline
 from caffepy.solver import Signals, Solver, Watch, newest_good
-from caffepy.solver.snapshot import check_models, under
+from caffepy.solver.snapshot import check_models, clean, under
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,7 @@ def train(options: TrainOptions) -> TrainResult:
         param = read_solver(options.solver)
         devices = choose_for_training(options.gpu, options.cpu, param, options.solver)
         _set_up(options, param, devices[0])
+        clean(param.snapshot_prefix)
         snapshot = _starting_point(options, param)
         boards, prefix = [], param.snapshot_prefix or None
         if options.tensorboard:

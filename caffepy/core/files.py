@@ -1,24 +1,51 @@
 """Files that are whole or absent."""
 
 import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 from caffepy.core.errors import UsageError, reason
 
 NAME_KEPT = 200  # bytes of a name that its temporary name keeps; the rest must fit into 255
-STALE = re.compile(r"\.(\d+)\.[0-9a-f]{8}\.tmp$")
 
 
 def temporary_name(path: str) -> str:
-    """Return a new name beside `path` with the name of the file and the process id."""
+    """Return a new name beside `path`, with the name of the file, that no other run can have."""
     folder, name = os.path.split(path)
-    kept = os.fsdecode(os.fsencode(name)[:NAME_KEPT])
-    return os.path.join(folder, f".{kept}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    return os.path.join(folder, f".{_kept(name)}.{secrets.token_hex(8)}.tmp")
+
+
+def _kept(name: str) -> str:
+    return os.fsdecode(os.fsencode(name)[:NAME_KEPT])
+
+
+@contextmanager
+def temporary(path: str, is_folder: bool = False) -> Iterator[str]:
+    """Yield the name of a new temporary file or folder beside `path`, which is removed after the
+    block unless it got another name.
+
+    It is locked meanwhile. The lock ends with its process, whichever host or container that is on,
+    so what killed processes left of `path` is found, and removed here.
+    """
+    folder, name = os.path.split(path)
+    remove_stale(folder, re.escape(_kept(name)))
+    new = temporary_name(path)
+    if is_folder:
+        os.mkdir(new, 0o744)
+    descriptor = os.open(
+        new, os.O_RDONLY if is_folder else os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666
+    )
+    try:
+        _lock(descriptor)
+        yield new
+    finally:
+        _remove(new)
+        os.close(descriptor)
 
 
 @contextmanager
@@ -28,43 +55,70 @@ def replacing(path: str) -> Iterator[str]:
 
     If the block raises, the temporary file is removed and `path` stays as it was.
     """
-    temporary = temporary_name(path)
-    try:
-        yield temporary
-        _flush(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
-    _flush(os.path.dirname(path) or ".")
+    with replacing_all([path]) as (new,):
+        yield new
 
 
-def remove_stale(prefix: str) -> list[str]:
-    """Remove temporary files and folders whose names start with `prefix` and whose process no
-    longer runs; return their names.
+@contextmanager
+def replacing_all(paths: Sequence[str]) -> Iterator[list[str]]:
+    """Like `replacing`, for several files: all are brought to the disk before the first gets its
+    name; they get them in this order.
     """
-    folder, name = os.path.split(prefix)
-    removed = []
-    for entry in os.listdir(folder or "."):
-        match = STALE.search(entry)
-        if match and entry.startswith(f".{name}") and not _lives(int(match[1])):
-            path = os.path.join(folder, entry)
-            with suppress(OSError):
-                if os.path.isdir(path):
-                    shutil.rmtree(path)
-                else:
-                    os.unlink(path)
-                removed.append(path)
-    return removed
+    with ExitStack() as stack:
+        names = [stack.enter_context(temporary(path)) for path in paths]
+        yield names
+        for name in names:
+            _flush(name)
+        for name, path in zip(names, paths, strict=True):
+            os.replace(name, path)
+            _flush(os.path.dirname(path) or ".")
 
 
-def _lives(process: int) -> bool:
+def find_stale(folder: str, names: str) -> list[tuple[str, str]]:
+    """Return the temporary files and folders that killed processes left in a folder, each with the
+    path that it was for; the names of these match the pattern `names`.
+
+    Nothing is found where files cannot be locked.
+    """
+    pattern = re.compile(rf"\.({names})(\.\d+)?\.[0-9a-f]{{8,16}}\.tmp")
+    matches = map(pattern.fullmatch, sorted(os.listdir(folder or ".")))
+    found = [(os.path.join(folder, m[0]), os.path.join(folder, m[1])) for m in matches if m]
+    return [(path, final) for path, final in found if _is_abandoned(path)]
+
+
+def remove_stale(folder: str, names: str) -> list[str]:
+    """Remove what `find_stale` finds; return the paths that are gone."""
+    with suppress(OSError):  # no such folder, yet
+        return [path for path, _ in find_stale(folder, names) if _remove(path)]
+    return []
+
+
+def _remove(path: str) -> bool:
+    with suppress(OSError):
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            os.unlink(path)
+    return not os.path.lexists(path)
+
+
+def _lock(descriptor: int) -> None:
+    with suppress(OSError):  # file systems without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _is_abandoned(path: str) -> bool:
+    """True if no living process has locked this file or folder."""
     try:
-        with suppress(PermissionError):  # another user's process
-            os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
+        descriptor = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR)
+    except OSError:
         return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
     return True
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import lmdb
 import numpy as np
 
 from caffepy.core.errors import DataError
-from caffepy.core.files import remove_stale, replacing, temporary_name
+from caffepy.core.files import replacing, temporary
 from caffepy.data.sources.databases import printable, text_of
 from caffepy.data.sources.leveldb import import_plyvel
 from caffepy.device.blob import Array, shape_string
@@ -193,16 +193,15 @@ def write_database(path: str, backend: str = "lmdb") -> Iterator[Writer]:
     """
     refuse_existing(path)
     path = os.path.abspath(path)
-    folder = temporary_name(path)
-    with suppress(OSError):  # no folder to look into, yet
-        remove_stale(f"{path}.")
-    try:
+    with ExitStack() as stack:
+        with _writing(path):
+            if not os.path.exists(os.path.dirname(path)):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            folder = stack.enter_context(temporary(path, is_folder=True))
         with open_writer(path, folder, backend) as writer:
             yield writer
         refuse_existing(path)
         os.rename(folder, path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Partial:
@@ -287,7 +286,6 @@ class Partial:
             if not os.path.exists(self.folder) or not os.path.samestat(here, os.stat(self.folder)):
                 raise in_use
             self._owns = True
-            remove_stale(os.path.join(self.folder, NOTE))
             yield
         finally:
             os.close(descriptor)

@@ -12,14 +12,14 @@ from math import inf
 from typing import Any
 
 from caffepy.core.errors import ConfigError
-from caffepy.core.files import remove_stale, temporary_name
+from caffepy.core.files import temporary_name
 from caffepy.core.registry import Registry
 from caffepy.net import Net
 from caffepy.net.weights import MAX_BINARY, check_names
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import locate_field
 from caffepy.solver.policy import FIELDS, policies
-from caffepy.solver.snapshot import Files
+from caffepy.solver.snapshot import Files, clean
 from caffepy.solver.update import rules
 
 log = logging.getLogger(__name__)
@@ -93,8 +93,7 @@ def check_snapshots(
     check_layers(param, net)
     last = Files.of(param.snapshot_prefix, max(param.max_iter, 0), hdf5)
     check_prefix(param, path, max(model, history), model + history + SLACK, last)
-    for name in remove_stale(f"{param.snapshot_prefix}_"):
-        log.info("Removed %s, which a killed run had left unfinished", name)
+    clean(param.snapshot_prefix)
 
 
 def check_layers(param: SolverParameter, net: Net) -> None:

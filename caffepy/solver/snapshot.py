@@ -1,8 +1,8 @@
 """Snapshots: Caffe's model and state files in both formats, and the sidecar that makes a resumed
 run go on exactly.
 
-A state under its final name implies a whole model and a whole sidecar: they get their names in the
-order model, sidecar, state.
+All three files are on the disk before the first gets its name; they get their names in the order
+model, sidecar, state. If a process is killed in between, `clean` completes the snapshot.
 """
 
 import logging
@@ -20,7 +20,7 @@ import h5py
 import numpy as np
 
 from caffepy.core.errors import CaffeError, ConfigError
-from caffepy.core.files import replacing
+from caffepy.core.files import find_stale, remove_stale, replacing_all
 from caffepy.device.blob import Array, shape_string
 from caffepy.net import Net
 from caffepy.net.weights import check_hdf5, new_hdf5, write_binary, write_hdf5
@@ -90,29 +90,60 @@ def write(
     )
     at_hand = files.model
     try:
-        with replacing(files.state) as state_file, replacing(files.sidecar) as sidecar_file:
-            with replacing(files.model) as model_file:
-                announce(f"to {name}", files.model)
-                write_model(net, model_file, diff)
-                at_hand = files.state
-                announce(f"solver state to {name}", files.state)
-                write_state(state, state_file)
-                at_hand = files.sidecar
-                sums = {
-                    kind: {"name": os.path.basename(name), "sha256": sidecar.checksum(written)}
-                    for kind, name, written in (
-                        ("model", files.model, model_file),
-                        ("state", files.state, state_file),
-                    )
-                }
-                sidecar.write(sidecar_file, {**sums, **more})
-                at_hand = files.model
+        with replacing_all([files.model, files.sidecar, files.state]) as names:
+            model_file, sidecar_file, state_file = names
+            announce(f"to {name}", files.model)
+            write_model(net, model_file, diff)
+            at_hand = files.state
+            announce(f"solver state to {name}", files.state)
+            write_state(state, state_file)
             at_hand = files.sidecar
+            sums = {
+                kind: {"name": os.path.basename(name), "sha256": sidecar.checksum(written)}
+                for kind, name, written in (
+                    ("model", files.model, model_file),
+                    ("state", files.state, state_file),
+                )
+            }
+            sidecar.write(sidecar_file, {**sums, **more})
+            at_hand = files.model
     except CaffeError as error:
         raise error.at(at_hand) from None
     except (OSError, RuntimeError) as error:  # h5py raises both
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(f"this file of a snapshot cannot be written: {reason}", at_hand) from None
+
+
+def clean(prefix: str) -> None:
+    """Complete the snapshots under a prefix whose process was killed while it renamed their files;
+    remove other unfinished files that killed processes left there.
+    """
+    folder, name = os.path.split(prefix)
+    numbered = r"_iter_\d+\.(?:caffemodel|solverstate|caffepystate)(?:\.h5)?"
+    ours = rf"{re.escape(name)}(?:{numbered}|_metrics\.csv|_curve\.png)"
+    with suppress(OSError):  # no such folder
+        left = find_stale(folder, ours)
+        for temporary, path in left:
+            files = Files.of_state(path)
+            of_sidecar = [new for new, final in left if files and final == files.sidecar]
+            for new in [*of_sidecar, files.sidecar] if files else ():
+                if files and _belong_together(sidecar.head(new), files.model, temporary, path):
+                    os.replace(new, files.sidecar)
+                    os.replace(temporary, path)
+                    log.info("Completed %s, whose run was killed while it wrote it", path)
+                    break
+    for path in remove_stale(folder, ours):
+        log.info("Removed %s, which a killed run had left unfinished", path)
+
+
+def _belong_together(content: dict[str, Any], model: str, state: str, name: str) -> bool:
+    """True if a sidecar has the checksums of this model and of this state, whose name is `name`."""
+    with suppress(CaffeError, KeyError, TypeError):
+        sums = {"name": os.path.basename(name), "sha256": sidecar.checksum(state)}
+        return bool(
+            content["state"] == sums and content["model"]["sha256"] == sidecar.checksum(model)
+        )
+    return False
 
 
 def _write_binary(state: State, path: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.core.errors import UsageError
-from caffepy.core.files import check_writable, remove_stale, replacing, temporary_name
+from caffepy.core.files import check_writable, remove_stale, replacing, written
 
 
 def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
@@ -29,26 +29,51 @@ def test_names_may_be_as_long_as_the_system_allows(name: str, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
-    code = (
-        "from caffepy.core.files import temporary_name as t; "
-        f"print(t({str(tmp_path / 's_iter_3.caffemodel')!r}))"
-    )
-    dead = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    alive, other = temporary_name(str(tmp_path / "s_iter_4.caffemodel")), dead.replace(".s_", ".r_")
-    for path in (
-        dead,
-        alive,
-        other,
-        str(tmp_path / ".s_own.tmp"),
-        str(tmp_path / "s_iter_3.caffemodel"),
-    ):
-        Path(path).touch()
-    assert remove_stale(str(tmp_path / "s_")) == [dead]
-    assert not os.path.exists(dead)
-    assert len(list(tmp_path.iterdir())) == 4
+WRITER = """
+import sys
+from caffepy.core.files import replacing
+with replacing(sys.argv[1]) as temporary:
+    print(temporary, flush=True)
+    sys.stdin.readline()
+    open(temporary, "w").write("theirs")
+"""
+
+
+def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    """Whatever process ids say: those of another container or host mean nothing here."""
+    path = tmp_path / "s_iter_3.caffemodel"
+    ours = f"{os.getpid()}.01234567.tmp"
+    left = [
+        tmp_path / f".s_iter_3.caffemodel.{name}"
+        for name in (ours, "1.01234567.tmp", "0123456789abcdef.tmp")
+    ]
+    others = [tmp_path / name for name in (f".s_iter_3.caffemodel.h5.{ours}", ".s_own.tmp")]
+    command = [sys.executable, "-c", WRITER, str(path)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as alive:
+        assert alive.stdin
+        assert alive.stdout
+        theirs = alive.stdout.readline().strip()
+        for name in (*left, *others):
+            name.touch()
+        assert remove_stale(str(tmp_path), r"s_iter_\d+\.caffemodel") == sorted(map(str, left))
+        assert sorted(map(str, tmp_path.iterdir())) == sorted(map(str, (*others, theirs)))
+        alive.stdin.write("\n")
+        alive.stdin.flush()
+        assert alive.wait() == 0
+    assert path.read_text() == "theirs"
+
+
+def test_a_tool_that_was_killed_leaves_nothing_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "mean.binaryproto"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as killed:
+        assert killed.stdout
+        killed.stdout.readline()
+        killed.kill()
+    assert len(list(tmp_path.iterdir())) == 1
+    with written(str(path)) as temporary:
+        Path(temporary).write_text("ours")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(path.name, "ours")]
 
 
 def test_what_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:

@@ -373,11 +373,14 @@ def test_names_that_cannot_be_loaded_again_are_refused(form: str, tmp_path: Path
 
 
 def test_files_of_killed_runs_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stale = tmp_path / f".s_iter_7.caffemodel.{1 << 30}.01234567.tmp"
+    stale = tmp_path / ".s_iter_7.caffemodel.0123456789abcdef.tmp"
+    of_others = tmp_path / ".s_best_iter_7.caffemodel.0123456789abcdef.tmp"
     stale.touch()
+    of_others.touch()
     with caplog.at_level(logging.INFO):
         solver_of(f'max_iter: 1 snapshot_prefix: "{tmp_path}/s" ').solve()
     assert not stale.exists()
+    assert of_others.exists()
     assert f"Removed {stale}, which a killed run had left unfinished" in caplog.messages
 
 
@@ -621,6 +624,60 @@ while True:
     solver.step(1)
     solver.snapshot()
 """
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from caffepy.solver import newest_good, snapshot
+from tests.solver.cases import solver_of
+
+folder = Path(sys.argv[1]).parent
+settings = f'snapshot_prefix: "{sys.argv[1]}" {sys.argv[2]}'
+files = lambda: {p.name: p.read_bytes() for p in folder.glob("s_iter*") if "caffepy" not in p.name}
+old, new = solver_of(settings), solver_of(settings + "random_seed: 8 ")
+new.snapshot()
+written = files()
+kinds = []
+for point in range(1, 100):
+    old.snapshot()
+    before = files()
+    if not (child := os.fork()):
+        calls = 0
+        def killing(call):
+            def count(*args):
+                global calls
+                calls += 1
+                if calls == point:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args)
+            return count
+        os.replace, os.fsync = killing(os.replace), killing(os.fsync)
+        new.snapshot()
+        os._exit(0)
+    if not os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        break
+    snapshot.clean(sys.argv[1])
+    left = files()
+    assert left in (before, written), point
+    assert newest_good(sys.argv[1]), "its sidecar has other checksums"
+    assert len(list(folder.iterdir())) == 3
+    kinds.append(left == written)
+print(*kinds)
+"""
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_snapshot_that_is_killed_while_it_replaces_another_leaves_one_of_both(
+    form: str, tmp_path: Path
+) -> None:
+    """Killed before each fsync and each rename."""
+    command = [sys.executable, "-c", KILLED, f"{tmp_path}/s", FORMATS[form]]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert not run.returncode, run.stderr
+    kinds = run.stdout.split()
+    assert sorted(kinds) == kinds, "first the old one, then the new one"
+    assert (kinds.count("False"), kinds.count("True")) == (4, 5)
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ def new_file(path: str, name: str = "") -> None:
     import h5py
 
     with _writing(name or path):
-        h5py.File(path, "w").close()
+        h5py.File(path, "w", locking=False).close()  # a temporary file is locked already
 
 
 def append_rows(path: str, arrays: Mapping[str, Array], name: str = "") -> None:
@@ -261,7 +261,7 @@ def append_rows(path: str, arrays: Mapping[str, Array], name: str = "") -> None:
         # twice: the last chunk may be used in part
         chunks = sum(2 * a.nbytes + CHUNK for a in arrays.values())
         _reserve(path, chunks + OVERHEAD)
-        with h5py.File(path, "a") as file:
+        with h5py.File(path, "a", locking=False) as file:
             for key, array in arrays.items():
                 row = array.shape[1:]
                 if key not in file:

@@ -12,6 +12,7 @@ import lmdb
 import pytest
 
 from caffepy.core.errors import DataError
+from caffepy.core.files import temporary
 from caffepy.data.sources import open_database
 from caffepy.data.sources.databases import printable
 from caffepy.data.write import write_database
@@ -505,18 +506,12 @@ def test_writer_refuses_what_another_process_made_meanwhile(tmp_path):
 
 
 def test_writer_removes_what_a_killed_run_has_left(tmp_path):
-    for name in (
-        ".db.999999999.0123abcd.tmp",
-        f".db.{os.getpid()}.0123abcd.tmp",
-        ".db2.999999999.0123abcd.tmp",
-    ):
+    for name in (".db.0123456789abcdef.tmp", ".db.1.0123abcd.tmp", ".db2.0123456789abcdef.tmp"):
         shutil.copytree(GOLDEN / "raw_lmdb", tmp_path / name)
-    make(tmp_path / "db", 1)
-    assert sorted(os.listdir(tmp_path)) == [
-        f".db.{os.getpid()}.0123abcd.tmp",
-        ".db2.999999999.0123abcd.tmp",
-        "db",
-    ]
+    with temporary(str(tmp_path / "db"), is_folder=True) as alive:
+        make(tmp_path / "db", 1)
+        left = sorted(os.listdir(tmp_path))
+    assert left == sorted([os.path.basename(alive), ".db2.0123456789abcdef.tmp", "db"])
 
 
 def test_writer_names_an_impossible_key(tmp_path):
