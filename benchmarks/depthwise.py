@@ -28,7 +28,8 @@ def caffepy_step(x: Any, dy: Any, w: Any, sizes: dict[str, int]) -> Callable[[],
 
     cpu.set_num_threads(sizes["threads"])
     stride, pad = (sizes["stride"],) * 2, (sizes["kernel"] // 2,) * 2
-    conv = cpu.Convolution(x.shape, w.shape, stride, pad, (1, 1), sizes["channels"], np.float32)
+    window = stride, pad, (1, 1)
+    conv = cpu.Convolution(x.shape, w.shape, window, sizes["channels"], np.float32)
     b = np.zeros(len(w), np.float32)
     y, dx, dw, db = (np.zeros_like(a) for a in (dy, x, w, b))
 

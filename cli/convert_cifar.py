@@ -24,6 +24,6 @@ def convert_cifar(folder: str, out: str, kind: str) -> None:
       caffepy compute-image-mean examples/cifar10/cifar10_train_lmdb \\
         examples/cifar10/mean.binaryproto
     """
-    from caffepy.commands.data.convert_cifar import convert_cifar as convert
+    from caffepy.commands.data.mnist_and_cifar import convert_cifar as convert
 
     convert(folder, out, kind)

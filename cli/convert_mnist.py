@@ -21,6 +21,6 @@ def convert_mnist(images: str, labels: str, database: str, backend: str) -> None
       caffepy convert-mnist t10k-images-idx3-ubyte t10k-labels-idx1-ubyte mnist_test_lmdb \\
         -backend lmdb
     """
-    from caffepy.commands.data.convert_mnist import convert_mnist as convert
+    from caffepy.commands.data.mnist_and_cifar import convert_mnist as convert
 
     convert(images, labels, database, backend)

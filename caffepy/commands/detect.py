@@ -11,8 +11,7 @@ import numpy as np
 
 from caffepy.commands.preprocess import Preparation, image_net
 from caffepy.core.errors import ConfigError, DataError, UsageError, reason
-from caffepy.core.files import check_writable, written
-from caffepy.core.paths import locate
+from caffepy.core.files import check_writable, locate, written
 from caffepy.device.blob import Array
 from caffepy.net.weights import new_hdf5
 from caffepy.pycaffe.detector import Detector

@@ -205,7 +205,7 @@ def _tested(index: int) -> str:
         compare("product", out_there, a @ b, TOLERANCE)
         (x, x_there), (w, w_there) = random(2, 4, 9, 9), random(6, 4, 3, 3)
         y, y_there = random(2, 6, 9, 9)
-        sizes = (x.shape, w.shape, (1, 1), (1, 1), (1, 1), 1, np.float32)
+        sizes = (x.shape, w.shape, ((1, 1),) * 3, 1, np.float32)
         cpu.Convolution(*sizes).forward(x, w, None, y)
         gpu.Convolution(*sizes).forward(x_there, w_there, None, y_there)
         compare("convolution", y_there, y, TOLERANCE)

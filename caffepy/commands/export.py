@@ -1,10 +1,8 @@
 """`caffepy export`: a net and its weights as an ONNX model."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,9 +20,7 @@ from caffepy.net.build import filter_state
 from caffepy.net.fusion import Step
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
 from caffepy.proto.text import read_net
-
-if TYPE_CHECKING:
-    pass
+from caffepy.report.text import AsJson
 
 OPSETS = range(13, 22)
 DEFAULT_OPSET = 17
@@ -34,7 +30,7 @@ PROBABILITIES = {"SoftmaxWithLoss": "Softmax", "SigmoidCrossEntropyLoss": "Sigmo
 
 
 @dataclass(frozen=True)
-class Exported:
+class Exported(AsJson):
     """The written model: shapes of inputs and outputs, numbers of nodes by operator and so on.
 
     `dropped` are losses and other layers that only evaluate, `unused` the inputs that only they
@@ -53,10 +49,6 @@ class Exported:
     unused: Sequence[str]
     notes: Sequence[str]
     differences: dict[str, float] | None = None
-
-    def json(self) -> str:
-        """Return an object of the same fields."""
-        return json.dumps(asdict(self))
 
     def text(self) -> str:
         """Return a line for the file, one for each input and output, and the remarks."""

@@ -11,7 +11,7 @@ from caffepy import ops
 from caffepy.commands.devices import choose_for_training
 from caffepy.core.errors import STOPPED, ConfigError, UsageError
 from caffepy.core.events import Output
-from caffepy.core.paths import locate
+from caffepy.core.files import locate
 from caffepy.data.loader import tolerating
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device

@@ -1,7 +1,8 @@
-"""Files that are whole or absent."""
+"""Where the files of a prototxt lie, and files that are whole or absent."""
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -11,7 +12,31 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 from caffepy.core.errors import UsageError, reason
 
+log = logging.getLogger(__name__)
+
+AnyPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+"""Types of a path in the Python interface; `os.fsdecode` makes a str of it."""
+
+BUNDLED = os.path.realpath(f"{os.path.dirname(__file__)}/../models") + os.sep
+
 NAME_KEPT = 200  # bytes of a name that its temporary name keeps; the rest must fit into 255
+
+
+def locate(name: str, beside: str | None = None) -> str:
+    """Return the path under which `name` exists: `name` itself, which is relative to the working
+    directory as in Caffe, or a path beside the file `beside`; for a bundled net that comes first.
+
+    A name that exists in neither place is returned unchanged, so that the caller's message shows
+    what the user wrote.
+    """
+    if not name or os.path.isabs(name) or beside is None:
+        return name
+    candidate = os.path.join(os.path.dirname(beside), name)
+    is_bundled = os.path.realpath(beside).startswith(BUNDLED)
+    if not os.path.exists(candidate) or (os.path.exists(name) and not is_bundled):
+        return name
+    log.info("%s is %s", name, candidate)
+    return candidate
 
 
 def temporary_name(path: str) -> str:

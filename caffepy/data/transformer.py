@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from caffepy import ops
 from caffepy.core.errors import ConfigError, DataError
-from caffepy.core.paths import locate
+from caffepy.core.files import locate
 from caffepy.data.datum import COLOR, GRAY, NATIVE
 from caffepy.device.blob import Array, shape_string
 from caffepy.device.device import Device, set_twister

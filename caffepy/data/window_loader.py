@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
-from caffepy.core.paths import locate
+from caffepy.core.files import locate
 from caffepy.data.datum import COLOR, decode_image
 from caffepy.data.loader import DECODERS, Batch, Loader, Shape
 from caffepy.data.sources.base import State

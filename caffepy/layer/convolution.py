@@ -126,11 +126,9 @@ class _Filtering(Weighted):
     def plan(self, images: int, channels: int, spatial: tuple[int, ...]) -> None:
         """Plan for an input of this many channels; without spatial axes images are points."""
         point = () if spatial else (1,)
-        stride, pad, dilation = self.window[1:] if spatial else ((1,), (0,), (1,))
+        window = self.window[1:] if spatial else ((1,), (0,), (1,))
         x_shape, w_shape = (images, channels, *spatial, *point), (*self.weight_shape(), *point)
-        self.conv = self.ops.Convolution(
-            x_shape, w_shape, stride, pad, dilation, self.group, self.dtype
-        )
+        self.conv = self.ops.Convolution(x_shape, w_shape, window, self.group, self.dtype)
 
 
 @layer("Convolution")

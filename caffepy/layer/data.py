@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
-from caffepy.core.paths import locate
+from caffepy.core.files import locate
 from caffepy.data.datum import COLOR, GRAY
 from caffepy.data.loader import Loader, SequentialLoader
 from caffepy.data.reader import Reader

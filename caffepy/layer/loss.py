@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
-from caffepy.core.paths import locate
+from caffepy.core.files import locate
 from caffepy.device.blob import Array, Blob
 from caffepy.device.device import ErrorFlag
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer

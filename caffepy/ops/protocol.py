@@ -56,16 +56,12 @@ class Ops(Protocol):
     # Objects, described in objects.py; a device is one of the back end's kind.
 
     def Convolution(
-        self,
-        x_shape: Sizes,
-        w_shape: Sizes,
-        stride: Sizes,
-        pad: Sizes,
-        dilation: Sizes,
-        group: int,
-        dtype: DTypeLike,
+        self, x_shape: Sizes, w_shape: Sizes, window: Sequence[Sizes], group: int, dtype: DTypeLike
     ) -> objects.Convolution:
-        """Make a convolution of these shapes, in any number of spatial axes."""
+        """Make a convolution of these shapes, in any number of spatial axes.
+
+        window = stride, pad, dilation, each with a number for each axis.
+        """
 
     def LSTM(self, steps: int, streams: int, size: int, dtype: DTypeLike) -> objects.LSTM:
         """Make a layer of LSTM units."""
@@ -563,48 +559,19 @@ class Ops(Protocol):
         on the device.
         """
 
-    # Updates: w, g and the history flat, `segments` with the rate and decay of each parameter
+    # Updates
 
-    def sgd_update(self, w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
-        """h = momentum*h + rate*g; w -= h."""
-
-    def nesterov_update(
-        self, w: Array, g: Array, h: Array, segments: Segments, momentum: float
+    def update_params(
+        self, rule: str, arrays: Sequence[Array], segments: Segments, numbers: Sequence[Number]
     ) -> None:
-        """h' = momentum*h + rate*g; w -= (1 + momentum)*h' - momentum*h; h = h'."""
+        """Update flat arrays in place: w, g and the rule's history, with the rate and decay of each
+        of the segments; g becomes what was subtracted from w.
 
-    def adagrad_update(
-        self, w: Array, g: Array, h: Array, segments: Segments, delta: float
-    ) -> None:
-        """h += g^2; w -= rate*g/(sqrt(h) + delta)."""
-
-    def rmsprop_update(
-        self, w: Array, g: Array, h: Array, segments: Segments, rms_decay: float, delta: float
-    ) -> None:
-        """h = rms_decay*h + (1 - rms_decay)*g^2; w -= rate*g/(sqrt(h) + delta)."""
-
-    def adadelta_update(
-        self,
-        w: Array,
-        g: Array,
-        h: Array,
-        u: Array,
-        segments: Segments,
-        momentum: float,
-        delta: float,
-    ) -> None:
-        """h, u are means of g^2, of v^2 with v = g*sqrt((u + delta)/(h + delta)); w -= rate*v."""
-
-    def adam_update(
-        self,
-        w: Array,
-        g: Array,
-        m: Array,
-        v: Array,
-        segments: Segments,
-        beta1: float,
-        beta2: float,
-        delta: float,
-        correction: Number,
-    ) -> None:
-        """m, v = means of g, g^2 by beta1, beta2; w -= rate*correction*m/(sqrt(v) + delta)."""
+        sgd (momentum): h = momentum*h + rate*g; w -= h.
+        nesterov (momentum): h' = momentum*h + rate*g; w -= (1 + momentum)*h' - momentum*h; h = h'.
+        rms (keep, take, delta): h = keep*h + take*g^2; w -= rate*g/(sqrt(h) + delta).
+        adadelta (momentum, delta): h, u are means of g^2, of v^2 with v = g*sqrt((u + delta)/(h +
+        delta)); w -= rate*v.
+        adam (beta1, beta2, delta, correction): m, v = means of g, g^2 by beta1, beta2; w -=
+        rate*correction*m/(sqrt(v) + delta).
+        """

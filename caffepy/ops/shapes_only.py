@@ -22,10 +22,8 @@ class ShapesOnlyDevice(Device):
 class Convolution:
     """The shapes of a convolution."""
 
-    def __init__(
-        self, x_shape: Sizes, w_shape: Sizes, stride: Sizes, pad: Sizes, dilation: Sizes, *_: Any
-    ) -> None:
-        axes = zip(x_shape[2:], w_shape[2:], stride, pad, dilation, strict=True)
+    def __init__(self, x_shape: Sizes, w_shape: Sizes, window: Sequence[Sizes], *_: Any) -> None:
+        axes = zip(x_shape[2:], w_shape[2:], *window, strict=True)
         out = [(x + 2 * p - (d * (k - 1) + 1)) // s + 1 for x, k, s, p, d in axes]
         self.y_shape = (x_shape[0], w_shape[0], *out)
 

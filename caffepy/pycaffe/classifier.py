@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.core.paths import AnyPath
+from caffepy.core.files import AnyPath
 from caffepy.proto.caffe_pb2 import TEST
 from caffepy.pycaffe import io
 from caffepy.pycaffe.io import Array, Transformer
@@ -44,14 +44,10 @@ class ImageNet(Net):
         in_ = self.inputs[0]
         self.transformer = Transformer({in_: blob.shape})
         self.transformer.set_transpose(in_, (2, 0, 1))
-        if mean is not None:
-            self.transformer.set_mean(in_, mean)
-        if input_scale is not None:
-            self.transformer.set_input_scale(in_, input_scale)
-        if raw_scale is not None:
-            self.transformer.set_raw_scale(in_, raw_scale)
-        if channel_swap is not None:
-            self.transformer.set_channel_swap(in_, channel_swap)
+        given = {"mean": mean, "input_scale": input_scale, "raw_scale": raw_scale}
+        for name, value in {**given, "channel_swap": channel_swap}.items():
+            if value is not None:
+                getattr(self.transformer, f"set_{name}")(in_, value)
 
     def _scores(self, images: Sequence[Array]) -> Array:
         """Return the first output for images (H, W, K), prepared and run in batches."""

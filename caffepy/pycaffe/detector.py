@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.core.paths import AnyPath
+from caffepy.core.files import AnyPath
 from caffepy.pycaffe import io
 from caffepy.pycaffe.classifier import ImageNet
 from caffepy.pycaffe.io import Array

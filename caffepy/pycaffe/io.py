@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from caffepy.core.errors import CaffeError, DataError, reason
-from caffepy.core.paths import AnyPath
+from caffepy.core.files import AnyPath
 from caffepy.data.datum import decode_image, opened
 from caffepy.proto import caffe_pb2
 

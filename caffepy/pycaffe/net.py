@@ -10,7 +10,7 @@ from typing import Any, NoReturn, ParamSpec, Protocol, SupportsIndex, TypeVar
 import numpy as np
 
 from caffepy.core.errors import CaffeError, UsageError, UserCodeError
-from caffepy.core.paths import AnyPath
+from caffepy.core.files import AnyPath
 from caffepy.core.registry import nearest
 from caffepy.device.blob import Array, on_host
 from caffepy.layer import Layer as InnerLayer

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from caffepy.core.errors import ConfigError, UsageError, UserCodeError
 from caffepy.core.events import Reporter
-from caffepy.core.paths import AnyPath
+from caffepy.core.files import AnyPath
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, p2p_manager
@@ -207,44 +207,35 @@ class _Typed(Solver):
 
     kind: ClassVar[str]
 
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+
     def __init__(self, solver_file: AnyPath) -> None:
         super().__init__(solver_file, self.kind)
 
 
-class SGDSolver(_Typed):
+class SGDSolver(_Typed, kind="SGD"):
     """Stochastic gradient descent with momentum."""
 
-    kind = "SGD"
 
-
-class NesterovSolver(_Typed):
+class NesterovSolver(_Typed, kind="Nesterov"):
     """Nesterov's accelerated gradient."""
 
-    kind = "Nesterov"
 
-
-class AdaGradSolver(_Typed):
+class AdaGradSolver(_Typed, kind="AdaGrad"):
     """AdaGrad (Duchi et al. 2011)."""
 
-    kind = "AdaGrad"
 
-
-class RMSPropSolver(_Typed):
+class RMSPropSolver(_Typed, kind="RMSProp"):
     """RMSProp (Tieleman and Hinton 2012)."""
 
-    kind = "RMSProp"
 
-
-class AdaDeltaSolver(_Typed):
+class AdaDeltaSolver(_Typed, kind="AdaDelta"):
     """AdaDelta (Zeiler 2012)."""
 
-    kind = "AdaDelta"
 
-
-class AdamSolver(_Typed):
+class AdamSolver(_Typed, kind="Adam"):
     """Adam (Kingma and Ba 2015)."""
-
-    kind = "Adam"
 
 
 def get_solver(solver_file: AnyPath) -> Solver:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,14 @@ def scalars(outputs: Sequence[Output]) -> Iterator[str]:
 def as_json(content: object) -> str:
     """Return the content as ASCII JSON; numbers that are not finite, which JSON lacks, are null."""
     return json.dumps(_finite(content))
+
+
+class AsJson:
+    """Base of dataclasses that commands print."""
+
+    def json(self) -> str:
+        """Return an object of the same fields."""
+        return json.dumps(asdict(self))  # type: ignore[call-overload]
 
 
 def _finite(content: object) -> object:

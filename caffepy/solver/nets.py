@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from caffepy.core.errors import ConfigError
-from caffepy.core.paths import locate
+from caffepy.core.files import locate
 from caffepy.device.device import Device
 from caffepy.net import Net
 from caffepy.net.weights import load_weights

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from functools import cached_property
 
 from caffepy import ops
-from caffepy.core.abandoned import abandon
 from caffepy.core.events import Output, Reporter
-from caffepy.device.device import Device
+from caffepy.device.device import Device, abandon
 from caffepy.net import Net, memory
 from caffepy.ops.objects import PhaseTimer
 from caffepy.proto.caffe_pb2 import SolverParameter

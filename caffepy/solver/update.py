@@ -2,7 +2,7 @@
 update of the data.
 
 A rule writes w and its history in place and leaves in g what it subtracted from w; the formulas are
-in the functions of `caffepy.ops`.
+in `Ops.update_params` of `caffepy.ops`.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,26 +34,26 @@ def _no_problems(param: SolverParameter) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule: the function of `caffepy.ops`, the number of its history arrays, and the
-    fields of the solver that it takes.
+    """An update rule: its name in `caffepy.ops`, the number of its history arrays, and the numbers
+    that it takes.
 
     `problems` returns wrong settings (field, reason), `never_negative` lists the histories that sum
-    or average squares. With `corrected` the function takes Adam's bias correction, too.
+    or average squares. With `corrected` the rule takes Adam's bias correction, too.
     """
 
-    function: str
+    name: str
     histories: int
-    fields: tuple[str, ...]
+    numbers: Callable[[SolverParameter], tuple[float, ...]]
     problems: Callable[[SolverParameter], Iterator[tuple[str, str]]] = _no_problems
     never_negative: tuple[int, ...] = ()
     corrected: bool = False
 
     def apply(self, ops: Ops, u: Update) -> None:
         """Update w and history in place."""
-        settings = [getattr(u.param, field) for field in self.fields]
+        numbers: list[Number] = [*self.numbers(u.param)]
         if self.corrected:
-            settings.append(u.correction)
-        getattr(ops, self.function)(u.w, u.g, *u.history, u.segments, *settings)
+            numbers.append(u.correction)
+        ops.update_params(self.name, (u.w, u.g, *u.history), u.segments, numbers)
 
     def correction(self, param: SolverParameter, iteration: int) -> float:
         """Return the bias correction, sqrt(1 - b2^t) / (1 - b1^t), t = iteration + 1, or 1."""
@@ -77,11 +77,18 @@ def _means_below_one(param: SolverParameter) -> Iterator[tuple[str, str]]:
             yield field, f"{field} must lie in [0, 1) for Adam, not at {value:g}"
 
 
+def _mean_of_squares(param: SolverParameter) -> tuple[float, ...]:
+    return param.rms_decay, 1 - param.rms_decay, param.delta
+
+
+def _means(param: SolverParameter) -> tuple[float, ...]:
+    return param.momentum, param.momentum2, param.delta
+
+
 rules: Registry[Rule] = Registry("solver type")
-rules("SGD")(Rule("sgd_update", 1, ("momentum",)))
-rules("Nesterov")(Rule("nesterov_update", 1, ("momentum",)))
-rules("AdaGrad")(Rule("adagrad_update", 1, ("delta",), _without_momentum, (0,)))
-rules("RMSProp")(Rule("rmsprop_update", 1, ("rms_decay", "delta"), _without_momentum, (0,)))
-rules("AdaDelta")(Rule("adadelta_update", 2, ("momentum", "delta"), never_negative=(0, 1)))
-MEANS = ("momentum", "momentum2", "delta")
-rules("Adam")(Rule("adam_update", 2, MEANS, _means_below_one, never_negative=(1,), corrected=True))
+rules("SGD")(Rule("sgd", 1, lambda p: (p.momentum,)))
+rules("Nesterov")(Rule("nesterov", 1, lambda p: (p.momentum,)))
+rules("AdaGrad")(Rule("rms", 1, lambda p: (1, 1, p.delta), _without_momentum, (0,)))
+rules("RMSProp")(Rule("rms", 1, _mean_of_squares, _without_momentum, (0,)))
+rules("AdaDelta")(Rule("adadelta", 2, lambda p: (p.momentum, p.delta), never_negative=(0, 1)))
+rules("Adam")(Rule("adam", 2, _means, _means_below_one, never_negative=(1,), corrected=True))

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from caffepy import models
-from caffepy.core.paths import locate
+from caffepy.core.files import locate
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def reference(x, w, b, dy, stride, pad, dilation, group):
 
 def check(x_shape, w_shape, stride, pad, dilation, group, dtype=np.float64):
     rng = np.random.default_rng(0)
-    conv = cpu.Convolution(x_shape, w_shape, stride, pad, dilation, group, dtype)
+    conv = cpu.Convolution(x_shape, w_shape, (stride, pad, dilation), group, dtype)
     x, w, b, dy, dw0, db0 = (
         rng.standard_normal(s)
         for s in (x_shape, w_shape, w_shape[:1], conv.y_shape, w_shape, w_shape[:1])
@@ -134,9 +134,9 @@ def test_random_shapes(seed):
     "case", ["basic", "group", "many images", "many outputs", "1x1", "stride pad", "wide plane"]
 )
 def test_the_number_of_threads_changes_no_bit(case):
-    x_shape, w_shape, *rest = CASES[case]
+    x_shape, w_shape, *window, group = CASES[case]
     rng = np.random.default_rng(1)
-    conv = cpu.Convolution(x_shape, w_shape, *rest, np.float32)
+    conv = cpu.Convolution(x_shape, w_shape, window, group, np.float32)
     x, w, b, dy = (
         rng.standard_normal(s, np.float32) for s in (x_shape, w_shape, w_shape[:1], conv.y_shape)
     )

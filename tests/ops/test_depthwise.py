@@ -141,7 +141,7 @@ def test_padding_is_not_read_from_the_neighbour():
 
 
 def test_no_image():
-    conv = cpu.Convolution((0, 3, 6, 6), (3, 1, 3, 3), (1, 1), (1, 1), (1, 1), 3, np.float32)
+    conv = cpu.Convolution((0, 3, 6, 6), (3, 1, 3, 3), ((1, 1),) * 3, 3, np.float32)
     _, dx, dw, db = run(conv, *arrays((0, 3, 6, 6), (3, 1, 3, 3), conv.y_shape, np.float32))
     assert dx.size == 0
     assert (dw == 1).all()
@@ -162,7 +162,6 @@ def test_no_image():
 def test_for_which_shapes(x_shape, w_shape, group, chosen):
     assert suits(x_shape, w_shape, group) is chosen
     axes = len(x_shape) - 2
-    conv = cpu.Convolution(
-        x_shape, w_shape, (1,) * axes, (0,) * axes, (1,) * axes, group, np.float32
-    )
+    window = (1,) * axes, (0,) * axes, (1,) * axes
+    conv = cpu.Convolution(x_shape, w_shape, window, group, np.float32)
     assert isinstance(conv.plan, Depthwise) is chosen

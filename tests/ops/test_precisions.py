@@ -11,7 +11,7 @@ from caffepy.device.math_mode import PRECISIONS, MathMode, checked
 
 def preferred_layout(precision: str) -> Layout:
     device = Device()
-    device.math_mode = MathMode(precision)
+    device.math_mode = MathMode(precision, False)
     return ops.preferred_layout(device)
 
 

@@ -155,8 +155,8 @@ def test_factors_of_all_rates_and_decays(kind: str) -> None:
 
 def test_rules_need_nothing_of_ops_but_their_function() -> None:
     seen = []
-    ops = SimpleNamespace(sgd_update=lambda *arguments: seen.append(arguments))
+    ops = SimpleNamespace(update_params=lambda *arguments: seen.append(arguments))
     empty = np.zeros(1)
     segments = Segments(empty, empty, empty, 1.0, False)
     rules["SGD"].apply(ops, Update(SolverParameter(momentum=0.5), empty, empty, [empty], segments))  # type: ignore[arg-type]
-    assert seen == [(empty, empty, empty, segments, 0.5)]
+    assert seen == [("sgd", (empty, empty, empty), segments, [0.5])]

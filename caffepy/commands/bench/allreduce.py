@@ -1,10 +1,9 @@
 """`caffepy bench allreduce`: the time of each way to synchronize solvers, by size."""
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -22,7 +21,7 @@ from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
 from caffepy.report import plot
-from caffepy.report.text import columns
+from caffepy.report.text import AsJson, columns
 
 SIZES = "64K..512M"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -49,7 +48,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class AllReduceBench:
+class AllReduceBench(AsJson):
     """Results; `left_out` has the ways that could not be measured, with the reason."""
 
     devices: str
@@ -72,10 +71,6 @@ class AllReduceBench:
             if not all(t.captured for t in self.timings if t.sync == name):
                 lines.append(f"{name}: not captured")
         return "\n".join([*lines, *(f"{name}: {why}" for name, why in self.left_out.items())])
-
-    def json(self) -> str:
-        """Return an object with the same fields."""
-        return json.dumps(asdict(self))
 
     def plot(self, path: str) -> None:
         """Draw the bus bandwidth over the sizes with matplotlib, in the format of the extension.

@@ -1,9 +1,8 @@
 """`caffepy bench scaling`: the speed of training on several devices, beside that of one."""
 
-import json
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 from caffepy import ops
@@ -17,6 +16,7 @@ from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
 from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.report.performance import difference, shares
+from caffepy.report.text import AsJson
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(AsJson):
     """Results, in the order of the numbers of devices, 1 first."""
 
     net: str
@@ -58,10 +58,6 @@ class Scaling:
             speeds = f"{p.images_per_s:12.0f}{p.times:12.2f}{p.efficiency:12.1%}"
             lines.append(f"{p.devices:8}{speeds}{p.ms:10.3f}{p.exposed:14.1%}")
         return "\n".join(lines)
-
-    def json(self) -> str:
-        """Return an object with the same fields."""
-        return json.dumps(asdict(self))
 
 
 def bench_scaling(

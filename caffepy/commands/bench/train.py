@@ -1,18 +1,17 @@
 """`caffepy bench train`: the speed of training a net, its memory, and where the time goes."""
 
-import json
 import logging
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
 from caffepy import ops
 from caffepy.commands.devices import choose_device
 from caffepy.core.errors import ConfigError
-from caffepy.core.paths import locate
+from caffepy.core.files import locate
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_memory, import_cupy
@@ -21,6 +20,7 @@ from caffepy.net import Net
 from caffepy.net.fusion import Step
 from caffepy.proto.caffe_pb2 import DataParameter, SolverParameter
 from caffepy.proto.text import read_solver
+from caffepy.report.text import AsJson
 from caffepy.solver import Action, Solver
 from caffepy.solver.nets import net_sources
 
@@ -58,7 +58,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(AsJson):
     """The result: `windows` are images a second of each window, whose median is `images_per_s`.
 
     `ms` is the time of an iteration, `host_ms` the host's time to enqueue one (None on the CPU,
@@ -104,10 +104,6 @@ class Bench:
             driver, pool = self.memory.driver // MIB, self.memory.pool // MIB
             lines.append(f"{driver} MiB of GPU memory, {pool} MiB of it in pools")
         return "\n".join(lines)
-
-    def json(self) -> str:
-        """Return an object of the same fields."""
-        return json.dumps(asdict(self))
 
 
 class Trainer:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.core.errors import CaffeError, DataError, reason
-from caffepy.core.paths import locate
+from caffepy.core.files import locate
 from caffepy.core.registry import nearest
 from caffepy.data.sources.base import (
     SHOWN_NAMES,

@@ -5,7 +5,7 @@ import re
 from typing import Self
 
 from caffepy.core.errors import DataError, reason
-from caffepy.core.paths import locate
+from caffepy.core.files import locate
 from caffepy.data.datum import COLOR, EITHER, LONGEST_SIGNATURE, decode_image, encoding_of
 from caffepy.data.sources.base import Array, Items, NumberedSource, lines_of
 

@@ -80,12 +80,5 @@ from caffepy.ops.cpu.selection import add_rows, take_rows, top_values
 from caffepy.ops.cpu.staging import Staging
 from caffepy.ops.cpu.timers import PhaseTimer, Stopwatch
 from caffepy.ops.cpu.transform import transform_batch
-from caffepy.ops.cpu.update import (
-    adadelta_update,
-    adagrad_update,
-    adam_update,
-    nesterov_update,
-    rmsprop_update,
-    sgd_update,
-)
+from caffepy.ops.cpu.update import update_params
 from caffepy.ops.cpu.update_state import Sums, UpdateState

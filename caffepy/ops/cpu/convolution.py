@@ -416,15 +416,9 @@ def _col2im(col: Array, x: Array, windows: _Windows) -> None:
 
 class Convolution:
     def __init__(
-        self,
-        x_shape: Sizes,
-        w_shape: Sizes,
-        stride: Sizes,
-        pad: Sizes,
-        dilation: Sizes,
-        group: int,
-        dtype: DTypeLike,
+        self, x_shape: Sizes, w_shape: Sizes, window: Sequence[Sizes], group: int, dtype: DTypeLike
     ) -> None:
+        stride, pad, dilation = window
         conv = _Shapes(x_shape, w_shape, stride, pad, dilation, group, np.dtype(dtype))
         self.plan: Depthwise | _Correlation
         self.data_plan: Depthwise | _Correlation | _Windows

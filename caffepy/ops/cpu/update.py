@@ -4,6 +4,7 @@ Each writes `w` and its history in place and leaves in `g` what it subtracted fr
 over slices: the compiler vectorizes only indices that cannot be negative.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -104,7 +105,12 @@ def _adam(
         lo = max(lo, end)
 
 
-def _run(function: Any, arrays: tuple[Array, ...], segments: Segments, *numbers: Number) -> None:
+RULES = {"sgd": _sgd, "nesterov": _nesterov, "rms": _rms, "adadelta": _adadelta, "adam": _adam}
+
+
+def update_params(
+    rule: str, arrays: Sequence[Array], segments: Segments, numbers: Sequence[Number]
+) -> None:
     if not segments.go:
         return
     real = arrays[0].dtype.type
@@ -116,42 +122,5 @@ def _run(function: Any, arrays: tuple[Array, ...], segments: Segments, *numbers:
         decay=1.0,
         go=1.0,
     )
-    parallel(partial(function, *arrays, typed, tuple(map(real, numbers))), arrays[0].size, GRAIN)
-
-
-def sgd_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
-    _run(_sgd, (w, g, h), segments, momentum)
-
-
-def nesterov_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
-    _run(_nesterov, (w, g, h), segments, momentum)
-
-
-def adagrad_update(w: Array, g: Array, h: Array, segments: Segments, delta: float) -> None:
-    _run(_rms, (w, g, h), segments, 1, 1, delta)
-
-
-def rmsprop_update(
-    w: Array, g: Array, h: Array, segments: Segments, rms_decay: float, delta: float
-) -> None:
-    _run(_rms, (w, g, h), segments, rms_decay, 1 - rms_decay, delta)
-
-
-def adadelta_update(
-    w: Array, g: Array, h: Array, u: Array, segments: Segments, momentum: float, delta: float
-) -> None:
-    _run(_adadelta, (w, g, h, u), segments, momentum, delta)
-
-
-def adam_update(
-    w: Array,
-    g: Array,
-    m: Array,
-    v: Array,
-    segments: Segments,
-    beta1: float,
-    beta2: float,
-    delta: float,
-    correction: Number,
-) -> None:
-    _run(_adam, (w, g, m, v), segments, beta1, beta2, delta, correction)
+    run = partial(RULES[rule], *arrays, typed, tuple(map(real, numbers)))
+    parallel(run, arrays[0].size, GRAIN)

@@ -95,12 +95,5 @@ from caffepy.ops.cuda.selection import add_rows, take_rows, top_values
 from caffepy.ops.cuda.staging import Staging
 from caffepy.ops.cuda.timers import PhaseTimer, Stopwatch
 from caffepy.ops.cuda.transform import transform_batch
-from caffepy.ops.cuda.update import (
-    adadelta_update,
-    adagrad_update,
-    adam_update,
-    nesterov_update,
-    rmsprop_update,
-    sgd_update,
-)
+from caffepy.ops.cuda.update import update_params
 from caffepy.ops.cuda.update_state import Sums, UpdateState

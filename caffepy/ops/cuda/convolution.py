@@ -54,17 +54,10 @@ class Convolution:
     """A convolution; its arrays may have any layout in any call."""
 
     def __init__(
-        self,
-        x_shape: Sizes,
-        w_shape: Sizes,
-        stride: Sizes,
-        pad: Sizes,
-        dilation: Sizes,
-        group: int,
-        dtype: DTypeLike,
+        self, x_shape: Sizes, w_shape: Sizes, window: Sequence[Sizes], group: int, dtype: DTypeLike
     ) -> None:
         x_shape, w_shape, stride, pad, dilation = (
-            tuple(int(n) for n in sizes) for sizes in (x_shape, w_shape, stride, pad, dilation)
+            tuple(int(n) for n in sizes) for sizes in (x_shape, w_shape, *window)
         )
         axes = list(zip(x_shape[2:], w_shape[2:], stride, pad, dilation, strict=True))
         out = tuple((n + 2 * p - (d * (k - 1) + 1)) // s + 1 for n, k, s, p, d in axes)

@@ -5,6 +5,7 @@ those of the segments among them, may be arrays without axes: a captured step re
 runs.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
@@ -20,7 +21,9 @@ def _on_device(a: Any, dtype: Any) -> Array:
     return cupy.asarray(np.ascontiguousarray(a, dtype))
 
 
-def _run(name: str, arrays: tuple[Array, ...], segments: Segments, *numbers: Number) -> None:
+def update_params(
+    rule: str, arrays: Sequence[Array], segments: Segments, numbers: Sequence[Number]
+) -> None:
     w = arrays[0]
     count = len(segments.ends)
     if not w.size or not count:
@@ -32,42 +35,4 @@ def _run(name: str, arrays: tuple[Array, ...], segments: Segments, *numbers: Num
         n for value in (*common, *numbers, *[0.0] * (4 - len(numbers))) for n in number(value)
     )
     arguments = (*arrays, w.size, ends, rates, decays, count, int(segments.l1), *constants)
-    launch("update", name, w, packs(w), *arguments)
-
-
-def sgd_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
-    _run("sgd", (w, g, h), segments, momentum)
-
-
-def nesterov_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
-    _run("nesterov", (w, g, h), segments, momentum)
-
-
-def adagrad_update(w: Array, g: Array, h: Array, segments: Segments, delta: float) -> None:
-    _run("rms", (w, g, h), segments, 1.0, 1.0, delta)
-
-
-def rmsprop_update(
-    w: Array, g: Array, h: Array, segments: Segments, rms_decay: float, delta: float
-) -> None:
-    _run("rms", (w, g, h), segments, rms_decay, 1 - rms_decay, delta)
-
-
-def adadelta_update(
-    w: Array, g: Array, h: Array, u: Array, segments: Segments, momentum: float, delta: float
-) -> None:
-    _run("adadelta", (w, g, h, u), segments, momentum, delta)
-
-
-def adam_update(
-    w: Array,
-    g: Array,
-    m: Array,
-    v: Array,
-    segments: Segments,
-    beta1: float,
-    beta2: float,
-    delta: float,
-    correction: Number,
-) -> None:
-    _run("adam", (w, g, m, v), segments, beta1, beta2, delta, correction)
+    launch("update", rule, w, packs(w), *arguments)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caffepy.commands.data.convert_cifar import TEST, TRAIN, convert_cifar
+from caffepy.commands.data.mnist_and_cifar import TEST, TRAIN, convert_cifar
 from caffepy.core.errors import DataError
 from caffepy.data.sources import open_database
 from caffepy.proto.caffe_pb2 import Datum

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caffepy.commands.data.convert_mnist import convert_mnist
+from caffepy.commands.data.mnist_and_cifar import convert_mnist
 from caffepy.core.errors import DataError
 from caffepy.data.sources import open_database
 from caffepy.proto.caffe_pb2 import Datum

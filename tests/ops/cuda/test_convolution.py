@@ -112,8 +112,8 @@ def untimed(monkeypatch):
 
 
 def arrays(case, kind):
-    x_shape, w_shape, *rest = case
-    want = cpu.Convolution(x_shape, w_shape, *rest, np.float64)
+    x_shape, w_shape, *window, group = case
+    want = cpu.Convolution(x_shape, w_shape, window, group, np.float64)
     rng = np.random.default_rng(0)
     shapes = (x_shape, w_shape, w_shape[:1], want.y_shape, w_shape, w_shape[:1])
     made = [rng.standard_normal(s) for s in shapes]
@@ -144,13 +144,12 @@ def on_gpu(case, kind, offset=0):
 
 def check(case, kind, offset=0):
     math_mode.default().precision = kind.precision
-    x_shape, w_shape, *rest = case
+    x_shape, w_shape, *window, group = case
     reference, (x, w, b, dy, dw, db), (gx, gw, gb, gdy, gdw, gdb), (gy, gdx) = on_gpu(
         case, kind, offset
     )
-    conv = cuda.Convolution(
-        x_shape, w_shape, *rest, DOUBLE.layout.dtype if kind is DOUBLE else np.float32
-    )
+    dtype = DOUBLE.layout.dtype if kind is DOUBLE else np.float32
+    conv = cuda.Convolution(x_shape, w_shape, window, group, dtype)
     assert conv.y_shape == reference.y_shape
     y, dx, tolerance = np.empty_like(dy), np.empty_like(x), kind.tolerance
     reference.forward(x, w, None, y)
@@ -265,10 +264,10 @@ def test_bottoms_that_share_the_weights(kind):
     kind = KINDS[kind]
     math_mode.default().precision = kind.precision
     for case in ("first of ResNet", "second of CaffeNet"):
-        x_shape, w_shape, *rest = CASES[case]
+        x_shape, w_shape, *window, group = CASES[case]
         reference, (x, w, _, dy, *_), (gx, gw, gb, gdy, *_), (gy, gdx) = on_gpu(CASES[case], kind)
         other = kind.on_gpu(-2 * x)
-        conv = cuda.Convolution(x_shape, w_shape, *rest, np.float32)
+        conv = cuda.Convolution(x_shape, w_shape, window, group, np.float32)
         dx, dw = np.empty_like(x), np.zeros_like(w)
         reference.backward_data(dy, w, dx)
         reference.backward_weight(x, dy, dw, None)
@@ -286,8 +285,8 @@ def test_bottoms_that_share_the_weights(kind):
 
 
 def test_numbers_of_16_bits_in_the_order_of_the_axes_are_refused():
-    x_shape, w_shape, *rest = CASES["basic"]
-    conv = cuda.Convolution(x_shape, w_shape, *rest, np.float32)
+    x_shape, w_shape, *window, group = CASES["basic"]
+    conv = cuda.Convolution(x_shape, w_shape, window, group, np.float32)
     x, y = (cupy.zeros(shape, np.float16) for shape in (x_shape, conv.y_shape))
     with pytest.raises(DeviceError, match="16 bits must lie with the channels last"):
         conv.forward(x, cupy.zeros(w_shape, np.float32), None, y)
@@ -334,9 +333,9 @@ def test_deterministic_plans_repeat_to_the_last_bit(kind, monkeypatch):
     monkeypatch.setattr(math_mode.default(), "deterministic", True)
     kind = KINDS[kind]
     math_mode.default().precision = kind.precision
-    x_shape, w_shape, *rest = case = CASES["wide"]
+    x_shape, w_shape, *window, group = case = CASES["wide"]
     _, _, (x, w, b, dy, *_), (y, dx) = on_gpu(case, kind)
-    conv, results = cuda.Convolution(x_shape, w_shape, *rest, np.float32), set()
+    conv, results = cuda.Convolution(x_shape, w_shape, window, group, np.float32), set()
     for _ in range(3):
         dw = cupy.zeros_like(w)
         conv.forward(x, w, b, y, relu=True)
@@ -352,11 +351,11 @@ def test_a_captured_step_follows_its_inputs(case, kind, stream, side):
     """Gradients of the weights on a second stream, which the first capture sees first."""
     kind = KINDS[kind]
     math_mode.default().precision = kind.precision
-    x_shape, w_shape, *rest = CASES[case]
+    x_shape, w_shape, *window, group = CASES[case]
     reference, (x, w, b, dy, dw, db), (gx, gw, gb, gdy, gdw, gdb), (gy, gdx) = on_gpu(
         CASES[case], kind
     )
-    conv = cuda.Convolution(x_shape, w_shape, *rest, np.float32)
+    conv = cuda.Convolution(x_shape, w_shape, window, group, np.float32)
 
     def step(other):
         conv.forward(gx, gw, gb, gy, relu=True)

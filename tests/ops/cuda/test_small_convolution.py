@@ -49,7 +49,7 @@ class Problem:
         x_shape, w_shape, *how = CASES[case]
         self.kind, self.dtype = kind, kind.layout.dtype
         math_mode.default().precision = kind.precision
-        self.cpu = cpu.Convolution(x_shape, w_shape, *how, 1, np.float64)
+        self.cpu = cpu.Convolution(x_shape, w_shape, how, 1, np.float64)
         self.geometry = Geometry(x_shape, w_shape, self.cpu.y_shape, *how)
         rng = np.random.default_rng(0)
         x, dy = (kind.round(rng.standard_normal(s)) for s in (x_shape, self.cpu.y_shape))

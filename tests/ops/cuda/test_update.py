@@ -7,12 +7,11 @@ from tests.ops.cuda.compare import agree, data
 pytestmark = pytest.mark.gpu
 
 RULES = {  # histories, numbers
-    "sgd_update": (1, (0.9,)),
-    "nesterov_update": (1, (0.9,)),
-    "adagrad_update": (1, (1e-4,)),
-    "rmsprop_update": (1, (0.95, 1e-4)),
-    "adadelta_update": (2, (0.95, 1e-4)),
-    "adam_update": (2, (0.9, 0.999, 1e-4, 0.3)),
+    "sgd": (1, (0.9,)),
+    "nesterov": (1, (0.9,)),
+    "rms": (1, (0.95, 0.05, 1e-4)),
+    "adadelta": (2, (0.95, 1e-4)),
+    "adam": (2, (0.9, 0.999, 1e-4, 0.3)),
 }
 STEPS = (
     1e-4,
@@ -42,14 +41,16 @@ def test_as_on_the_cpu(rule, ends, l1, dtype):
     n = ENDS[ends][-1]
     w, g, *h = (data(n, dtype, seed) for seed in range(2 + histories))
     w[: n // 3] = 0
-    agree(rule, w, g, *map(np.abs, h), segments(ENDS[ends], dtype, l1), *numbers, tolerance=STEPS)
+    arrays = w, g, *map(np.abs, h)
+    agree("update_params", rule, arrays, segments(ENDS[ends], dtype, l1), numbers, tolerance=STEPS)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_elements_beyond_the_last_segment_stay(rule):
     histories, numbers = RULES[rule]
     w, g, *h = (data(100, seed=seed) for seed in range(2 + histories))
-    agree(rule, w, g, *map(np.abs, h), segments([10, 61], np.float32), *numbers, tolerance=STEPS)
+    arrays = w, g, *map(np.abs, h)
+    agree("update_params", rule, arrays, segments([10, 61], np.float32), numbers, tolerance=STEPS)
 
 
 def test_segments_of_the_host():
@@ -60,8 +61,8 @@ def test_segments_of_the_host():
     w, g, h = (data(100, seed=seed) for seed in range(3))
     with cupy.cuda.Stream(non_blocking=True):
         on_gpu = [cupy.asarray(a) for a in (w, g, h)]
-        cuda.sgd_update(*on_gpu, segments([10, 100], np.float32), 0.9)
-        cpu.sgd_update(w, g, h, segments([10, 100], np.float32), 0.9)
+        cuda.update_params("sgd", on_gpu, segments([10, 100], np.float32), [0.9])
+        cpu.update_params("sgd", [w, g, h], segments([10, 100], np.float32), [0.9])
         np.testing.assert_allclose(on_gpu[0].get(), w, rtol=1e-6, atol=1e-6)
 
 
@@ -70,10 +71,11 @@ def test_nothing_happens_without_go(rule):
     histories, numbers = RULES[rule]
     arrays = [data(100, seed=seed) for seed in range(2 + histories)]
     agree(
+        "update_params",
         rule,
-        *arrays,
+        arrays,
         segments([10, 100], np.float32)._replace(go=np.array(0.0)),
-        *numbers,
+        numbers,
         tolerance=(0, 0),
     )
 
@@ -91,11 +93,10 @@ def test_a_captured_update_follows_all_numbers():
         said = {name: cupy.ones((), "d") for name in (*names, "correction")}
         places = {name: cupy.asarray(getattr(host, name)) for name in ("ends", "rates", "decays")}
         device = host._replace(**places, **{name: said[name] for name in names})
-        cuda.adam_update(
-            *(cupy.zeros(100, "f") for _ in range(4)), device, 0.9, 0.99, 1e-3, said["correction"]
-        )
+        numbers = 0.9, 0.99, 1e-3, said["correction"]
+        cuda.update_params("adam", [cupy.zeros(100, "f") for _ in range(4)], device, numbers)
         stream.begin_capture()
-        cuda.adam_update(*arrays, device, 0.9, 0.99, 1e-3, said["correction"])
+        cuda.update_params("adam", arrays, device, numbers)
         graph = stream.end_capture()
         for i, go in enumerate((1.0, 0.0, 1.0)):
             values = {
@@ -110,6 +111,7 @@ def test_a_captured_update_follows_all_numbers():
             arrays[1].set(g, stream=stream)
             graph.launch(stream)
             gradient, correction = g.copy(), values.pop("correction")
-            cpu.adam_update(w, gradient, m, v, host._replace(**values), 0.9, 0.99, 1e-3, correction)
+            numbers = 0.9, 0.99, 1e-3, correction
+            cpu.update_params("adam", (w, gradient, m, v), host._replace(**values), numbers)
             np.testing.assert_allclose(arrays[0].get(), w, rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(arrays[1].get(), gradient, rtol=1e-5, atol=1e-6)
