@@ -1,6 +1,6 @@
 """Blobs as pycaffe's scripts and Python layers see them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any, overload
 
@@ -99,6 +99,14 @@ class BlobVec(Sequence[Blob]):
     def add_blob(self, *shape: int) -> None:
         """Append a zero-filled parameter of this shape."""
         self._inner.append(Inner(shape, self._dtype))
+
+    def append(self, blob: Blob) -> None:
+        """Append a blob as a parameter; its memory is not copied."""
+        self._inner.append(blob._inner)
+
+    def extend(self, blobs: Iterable[Blob]) -> None:
+        """Append several blobs."""
+        self._inner.extend(blob._inner for blob in blobs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _vector, (list(self), self._dtype)

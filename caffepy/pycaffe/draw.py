@@ -29,6 +29,11 @@ COLOURS = {
     "Pooling": "#FF9900",
     "InnerProduct": "#CC33FF",
 }
+LAYER_STYLE_DEFAULT, NEURON_LAYER_STYLE, BLOB_STYLE = (
+    {"shape": shape, "fillcolor": colour, "style": "filled"}
+    for shape, colour in (("record", LAYER), ("record", IN_PLACE[1]), BLOB)
+)
+"""Caffe's styles, for scripts that draw their own graphs by pydot."""
 Shapes = Sequence[Sequence[tuple[int, ...]]]
 
 
@@ -56,7 +61,7 @@ def get_pydot_graph(
 
 
 def draw_net_to_file(
-    net: NetParameter,
+    caffe_net: NetParameter,
     filename: str,
     rankdir: str = "LR",
     phase: int | None = None,
@@ -68,13 +73,13 @@ def draw_net_to_file(
     UsageError for an unknown extension, or for a format that needs graphviz if it is not installed.
     """
     ext = extension_of(filename, FORMATS)
-    content = draw_net(net, rankdir, ext, phase, display_lrm, shapes)
+    content = draw_net(caffe_net, rankdir, ext, phase, display_lrm, shapes)
     with written(filename) as temporary, open(temporary, "wb") as file:
         file.write(content)
 
 
 def draw_net(
-    net: NetParameter,
+    caffe_net: NetParameter,
     rankdir: str,
     ext: str = "png",
     phase: int | None = None,
@@ -86,7 +91,7 @@ def draw_net(
     SVG, PNG and JPEG are drawn by graphviz if it is installed, else in a simpler way; other formats
     are a UsageError without it.
     """
-    graph = _graph(net, rankdir, True, phase, display_lrm, shapes)
+    graph = _graph(caffe_net, rankdir, True, phase, display_lrm, shapes)
     if ext in TEXT:
         return _dot(graph).encode()
     if ext in SIMPLE and shutil.which("dot") is None:
@@ -236,6 +241,34 @@ def edge_label(layer: LayerParameter) -> str:
     if size is not None:
         return f"Batch {size}"
     return "" if outputs is None else f"{outputs}"
+
+
+def get_layer_label(layer: LayerParameter, rankdir: str, display_lrm: bool = False) -> str:
+    """Return `layer_label` in quotes, for a node of pydot."""
+    return _quoted(layer_label(layer, rankdir in ("TB", "BT"), display_lrm))
+
+
+def get_edge_label(layer: LayerParameter) -> str:
+    """Return `edge_label`, or empty quotes, for an edge of pydot."""
+    return edge_label(layer) or '""'
+
+
+def get_layer_lr_mult(layer: LayerParameter) -> tuple[float, ...]:
+    """Return the lr_mults of weights and biases; ValueError for layers without them."""
+    if layer.type not in ("Convolution", "Deconvolution", "InnerProduct"):
+        raise ValueError(f"{layer.type} layers do not have a learning rate multiplier")
+    given = [spec.lr_mult for spec in layer.param]
+    return (*given, *[1.0] * (2 - len(given)))
+
+
+def get_pooling_types_dict() -> dict[int, str]:
+    """Return the names of the ways to pool by number."""
+    return {number: name for name, number in PoolingParameter.PoolMethod.items()}
+
+
+def choose_color_by_layertype(layertype: str) -> str:
+    """Return the colour of layers of a type."""
+    return COLOURS.get(layertype, LAYER)
 
 
 def _quoted(text: str) -> str:

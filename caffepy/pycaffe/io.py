@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -15,6 +16,25 @@ from caffepy.proto import caffe_pb2
 Array = NDArray[Any]
 GREY = 0.2125, 0.7154, 0.0721
 """Weights of red, green and blue in a grey pixel, as in scikit-image (ITU-R BT.709)."""
+
+_LENT = {
+    "resize": ("skimage.transform", "scikit-image"),
+    "skimage": ("", "scikit-image"),
+    "zoom": ("scipy.ndimage", "scipy"),
+}
+"""What Caffe's module has from others: their modules and packages."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LENT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, package = _LENT[name]
+    try:
+        return getattr(import_module(module), name) if module else import_module(name)
+    except ImportError:
+        raise AttributeError(
+            f"caffe.io.{name} is that of {package}: pip install {package}"
+        ) from None
 
 
 def blobproto_to_array(blob: caffe_pb2.BlobProto, return_diff: bool = False) -> Array:
@@ -126,7 +146,11 @@ def resize_image(im: Array, new_dims: Sequence[int] | Array, interp_order: int =
         raise ValueError(f"an image has axes (H, W, K), not shape {im.shape}")
     height, width = (int(size) for size in new_dims)
     if im.shape[2] not in (1, 3):
-        return _interpolated(im, (height, width), interp_order, False).astype(np.float32)
+        zoomed = _interpolated(im, (height, width), interp_order, False)
+        if im.dtype.kind in "iu":  # SciPy's zoom keeps the type, and rounds halves away from 0
+            limits = np.iinfo(im.dtype)
+            zoomed = np.trunc(zoomed + np.copysign(0.5, zoomed)).clip(limits.min, limits.max)
+        return zoomed.astype(np.float32)
     low, high = im.min(), im.max()
     if low == high:
         return np.full((height, width, im.shape[2]), low, np.float32)

@@ -297,7 +297,7 @@ class Net:
         """Run any number of items in batches; return a row an item for the outputs and `blobs`."""
         count = _count(inputs)
         outs: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
-        for batch in self._batches(inputs):
+        for batch in self._batch(inputs):
             for name, out in self.forward(blobs, **batch).items():
                 outs[name].extend(out.copy())
         return _joined(outs, count)
@@ -309,8 +309,8 @@ class Net:
         count = _count(inputs)
         outs: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
         grads: dict[str, list[Array]] = {name: [] for name in _each(self.inputs, diffs)}
-        forward_batches = self._batches({k: v for k, v in inputs.items() if k in self.inputs})
-        backward_batches = self._batches({k: v for k, v in inputs.items() if k in self.outputs})
+        forward_batches = self._batch({k: v for k, v in inputs.items() if k in self.inputs})
+        backward_batches = self._batch({k: v for k, v in inputs.items() if k in self.outputs})
         for data, tops in zip_longest(forward_batches, backward_batches):
             for name, out in self.forward(blobs, **(data or {})).items():
                 outs[name].extend(out.copy())
@@ -318,7 +318,8 @@ class Net:
                 grads[name].extend(grad.copy())
         return _joined(outs, count), _joined(grads, count)
 
-    def _batches(self, arrays: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    def _batch(self, arrays: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        """Yield the batches of these arrays, the last one filled with zeros."""
         if not arrays:
             return
         count = _count(arrays)
@@ -388,6 +389,8 @@ class Net:
         if labels.size != len(labels):
             raise CaffeError(f"labels must have one number for each item, not shape {labels.shape}")
         layer.reset(data, labels)
+
+    _set_input_arrays = set_input_arrays
 
     def before_forward(self, callback: Callable[[int], object]) -> None:
         """Call `callback(layer index)` before each layer's forward."""

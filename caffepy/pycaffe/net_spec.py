@@ -1,7 +1,16 @@
 """pycaffe's NetSpec: nets in Python, `n.conv1 = L.Convolution(n.data, num_output=20, ...)`."""
 
 from collections import Counter
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    MutableMapping,
+    ValuesView,
+)
 from typing import Any
 
 import numpy as np
@@ -69,6 +78,9 @@ class Top:
         """Return the net that computes this output; layers are named by type and number."""
         return to_proto(self)
 
+    def _to_proto(self, made: "Made", names: "Names", counts: Counter[str]) -> None:
+        self.fn._to_proto(made, names, counts)
+
 
 class Function:
     """A layer to be built: type, inputs, parameters, and outputs, `tops`. TypeError if an input is
@@ -95,6 +107,28 @@ class Function:
         """Itself, as for a Top."""
         return self
 
+    def _to_proto(self, made: "Made", names: "Names", counts: Counter[str]) -> None:
+        """Add the layers that this one needs to `made`, each after those of its inputs, and itself.
+
+        What has no name yet gets one in `names`, of type and number by `counts`.
+        """
+        needed = [self]
+        while needed:
+            fn = needed[-1]
+            missing = [top.fn for top in fn.inputs if top.fn not in made]
+            if missing:
+                needed += reversed(missing)
+                continue
+            needed.pop()
+            if fn not in made:
+                bottoms = [made[top.fn].top[top.n] for top in fn.inputs]
+                tops = bottoms if fn.in_place else [_name(top, names, counts) for top in fn.tops]
+                named = fn if fn in names or not fn.tops else fn.tops[0]
+                name = _name(named, names, counts)
+                layer = LayerParameter(type=fn.type_name, bottom=bottoms, top=tops, name=name)
+                fn._assign(layer)
+                made[fn] = layer
+
     def _assign(self, layer: LayerParameter) -> None:
         """Set the layer's fields: first those of its type's parameters, then those of all types."""
         name, common = f"{_param_names.get(self.type_name)}_param", layer.DESCRIPTOR.fields_by_name
@@ -110,37 +144,26 @@ class Function:
                 assign_proto(layer, key, value)
 
 
+Made = MutableMapping[Function, LayerParameter]
+Names = MutableMapping[Top | Function, str]
+
+
+def _name(top: Top | Function, names: Names, counts: Counter[str]) -> str:
+    if top not in names:
+        kind = top.fn.type_name
+        counts[kind] += 1
+        names[top] = f"{kind}{counts[kind]}"
+    return names[top]
+
+
 def _net(ends: Iterable[Top | Function], given: Mapping[Top | Function, str]) -> NetParameter:
-    """Return the layers that these need, each after the layers of its inputs.
-
-    Layers and tops have the given names, else type and number.
+    """Return the layers that these need; layers and tops have the given names, else type and
+    number.
     """
+    made: Made = {}
     names, counts = dict(given), Counter[str]()
-
-    def name_of(top: Top | Function) -> str:
-        if top not in names:
-            kind = top.fn.type_name
-            counts[kind] += 1
-            names[top] = f"{kind}{counts[kind]}"
-        return names[top]
-
-    made: dict[Function, LayerParameter] = {}
     for end in ends:
-        needed = [end.fn]
-        while needed:
-            fn = needed[-1]
-            missing = [top.fn for top in fn.inputs if top.fn not in made]
-            if missing:
-                needed += reversed(missing)
-                continue
-            needed.pop()
-            if fn not in made:
-                bottoms = [made[top.fn].top[top.n] for top in fn.inputs]
-                tops = bottoms if fn.in_place else [name_of(top) for top in fn.tops]
-                name = name_of(fn if fn in names or not fn.tops else fn.tops[0])
-                layer = LayerParameter(type=fn.type_name, bottom=bottoms, top=tops, name=name)
-                fn._assign(layer)
-                made[fn] = layer
+        end._to_proto(made, names, counts)
     return NetParameter(layer=made.values())
 
 

@@ -29,6 +29,26 @@ def test_a_net_as_scripts_read_it_is_drawn(graphviz: bool, monkeypatch: pytest.M
     assert b"Dropout" not in caffepy.draw.draw_net(NET, "TB", "dot", caffepy.TEST)
 
 
+def test_parts_for_graphs_that_scripts_draw_themselves() -> None:
+    draw = caffepy.draw
+    conv, relu, _ = NET.layer
+    assert (
+        draw.get_layer_label(conv, "TB")
+        == '"c (Convolution) kernel size: 3 stride: 1 pad: 0 outputs: 7"'
+    )
+    assert draw.get_layer_label(relu, "LR") == r'"r\n(ReLU)"'
+    assert [draw.get_edge_label(layer) for layer in (conv, relu)] == ["7", '""']
+    assert draw.get_layer_lr_mult(conv) == (1, 1)
+    with pytest.raises(ValueError, match="ReLU layers do not have a learning rate multiplier"):
+        draw.get_layer_lr_mult(relu)
+    assert draw.get_pooling_types_dict() == {0: "MAX", 1: "AVE", 2: "STOCHASTIC"}
+    assert draw.choose_color_by_layertype("Convolution") == "#FF5050"
+    assert draw.choose_color_by_layertype("ReLU") == draw.LAYER_STYLE_DEFAULT["fillcolor"]
+    assert draw.NEURON_LAYER_STYLE["fillcolor"] == "#90EE90"
+    assert draw.BLOB_STYLE == {"shape": "octagon", "fillcolor": "#E0E0E0", "style": "filled"}
+    assert draw.draw_net(caffe_net=NET, rankdir="LR", ext="dot").startswith(b"digraph")
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what pydot imports
 def test_a_graph_of_pydot() -> None:
     pytest.importorskip("pydot")

@@ -1,5 +1,7 @@
 import builtins
 import io as python_io
+import sys
+import types
 from pathlib import Path
 
 import cv2
@@ -191,6 +193,33 @@ def test_resize_image_of_other_numbers_of_channels_keeps_the_corner_pixels(
     resized = caffe.io.resize_image(planes, dims)
     assert resized.dtype == np.float32
     np.testing.assert_allclose(resized, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int16])
+@pytest.mark.parametrize("channels", [2, 4])
+def test_resize_image_of_whole_numbers_rounds_as_scipy(channels: int, kind: type) -> None:
+    ndimage = pytest.importorskip("scipy.ndimage")
+    image = RNG.integers(0, 256, (7, 9, channels)).astype(kind)
+    for dims in ((20, 5), (3, 13)):
+        zoomed = ndimage.zoom(image, (dims[0] / 7, dims[1] / 9, 1), order=1)
+        resized = caffe.io.resize_image(image, dims)
+        np.testing.assert_array_equal(resized, zoomed.astype(np.float32))
+        assert resized.dtype == np.float32
+
+
+def test_what_caffes_module_has_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ndimage = pytest.importorskip("scipy.ndimage")
+    assert caffe.io.zoom is ndimage.zoom
+    fake = types.ModuleType("skimage.transform")
+    fake.resize = len  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "skimage", types.ModuleType("skimage"))
+    monkeypatch.setitem(sys.modules, "skimage.transform", fake)
+    assert caffe.io.resize is len
+    monkeypatch.setitem(sys.modules, "skimage.transform", None)
+    with pytest.raises(AttributeError, match="resize is that of scikit-image: pip install"):
+        caffe.io.resize  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'resise'"):
+        caffe.io.resise  # noqa: B018
 
 
 def test_resize_image_by_splines() -> None:

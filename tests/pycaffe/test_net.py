@@ -159,6 +159,30 @@ def test_forward_all_pads_the_last_batch(net: "caffe.Net") -> None:
     )
 
 
+def test_batches_as_scripts_cut_them(net: "caffe.Net") -> None:
+    batches = list(net._batch({"x": np.ones((6, 3)), "y": np.ones(6)}))
+    assert [batch["x"].sum() for batch in batches] == [12, 6]
+    assert [batch["y"].tolist() for batch in batches] == [[1, 1, 1, 1], [1, 1, 0, 0]]
+
+
+def test_vectors_grow(net: "caffe.Net") -> None:
+    from caffepy.pycaffe import BlobVec, IntVec, RawBlobVec
+
+    vector = RawBlobVec()
+    vector.append(net.blobs["x"])
+    vector.extend([net.blobs["a"]])
+    net.layer_dict["a"].reshape(vector[:1], vector[1:])
+    params = net.params["b"]
+    assert isinstance(params, BlobVec)
+    assert isinstance(net._inputs, IntVec)
+    extra = net.params["a"]
+    params.append(extra[0])
+    params.extend(extra[1:])
+    assert [blob.shape for blob in params] == [(5, 5), (5,), (5, 3), (5,)]
+    extra[1].data[...] = 7
+    assert params[3].data.tolist() == [7] * 5
+
+
 def test_save_and_load(net: "caffe.Net", path: Path, tmp_path: Path) -> None:
     file = str(tmp_path / "w.caffemodel")
     net.save(file)
@@ -274,6 +298,7 @@ def test_set_input_arrays(net: "caffe.Net", tmp_path: Path) -> None:
     )
     memory.set_input_arrays(data, labels)
     data += 1
+    memory._set_input_arrays(data, labels)
     for i in (0, 2, 0):
         out = memory.forward()
         np.testing.assert_array_equal(out["x"], data[i : i + 2])

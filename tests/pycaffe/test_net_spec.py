@@ -1,3 +1,4 @@
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,17 @@ def test_names_that_nobody_gave_are_types_and_numbers() -> None:
     ]
     assert list(net.layer[3].bottom) == ["Convolution1", "Convolution2"]
     assert [layer.name for layer in one.to_proto().layer] == ["Input1", "Convolution1"]
+
+
+def test_scripts_collect_layers_themselves() -> None:
+    n = two_layers()
+    layers: dict[Function, caffe_pb2.LayerParameter] = {}
+    names, counts = {n.ip: "mine"}, Counter[str]()
+    for top in (n.relu, n.ip):
+        top._to_proto(layers, names, counts)
+    assert [layer.name for layer in layers.values()] == ["DummyData1", "mine", "ReLU1"]
+    assert layers[n.ip.fn].bottom == ["DummyData1"]
+    assert counts == {"DummyData": 2, "ReLU": 1}
 
 
 def test_a_layer_without_tops_is_part_of_the_net() -> None:
