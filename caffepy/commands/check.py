@@ -21,7 +21,7 @@ from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net, read_solver, read_text
 from caffepy.report.text import columns
 from caffepy.solver.capture import GraphRunner
-from caffepy.solver.check import check_param, check_prefix
+from caffepy.solver.check import check_max_iter, check_param, check_prefix
 from caffepy.solver.nets import net_sources
 
 log = logging.getLogger(__name__)
@@ -216,6 +216,7 @@ def definitions(
     param = read_solver(path, text)
     check_param(param, path)
     if to_train:
+        check_max_iter(param, path)
         try:
             check_prefix(param, path)
         except ConfigError as error:

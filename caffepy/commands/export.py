@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from caffepy.commands.inference import load_all
+from caffepy.commands.inference import checked, load_all
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.files import written
 from caffepy.device.blob import Array
@@ -94,6 +94,7 @@ def export_onnx(
 
     if opset not in OPSETS:
         raise ConfigError(f"opsets {OPSETS.start} to {OPSETS.stop - 1} are written, not {opset}")
+    weights = checked(weights)
     param = read_net(model)
     param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
     param.state.stage.extend(stages)
@@ -109,7 +110,11 @@ def export_onnx(
         except (ConfigError, DataError):
             raise error from None
     with closing(net):
-        load_all(net, weights)
+        if not load_all(net, weights):
+            raise ConfigError(
+                f"{', '.join(weights)} gives no weights to this net, and a model of random weights "
+                "is not exported; give the weights that belong to it"
+            )
         if isinstance(batch, int):
             Batch(net).resize(batch)
         found = trace(net)

@@ -10,7 +10,7 @@ from caffepy.core.registry import nearest
 from caffepy.device.blob import Blob
 from caffepy.device.device import Device
 from caffepy.net import Net
-from caffepy.net.weights import load_weights
+from caffepy.net.weights import check_weights, load_weights
 from caffepy.proto.caffe_pb2 import TEST, NetParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net
@@ -51,6 +51,7 @@ def trained_net(
     `gpu`: numbers of GPUs, of which the first computes; `threads`: those of the CPU. ConfigError
     and DataError say what is wrong with the net, its data or the weights.
     """
+    weights = checked(weights)
     device = choose_device(gpu, threads)
     param = definition(model, device, precision=precision, level=level, stages=stages)
     with closing(Net(param, device=device, path=model)) as net:
@@ -58,15 +59,28 @@ def trained_net(
         yield net
 
 
-def load_all(net: Net, weights: Iterable[str]) -> None:
-    """Load these files of weights in turn; one warning names the layers without any."""
-    missing = dict.fromkeys(net.nodes[param.layer].name for param in net.learnable)
+def checked(weights: Iterable[str]) -> list[str]:
+    """Return these files; ConfigError, before a net is built, if one is missing or holds none."""
+    files = list(weights)
+    for file in files:
+        check_weights(file)
+    return files
+
+
+def load_all(net: Net, weights: Iterable[str]) -> bool:
+    """Load these files of weights in turn; one warning names the layers without any.
+
+    Returns False if all layers with parameters are without.
+    """
+    learnable = {net.nodes[param.layer].name for param in net.learnable}
+    missing = set(learnable)
     names = list(weights)
     for name in names:
         filled = load_weights(net, name)
-        missing = {layer: None for layer in missing if layer not in filled}
+        missing -= filled
     if names:
         warn_of_layers(f"{', '.join(names)}: no weights for", missing, "the fillers set them")
+    return not learnable or missing != learnable
 
 
 def find_blob(net: Net, name: str) -> Blob:

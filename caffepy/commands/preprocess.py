@@ -9,7 +9,7 @@ import numpy as np
 
 from caffepy import ops
 from caffepy.commands.devices import choose_device
-from caffepy.commands.inference import load_all
+from caffepy.commands.inference import checked, load_all
 from caffepy.core.errors import ConfigError, DataError, reason
 from caffepy.device import math_mode
 from caffepy.device.blob import Array, shape_string
@@ -141,6 +141,7 @@ def image_net(
 
     It takes `batch` images at once, by default those of its definition.
     """
+    weights = checked(weights)
     device = choose_device(gpu, threads)
     ops.set_precision(device, choose_precision(read_net(model), precision))
     default = math_mode.default()

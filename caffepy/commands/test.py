@@ -12,7 +12,7 @@ import numpy as np
 from caffepy import ops
 from caffepy.collectives.rank_group import DEADLINES
 from caffepy.commands.devices import choose_for_test
-from caffepy.commands.inference import definition, load_all
+from caffepy.commands.inference import checked, definition, load_all
 from caffepy.core.errors import DataError
 from caffepy.core.events import Output
 from caffepy.data.loader import tolerating
@@ -69,6 +69,7 @@ def test(
 
     ConfigError and DataError say what is wrong with the net, the weights or the data.
     """
+    weights = checked(weights)
     devices = choose_for_test(gpu, cpu)
     if threads:
         ops.backend(devices[0]).set_num_threads(threads)

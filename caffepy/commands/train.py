@@ -21,6 +21,7 @@ from caffepy.proto.text import read_solver
 from caffepy.report import Reporters, TensorBoard, logging_to, open_report
 from caffepy.report.speed import BaselineRecorder, baseline_key, known_baseline
 from caffepy.solver import Signals, Solver, Watch, newest_good
+from caffepy.solver.check import check_max_iter
 from caffepy.solver.snapshot import check_models, clean, under
 
 log = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ def train(options: TrainOptions) -> TrainResult:
     log_dir = options.log_dir
     with nullcontext() if log_dir is None else logging_to(stderr=False, log_dir=log_dir):
         param = read_solver(options.solver)
+        check_max_iter(param, options.solver)
         devices = choose_for_training(options.gpu, options.cpu, param, options.solver)
         _set_up(options, param, devices[0])
         clean(param.snapshot_prefix)

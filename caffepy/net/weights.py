@@ -15,11 +15,18 @@ from caffepy.net import nvcaffe
 from caffepy.net.net import Net
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
+from caffepy.proto.sniff import mismatch
 
 log = logging.getLogger(__name__)
 
 MAX_BINARY = 1 << 31
 """Bytes that a binary protobuf file must stay below."""
+
+
+def check_weights(path: str) -> None:
+    """Raise ConfigError unless the file looks like weights, binary or HDF5."""
+    if binary.sniff(path) not in ("HDF5", "a caffemodel"):
+        raise mismatch(path, "a caffemodel")
 
 
 def load_weights(net: Net, path: str) -> set[str]:

@@ -68,6 +68,18 @@ def check_param(param: SolverParameter, path: str | None) -> None:
         log.warning("base_lr is missing and counts as 0: nothing will be learned")
 
 
+def check_max_iter(param: SolverParameter, path: str | None) -> None:
+    """Raise ConfigError if max_iter is missing or negative; warn if it is 0."""
+    if not param.HasField("max_iter"):
+        told = "max_iter is missing: give the number of iterations to train"
+        raise ConfigError(told, path)
+    if param.max_iter < 0:
+        told = f"max_iter must be 0 or more, not {param.max_iter}"
+        raise ConfigError(told, at_field(path, "max_iter"))
+    if not param.max_iter:
+        log.warning("max_iter is 0: nothing will be trained")
+
+
 def _check_name(name: str, known: Registry[Any], field: str, path: str | None) -> None:
     try:
         known[name]

@@ -11,7 +11,7 @@ from caffepy.core.errors import ConfigError
 from caffepy.core.files import locate
 from caffepy.device.device import Device
 from caffepy.net import Net
-from caffepy.net.weights import load_weights
+from caffepy.net.weights import check_weights, load_weights
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, NetState, SolverParameter
 from caffepy.proto.text import read_net
 from caffepy.proto.upgrade import upgrade_net
@@ -48,13 +48,27 @@ def build_test_net(k: int, source: Source, device: Device, root: Net | None, deb
     return net
 
 
-def finetune(net: Net, weights: Iterable[str], path: str | None) -> Net:
-    """Load these weights, each a list of files beside the solver file `path`; returns the net."""
-    for entry in weights:
-        for name in entry.split(","):
-            file = locate(name.strip(), path)
-            log.info("Finetuning from %s", file)
-            load_weights(net, file)
+def weight_files(weights: Iterable[str], path: str | None) -> list[str]:
+    """Return the files of weights, given as lists of names beside the solver file `path`;
+    ConfigError if one is missing or is no file of weights.
+    """
+    files = [locate(name.strip(), path) for entry in weights for name in entry.split(",")]
+    for file in files:
+        check_weights(file)
+    return files
+
+
+def finetune(net: Net, files: Iterable[str]) -> Net:
+    """Load these files of weights, with a warning if a train net takes nothing from one; return the
+    net.
+    """
+    own = {net.nodes[param.layer].name for param in net.learnable}
+    for file in files:
+        log.info("Finetuning from %s", file)
+        if not own & load_weights(net, file) and net.phase == TRAIN:
+            names = ", ".join(f'"{name}"' for name in sorted(own))
+            told = "%s gives no weights to this net: none of its layers has the name of one of %s"
+            log.warning(told, file, names)
     return net
 
 

@@ -26,6 +26,7 @@ from caffepy.solver.nets import (
     check_shared,
     finetune,
     net_sources,
+    weight_files,
 )
 from caffepy.solver.resume_state import ResumeState
 from caffepy.solver.signals import Action
@@ -80,19 +81,20 @@ class Solver:
         check_param(param, path)
         if param.snapshot > 0:
             check_prefix(param, path)
+        files = weight_files(param.weights, path)
         if param.random_seed >= 0:
             self.device.seed(param.random_seed + rank)
         source, test_sources = net_sources(param, path)
         ops.set_precision(self.device, choose_precision(source.param, precision))
         net = build_train_net(source, self.device, root.net if root else None, batch_parts)
-        self.net: Net = finetune(net, param.weights, path)
+        self.net: Net = finetune(net, files)
         if rank > 0:
             check_shared(net, root is not None)
         self.test_nets: list[Net] = []
         for k, test_source in enumerate(test_sources):
             root_net = root.test_nets[k] if root else None
             test_net = build_test_net(k, test_source, self.device, root_net, param.debug_info)
-            self.test_nets.append(finetune(test_net, param.weights, path))
+            self.test_nets.append(finetune(test_net, files))
         self._step = Step(param, self.net, self.device)
         self.params = self._step.params
         self.history = self._step.history

@@ -73,6 +73,17 @@ def test_mistakes(line: list[str], code: int, message: str, capsys: Captured) ->
     assert not Path("net.onnx").exists()
 
 
+def test_random_weights_are_not_exported(capsys: Captured) -> None:
+    text = Path(NET).read_text()
+    for name in ("conv", "ip"):
+        text = text.replace(f'name: "{name}', f'name: "my_{name}')
+    Path("net.prototxt").write_text(text)
+    line = ["export", "net.prototxt", WEIGHTS, "-o", "net.onnx", "--image", "1,8,8"]
+    assert main.run(line) == 3
+    assert f"error: {WEIGHTS} gives no weights to this net" in capsys.readouterr().err
+    assert not Path("net.onnx").exists()
+
+
 def test_what_to_do_without_data(capsys: Captured) -> None:
     net = 'layer { name: "d" type: "Data" top: "data" data_param { source: "none" batch_size: 1 } }'
     Path("net.prototxt").write_text(

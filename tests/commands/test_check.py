@@ -103,7 +103,7 @@ def test_solver_settings_that_cannot_work(tmp_path: Path) -> None:
 def test_a_folder_for_snapshots_that_is_not_there_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = f"net: '{models.path('digits', 'train_val')}' base_lr: 0.1 lr_policy: 'fixed'\nsnapshot_prefix: '%s/x'"
+    text = f"net: '{models.path('digits', 'train_val')}' base_lr: 0.1 max_iter: 1 lr_policy: 'fixed'\nsnapshot_prefix: '%s/x'"
     for folder, told in (
         (tmp_path, []),
         (tmp_path / "none", [f"the folder {tmp_path}/none of snapshot_prefix"]),

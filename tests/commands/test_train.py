@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from caffepy.commands.check import inspect
 from caffepy.commands.train import TrainOptions, train
 from caffepy.core.errors import ConfigError, DeviceError, UsageError
 from caffepy.proto.binary import blob_to_array, read_net
@@ -94,6 +95,51 @@ def test_resuming_says_so_and_drops_the_solvers_weights(
     place = caplog.messages.index("Resuming from digits_iter_5.solverstate")
     assert "Starting Optimization" in caplog.messages[place:]
     assert not any("Finetuning" in message for message in caplog.messages)
+
+
+def test_weights_of_another_net_are_told(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = (digits / "train_val.prototxt").read_text()
+    (digits / "train_val.prototxt").write_text(re.sub('name: "(conv|ip)', r'name: "my_\1', text))
+    edit(digits / "solver.prototxt", "max_iter: 1", "test_interval: 100", "snapshot: 0")
+    train(TrainOptions("solver.prototxt", weights=["init_iter_0.caffemodel"]))
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "init_iter_0.caffemodel gives no weights to this net: none of its layers has the name of "
+        'one of "my_conv1", "my_conv2", "my_ip1", "my_ip2"'
+    ]
+
+
+def test_missing_weights_are_told_before_nets_are_built(
+    digits: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.INFO, "caffepy"),
+        pytest.raises(ConfigError, match=r"could not open .none\.caffemodel.: no such file"),
+    ):
+        train(TrainOptions("solver.prototxt", weights=["none.caffemodel"]))
+    assert not any("Creating training net" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("", r"solver.prototxt: max_iter is missing: give the number of iterations to train"),
+        ("max_iter: -5", r"solver.prototxt:\d+:1: max_iter must be 0 or more, not -5"),
+    ],
+    ids=["missing", "negative"],
+)
+def test_a_run_without_iterations_is_refused(digits: Path, setting: str, message: str) -> None:
+    solver = digits / "solver.prototxt"
+    solver.write_text(solver.read_text().replace("max_iter: 500", setting))
+    with pytest.raises(ConfigError, match=message):
+        train(TrainOptions("solver.prototxt"))
+    with pytest.raises(ConfigError, match=message):
+        inspect("solver.prototxt")
+
+
+def test_no_iterations_on_purpose_are_told(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit(digits / "solver.prototxt", "max_iter: 0", "test_interval: 100", "snapshot: 0")
+    assert train(TrainOptions("solver.prototxt")).iteration == 0
+    assert "max_iter is 0: nothing will be trained" in caplog.messages
 
 
 def test_auto_resumes_the_newest_good_snapshot(
