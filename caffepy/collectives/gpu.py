@@ -134,7 +134,6 @@ class _Peers:
         self._scale = 1 / sync.size
 
     def run(self, count: int) -> None:
-        """Launch the kernel for the first `count` elements."""
         self._kernel.run(self._pointers, count, self._scale)
 
 
@@ -166,7 +165,6 @@ class _Staged:
         self._buffer = import_cupy().empty(min(PIECE, flat.size), flat.dtype)
 
     def run(self, count: int) -> None:
-        """Enqueue the copies of the first `count` elements."""
         pieces = [slice(p.start, min(p.stop, count)) for p in self._pieces if p.start < count]
         for number, level in enumerate(self._levels):
             if any(step.source == self._rank for step in level):

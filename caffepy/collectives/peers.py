@@ -108,7 +108,6 @@ class _Ends:
             self.cupy.cuda.Device(device).synchronize()
 
     def send(self, size: int) -> None:
-        """Enqueue a copy of `size` bytes."""
         to, here = (self.there.data.ptr, self.destination), (self.here.data.ptr, self.source)
         self.cupy.cuda.runtime.memcpyPeerAsync(*to, *here, size, self.stream.ptr)
 

@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.commands.preprocess import Preparation, image_net, load, names_in, read_array
+from caffepy.commands.preprocess import (
+    PREPARATION,
+    Preparation,
+    image_net,
+    load,
+    names_in,
+    read_array,
+)
 from caffepy.core.errors import ConfigError, DataError, reason
 from caffepy.core.files import written
 from caffepy.data.prefetch import mapped
@@ -21,7 +28,6 @@ from caffepy.pycaffe.classifier import CROPS, Classifier
 from caffepy.report import counting
 from caffepy.report.text import as_json, columns, number
 
-PREPARATION = Preparation()
 EXTENSIONS = ("jpg", "jpeg", "png", "bmp", "ppm", "pgm", "tif", "tiff", "webp")
 USUAL_DIMS = 256, 256  # to which Caffe's script resizes images, for nets that take somewhat less
 READERS = 4  # threads that read image files

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.commands.preprocess import Preparation, image_net
+from caffepy.commands.preprocess import PREPARATION, Preparation, image_net
 from caffepy.core.errors import ConfigError, DataError, UsageError, reason
 from caffepy.core.files import check_writable, locate, written
 from caffepy.device.blob import Array
@@ -18,7 +18,6 @@ from caffepy.pycaffe.detector import Detector
 from caffepy.report import counting
 from caffepy.report.text import as_json, columns, number
 
-PREPARATION = Preparation()
 SIDES = ("ymin", "xmin", "ymax", "xmax")  # of a window, in pycaffe's order
 OUTPUTS = (".csv", ".h5", ".hdf5", ".json")
 

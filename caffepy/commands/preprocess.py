@@ -76,6 +76,10 @@ class Preparation:
         return transformer
 
 
+PREPARATION = Preparation()
+"""The usual steps."""
+
+
 def read_mean(path: str) -> Array:
     """Return the mean in a .npy file or a .binaryproto of any name: (C, H, W) or (C,).
 

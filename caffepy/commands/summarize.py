@@ -127,7 +127,6 @@ def _width(cell: str) -> int:
 
 
 def _aligned(rows: Sequence[Sequence[str]], max_width: int) -> Iterator[str]:
-    """Yield the rows as lines, with numbers to the right."""
     widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
     ends = len(HEAD)
     for row in rows:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from caffepy.commands.inference import find_blob, trained_net
-from caffepy.commands.preprocess import Preparation, load
+from caffepy.commands.preprocess import PREPARATION, Preparation, load
 from caffepy.commands.weights import read_weights
 from caffepy.core.errors import ConfigError, UsageError
 from caffepy.core.registry import nearest
@@ -13,8 +13,6 @@ from caffepy.layer.convolution import Convolution
 from caffepy.proto.binary import blob_to_array
 from caffepy.report import grid
 from caffepy.report.text import extension_of
-
-PREPARATION = Preparation()
 
 
 @dataclass(frozen=True)

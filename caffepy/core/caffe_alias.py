@@ -47,7 +47,6 @@ class _Names:
         """Leave it to Python to make an empty module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put caffepy's module in the place of the empty one."""
         name = module.__name__
         sys.modules[name] = importlib.import_module(self.homes.get(name) or _our_name(name))
 

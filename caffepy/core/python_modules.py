@@ -118,7 +118,6 @@ class _Beside(MetaPathFinder):
         self._away: dict[str, dict[str, ModuleType]] = {}
 
     def folders(self) -> Sequence[str]:
-        """Folders in which this thread's imports look after sys.path."""
         found: Sequence[str] = getattr(self.active, "folders", ())
         return found
 

@@ -77,13 +77,11 @@ class _Producer:
         self._jobs: SimpleQueue[tuple[Future[bool], Callable[[], bool]] | None] = SimpleQueue()
 
     def stop(self) -> None:
-        """Ask the thread to end after its current batch."""
         self._stopped = True
         for queue in self.free:
             queue.put(None)
 
     def run(self) -> None:
-        """Make batches until the Reader stops this thread or an error occurs."""
         fill_threads = 0
         try:
             fill_threads = FILL_THREADS if num_threads() >= MIN_THREADS else 0
@@ -132,7 +130,6 @@ class _Producer:
             self._jobs.put((self._reserved[-1].filled, fill))
 
     def _fill(self) -> None:
-        """A filling thread."""
         while (job := self._jobs.get()) is not None:
             filled, fill = job
             try:

@@ -165,13 +165,11 @@ class WindowLoader(Loader):
         return fill
 
     def _room(self, batch: Batch) -> tuple[Array, Array]:
-        """Images (N, 3, crop_size, crop_size) and labels (N,), all 0."""
         images = batch.room(self.shape(), batch.dtype)
         images.fill(0)
         return images, np.zeros(self.batch_size)
 
     def _draw(self, places: list[int]) -> Drawn:
-        """Windows for these places of a batch, and which are mirrored."""
         draws = self._twister.draw(len(places) * (1 + self._mirror)).reshape(len(places), -1)
         kinds = [self._kinds[i] for i in places]
         windows = [kind[draw[0] % len(kind)] for kind, draw in zip(kinds, draws, strict=True)]
@@ -221,7 +219,6 @@ class WindowLoader(Loader):
         out[here] *= self._param.scale
 
     def _spans(self, corners: list[int], height: int, width: int) -> tuple[Span, Span]:
-        """The span along x and that along y."""
         x1, y1, x2, y2 = corners
         if not (self._param.context_pad or self._is_square):
             return Span(x1, x2 + 1, self._crop), Span(y1, y2 + 1, self._crop)

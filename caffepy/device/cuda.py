@@ -228,7 +228,5 @@ class CudaDevice(Device):
 
 
 class _CudaErrorFlag(ErrorFlag):
-    """A flag in device memory."""
-
     def check(self) -> None:
         """Do nothing: the kernel may still run, so `CudaDevice.check_errors` looks later."""

@@ -58,7 +58,6 @@ class _Canvas:
         self.font_size = float(picture.attrib["font-size"])
 
     def draw(self) -> Bitmap:
-        """Draw all elements, in their order."""
         for element in self.picture:
             kind = element.tag.rpartition("}")[2]
             if kind == "path":
@@ -73,7 +72,6 @@ class _Canvas:
         return self.pixels
 
     def _fixed(self, points: Iterable[Point]) -> Any:
-        """Return points as OpenCV takes them."""
         return np.round(np.array(list(points)) * self.scale * (1 << FRACTION)).astype(np.int32)
 
     def _line(self, points: Iterable[Point]) -> None:

@@ -163,7 +163,6 @@ class _Walk:
         return Value(name, layer, learned)
 
     def needed(self, outputs: Iterable[Value]) -> set[int]:
-        """The layers that these outputs come from."""
         maker = {name: i for i, names in self.found.tops.items() for name in names}
         needed: set[int] = set()
         waiting = [v.name for v in outputs]

@@ -87,7 +87,6 @@ class _Filtering(Weighted):
     backward_reads_top = False
 
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
         raise NotImplementedError
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -166,7 +166,6 @@ def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
 
 
 def _casts(net: Net, step: Step) -> list[Blob]:
-    """Return the layout casts that a step works on."""
     found = (net.nodes[i].casts for i in step.layers or [step.last])
     return [copy for casts in found if casts for copy in casts]
 

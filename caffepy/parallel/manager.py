@@ -156,7 +156,6 @@ class P2PManager(WorkerGroup):
         _log_batch(root, self.size)
 
     def _make(self, rank: int) -> WorkerSolver:
-        """Make a worker, in its thread."""
         positions = self._positions[rank - 1] if self._positions else None
         worker = WorkerSolver(self.root, rank, self._ranks.devices[rank], positions)
         _share_layers(worker, rank, self._ranks)

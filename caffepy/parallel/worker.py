@@ -101,7 +101,6 @@ class WorkerSolver(Solver):
         return copy.deepcopy(self.iterations.positions())
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        """Raise ConfigError: workers follow their root and save nothing."""
         raise ConfigError("Should not be called on worker solver.")
 
     snapshot = restore = solve = _refuse

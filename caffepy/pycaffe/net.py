@@ -239,7 +239,6 @@ class Net:
 
     @raising_originals
     def _backward(self, start: int, end: int) -> None:
-        """Run layers by number, from `start` down to `end`."""
         self._net.backward(start, end)
 
     def forward(

@@ -56,8 +56,8 @@ class Performance(Timed):
         for line in columns(rows, 1):
             log.info("    %s", line)
         log.info("%s", bottleneck(spent))
-        if slowest(spent):
-            log.info("The slowest: %s", slowest(spent))
+        if clause := slowest(spent):
+            log.info("The slowest: %s", clause)
 
     def _rates(self, rate: float) -> str:
         text = f"{rate:.1f} images/s, {rate / self._size:.1f} a solver"

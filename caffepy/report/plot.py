@@ -123,7 +123,6 @@ def _check(runs: Sequence[Run], path: str, x: str) -> None:
 
 
 def _panels(runs: Sequence[Run], wanted: Sequence[str]) -> Iterator[tuple[str, list[Shown]]]:
-    """Yield the panels that have curves, with their curves."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves))
     known = [*dict.fromkeys([panel_of(name) for name in names] + names)]
     for name in wanted:

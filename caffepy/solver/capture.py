@@ -147,7 +147,6 @@ class GraphRunner:
         part.graph.replay()
 
     def _conditions(self) -> Hashable:
-        """Conditions that a graph depends on."""
         shapes = (top.shape for top in self._inputs)
         callbacks = map(id, (*self.net_callbacks, *self._callbacks))
         return (self._gpu.allocation_version, *shapes, *callbacks)

@@ -179,7 +179,6 @@ def check_folder(prefix: str, largest: int = 0, total: int = 0, last: Files | No
 
 
 def _size_limit() -> float:
-    """Return the file size limit of this process in bytes."""
     try:
         import resource
     except ImportError:  # not on Windows

@@ -121,7 +121,6 @@ def show(
 
 
 def _open(path: str, root: str, kind: str) -> AnySource:
-    """The source at `path`; DataError says what it is instead."""
     if cls := find(path):
         return cls.open(path, root)
     if os.path.isdir(path) or kind == "missing":
@@ -198,7 +197,6 @@ def _look(source: Source, item: Any, wants_picture: bool) -> Look:
 
 
 def _size(path: str) -> int:
-    """Bytes of a file, or of the files in a folder."""
     if os.path.isdir(path):
         return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
     return os.path.getsize(path) if os.path.exists(path) else 0

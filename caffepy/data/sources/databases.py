@@ -265,7 +265,6 @@ class Database(Source):
         return text_of(error)
 
     def _item(self) -> Record:
-        """Key and value under the cursor."""
         item: Record = self._cursor.item()
         return item
 

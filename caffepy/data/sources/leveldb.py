@@ -85,7 +85,6 @@ class _Linked:
         self.iterator, self.raw_iterator = self._database.iterator, self._database.raw_iterator
 
     def close(self) -> None:
-        """Close the database and remove the links."""
         del self.iterator, self.raw_iterator
         self._database.close()
         self._finalizer()

@@ -194,7 +194,6 @@ class Pages:
         return nodes, low | high << 16, node_flags, keys
 
     def _at(self, places: Array, size: int) -> Array:
-        """Copies of the `size` bytes at each of these places, a row each."""
         return self.bytes[places[:, None] + np.arange(size)]
 
     def _need(self, pages: Array, counts: Array | int) -> None:

@@ -58,7 +58,6 @@ class _Cache(FunctionCache):
     """numba's cache of one function; a file that cannot be read or written is ignored."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return what was compiled for these types, None if it must be compiled."""
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except Exception as error:  # damaged pickles fail in many ways
@@ -68,7 +67,6 @@ class _Cache(FunctionCache):
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Store what was compiled, if possible."""
         try:
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
         except Exception as error:

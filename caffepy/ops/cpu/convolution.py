@@ -55,8 +55,6 @@ class _Shapes(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Sizes that the loops need."""
-
     images: int  # N
     together: int  # images computed at a time
     groups: int
@@ -73,8 +71,6 @@ class _Sizes(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """What the loops need beside their arrays."""
-
     plan: Schedule
     line: Array  # the place in a padded plane of each row of x
     sizes: _Sizes
@@ -324,7 +320,6 @@ class _Correlation:
         return schedule([(place, np.arange(len(place)), ranges)] * blocks, steps, self.shape)
 
     def forward(self, x: Array, w: Array, bias: Array | None, y: Array) -> None:
-        """Write y."""
         sizes, panels = self.sizes, self.panels
         w = w.reshape(sizes.groups, sizes.outputs, sizes.inputs, sizes.taps)
         units = sizes.groups * sizes.blocks
@@ -335,7 +330,6 @@ class _Correlation:
         parallel(run, sizes.images // sizes.together * units)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
-        """Add to dw and db."""
         sizes, dtype = self.sizes, self.panels.dtype
         units = sizes.groups * sizes.blocks
         rows, weights = sizes.chunks * units, sizes.taps * sizes.inputs * sizes.columns

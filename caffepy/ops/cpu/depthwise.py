@@ -177,8 +177,6 @@ def _correlate(
 
 
 class _Sizes(NamedTuple):
-    """Sizes that the loops need."""
-
     channels: int
     outputs: int  # m, of a channel
     taps: int
@@ -193,8 +191,6 @@ class _Sizes(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """What a pass needs beside its arrays."""
-
     x_lines: Array  # places of the rows of x, or dx
     y_lines: Array  # likewise of y, or dy
     spans: Array
@@ -312,16 +308,13 @@ class Depthwise:
         parallel(partial(loop, *arguments), sizes.images * sizes.channels, 1 + 20_000 // sizes.x)
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
-        """Write y = w * x + b."""
         b = np.zeros(self.y_shape[1], self.dtype) if b is None else b
         self._share(_forward, *(a.reshape(-1) for a in (x, w, b, y)), self.tables)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        """Write dx."""
         self._share(_backward_data, *(a.reshape(-1) for a in (dy, w, dx)), self.data_tables)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
-        """Add to dw and db."""
         tables, sizes = self.weight_tables, self.tables.sizes
         shape = sizes.chunks, self.y_shape[1], tables.taps.size // TAPS, TAPS + 1
         parts = np.zeros((*shape, len(tables.vector)))

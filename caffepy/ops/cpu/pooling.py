@@ -185,7 +185,6 @@ def _planes(*arrays: Array) -> list[Array]:
 
 
 def _share(loop: Any, layout: _Layout, relu: bool, *arrays: Array) -> None:
-    """Call loop on the planes of the arrays."""
     planes = _planes(*arrays)
     run = partial(loop, *planes, layout, relu)
     parallel(run, len(planes[0]), 1 + 20_000 // layout.size)

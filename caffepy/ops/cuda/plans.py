@@ -102,8 +102,6 @@ def find(
 
 
 class _Search:
-    """The search for the plan of one graph."""
-
     def __init__(self, name: str, dtype: np.dtype[Any], build: Build) -> None:
         self.name, self.dtype, self.build = name, dtype, build
         self.cudnn = cudnn = import_cudnn()

@@ -278,7 +278,6 @@ class _WeightGradient:
         )
 
     def tilings(self) -> Iterator[Tiling]:
-        """Yield all tilings that fit into shared memory."""
         number, outputs, height, width = self.geometry.y
         for m, n, warps, split in _divisions(outputs, max(SPLITS)):
             rows = 16 * m * (warps // split)

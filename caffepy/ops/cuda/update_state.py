@@ -68,7 +68,6 @@ class _Table:
         return self._array, len(rows)
 
     def with_diffs(self) -> tuple[Array, int]:
-        """Return the table of the blobs' data and diffs."""
         diffs: list[Array] = [blob.diff for blob in self.blobs]
         return self.of(diff.data.ptr for diff in diffs)
 
