@@ -290,9 +290,9 @@ class Accuracy(Layer):
         scores = bottom[0].data.reshape(self.view)
         labels = bottom[1].data.reshape(self.view[0], self.view[2])
         given = scores, labels, self.param.accuracy_param.top_k, self.ignore
-        counts = self.hits.data, self.counts.data
+        room = self.hits.data, self.counts.data
         shares = top[1].data if len(top) > 1 else None
-        self.ops.accuracy(*given, *counts, top[0].data, shares, self.wrong.found)
+        self.ops.accuracy(*given, room, (top[0].data, shares, self.wrong.found))
         self.wrong.check()
 
 

@@ -15,10 +15,9 @@ from numpy.typing import DTypeLike
 
 from caffepy import ops
 from caffepy.core.errors import CaffeError, ConfigError
-from caffepy.device.blob import PLAIN, Blob, Layout, behind, shape_string
+from caffepy.device.blob import PLAIN, Array, Blob, Layout, behind, shape_string
 from caffepy.device.device import Device
 from caffepy.layer import Layer
-from caffepy.net import debug
 from caffepy.net.build import divide_batches, filter_state, insert_splits, located
 from caffepy.net.fusion import Step, fused_steps
 from caffepy.net.layouts import set_layouts
@@ -176,7 +175,7 @@ class Net:
         if casts and not step.group:
             casts.after_forward(self.ops.convert)
         if self.debug_info and not step.group:
-            debug.forward(nodes[0])
+            _log_forward(nodes[0])
         for index in indices:
             _call(self.after_forward, index)
 
@@ -193,7 +192,7 @@ class Net:
         with self.device.scope():
             self.device.wait_stream()
         if self.debug_info:
-            debug.norms(self.learnable_params)
+            _log_norms(self.learnable_params)
 
     def _backward_step(self, step: Step) -> None:
         indices = step.layers or (step.last,)
@@ -211,7 +210,7 @@ class Net:
             if casts:
                 casts.after_backward(self.ops.convert, node.bottoms, down)
             if self.debug_info and not step.group:
-                debug.backward(node)
+                _log_backward(node)
         for index in reversed(indices):
             _call(self.after_backward, index)
         if self.shares_memory or self._shares_params:
@@ -276,3 +275,39 @@ class Net:
         """Stop the threads of data layers and release files."""
         for _, node in self.own_nodes:
             node.layer.close()
+
+
+# Log lines of `debug_info`: mean absolute values of data and gradients, layer by layer.
+
+
+def _log_forward(node: Node) -> None:
+    """Log the tops and parameters of a layer that just ran forward."""
+    for name, top in zip(node.top_names, node.tops, strict=True):
+        _log_mean("Forward", node, f"top blob {name} data", top.host_data)
+    for param in node.params:
+        _log_mean("Forward", node, f"param blob {param.name} data", param.blob.host_data)
+
+
+def _log_backward(node: Node) -> None:
+    """Log the propagated bottoms and the parameters of a layer that just ran backward."""
+    layer, down = node.layer, node.propagate_down
+    for name, bottom, wanted in zip(node.bottom_names, node.bottoms, down, strict=True):
+        if wanted:
+            _log_mean("Backward", node, f"bottom blob {name} diff", bottom.host_diff)
+    for i, (blob, wanted) in enumerate(zip(layer.blobs, layer.param_propagate_down, strict=True)):
+        if wanted:
+            _log_mean("Backward", node, f"param blob {i} diff", blob.host_diff)
+
+
+def _log_mean(direction: str, node: Node, what: str, array: Array) -> None:
+    mean = float(np.abs(array).mean()) if array.size else 0.0
+    log.info("    [%s] Layer %s, %s: %.6g", direction, node.name, what, mean)
+
+
+def _log_norms(params: Sequence[Blob]) -> None:
+    """Log the norms of all learnable parameters after a whole backward pass."""
+    both = [p.host_data for p in params], [p.host_diff for p in params]
+    l1 = [sum(float(np.abs(a).sum()) for a in arrays) for arrays in both]
+    l2 = [sum(float(np.square(a).sum()) for a in arrays) ** 0.5 for arrays in both]
+    text = "L1 norm = (%.6g, %.6g); L2 norm = (%.6g, %.6g)"
+    log.error("    [Backward] All net params (data, diff): " + text, *l1, *l2)

@@ -42,6 +42,10 @@ Counting = tuple[int | None, float | None]
 """The label to ignore, and the divisor of a loss."""
 Outcome = tuple[Array, Array, Array]
 """loss, norm and wrong."""
+Room = tuple[Array, Array]
+"""hits and counts of an accuracy."""
+Shares = tuple[Array, Maybe, Array]
+"""share, shares and wrong."""
 Affine = Sequence[Maybe]
 """scale and bias of each channel."""
 Crops = Sequence[Array]
@@ -529,21 +533,12 @@ class Ops(Protocol):
         """dx = weight / divisor * factor * difference."""
 
     def accuracy(
-        self,
-        x: Array,
-        label: Array,
-        top_k: int,
-        ignore: int | None,
-        hits: Array,
-        counts: Array,
-        share: Array,
-        shares: Maybe,
-        wrong: Array,
+        self, x: Array, label: Array, top_k: int, ignore: int | None, room: Room, outcome: Shares
     ) -> None:
         """share = fraction of the labels with fewer than top_k other scores >= theirs, shares (C) =
         that of each class.
 
-        hits and counts (C) are room to count in: zeros before and after.
+        The room, hits and counts (C), is there to count in: zeros before and after.
         """
 
     # Images

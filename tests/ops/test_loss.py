@@ -73,7 +73,7 @@ def test_the_first_wrong_label_is_put_down(bad):
     assert norm == 2
     hits, counts = np.zeros((2, 3), np.int64)
     wrong[:] = 0
-    cpu.accuracy(x, t, 1, None, hits, counts, loss, None, wrong)
+    cpu.accuracy(x, t, 1, None, (hits, counts), (loss, None, wrong))
     np.testing.assert_array_equal(wrong, [1, bad])
 
 
@@ -112,7 +112,7 @@ def test_accuracy(top_k, ignore):
     x, t = data((4, 5, 3), np.float32).round(1), labels((4, 3), 5, np.float32)
     hits, counts = np.zeros((2, 5), np.int64)
     share, shares, wrong = np.empty((), np.float32), np.empty(5, np.float32), np.zeros(2)
-    cpu.accuracy(x, t, top_k, ignore, hits, counts, share, shares, wrong)
+    cpu.accuracy(x, t, top_k, ignore, (hits, counts), (share, shares, wrong))
     right = np.array(
         [
             [(x[n, :, i] >= x[n, int(t[n, i]), i]).sum() - 1 < top_k for i in range(3)]

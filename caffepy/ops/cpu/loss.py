@@ -8,7 +8,7 @@ from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN, dot, eltwise_sum, flatwise, scaled
-from caffepy.ops.protocol import Counting, Outcome
+from caffepy.ops.protocol import Counting, Outcome, Room, Shares
 
 # log(FLT_MIN) = -87.3365: no label can cost more than 87.3365, as in Caffe
 FLT_MIN = float(np.finfo(np.float32).tiny)
@@ -242,19 +242,11 @@ def _accuracy(
 
 
 def accuracy(
-    x: Array,
-    label: Array,
-    top_k: int,
-    ignore: int | None,
-    hits: Array,
-    counts: Array,
-    share: Array,
-    shares: Array | None,
-    wrong: Array,
+    x: Array, label: Array, top_k: int, ignore: int | None, room: Room, outcome: Shares
 ) -> None:
-    _put_down(
-        label, int(_accuracy(x, label, top_k, ignore is not None, ignore or 0, hits, counts)), wrong
-    )
+    (hits, counts), (share, shares, wrong) = room, outcome
+    place = _accuracy(x, label, top_k, ignore is not None, ignore or 0, hits, counts)
+    _put_down(label, int(place), wrong)
     share.fill(int(hits.sum()) / max(1, int(counts.sum())))
     if shares is not None:
         np.divide(hits, np.maximum(counts, 1), out=shares, casting="unsafe")

@@ -12,7 +12,7 @@ from caffepy.ops.cuda.launch import (
     number,
     packs,
 )
-from caffepy.ops.protocol import Counting, Outcome
+from caffepy.ops.protocol import Counting, Outcome, Room, Shares
 
 LABELS = 2048
 """Labels for which one more block pays."""
@@ -95,21 +95,14 @@ def euclidean_loss_backward(difference: Array, weight: Array, divisor: float, dx
 
 
 def accuracy(
-    x: Array,
-    label: Array,
-    top_k: int,
-    ignore: int | None,
-    hits: Array,
-    counts: Array,
-    share: Array,
-    shares: Array | None,
-    wrong: Array,
+    x: Array, label: Array, top_k: int, ignore: int | None, room: Room, outcome: Shares
 ) -> None:
+    share, shares, wrong = outcome
     threads = _threads_each(x)
-    room = (0, 0, 0) if shares is None else (hits, counts, shares)
+    counting = (0, 0, 0) if shares is None else (*room, shares)
     sizes = (*x.shape[1:], label.size, int(top_k), *_skip(ignore), threads)
     worth = -(-label.size * threads // THREADS)
-    launch_reduce("loss", "accuracy", x, worth, x, label, *sizes, *room, share, wrong)
+    launch_reduce("loss", "accuracy", x, worth, x, label, *sizes, *counting, share, wrong)
 
 
 def infogain_loss_forward(

@@ -86,7 +86,7 @@ def test_the_first_wrong_label_is_put_down(outer, inner, bad):
 
     device = [cupy.asarray(a) for a in (x, label, hits, counts, share, wrong)]
     for _ in range(2):
-        cuda.accuracy(*device[:2], 1, None, *device[2:5], None, device[5])
+        cuda.accuracy(*device[:2], 1, None, device[2:4], (device[4], None, device[5]))
         np.testing.assert_array_equal(device[5].get(), [1, bad])
 
 
@@ -130,9 +130,8 @@ def test_accuracy(shape, ignore, top_k):
     share, _, wrong = outcome(np.float32)
     for shares in (None, np.empty(shape[1], np.float32)):
         hits, counts = np.zeros((2, shape[1]), np.int64)
-        agree(
-            "accuracy", x, label, top_k, ignore, hits, counts, share, shares, wrong, tolerance=EXACT
-        )
+        outcomes = share, shares, wrong
+        agree("accuracy", x, label, top_k, ignore, (hits, counts), outcomes, tolerance=EXACT)
 
 
 def test_nan_is_a_wrong_answer():
@@ -145,11 +144,8 @@ def test_nan_is_a_wrong_answer():
         np.array([[0], [0], [1]], "f"),
         1,
         None,
-        hits,
-        counts,
-        share,
-        None,
-        wrong,
+        (hits, counts),
+        (share, None, wrong),
         tolerance=EXACT,
     )
 
