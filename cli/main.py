@@ -51,6 +51,7 @@ from caffepy.core.registry import nearest
 
 PROGRAM = "caffepy"
 BUG = 70
+MOST_PIXELS = 1 << 28  # of an image; a PNG of all one colour is a thousand times as small
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 ENDING = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -104,6 +105,7 @@ def main() -> None:
         warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"caffepy\.")
     _fill_standard_streams()
     os.environ.setdefault("OPENCV_LOG_LEVEL", "ERROR")  # our errors report undecodable images
+    os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MOST_PIXELS))  # read by its library
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # names that the locale cannot encode
     for number in ENDING:  # as KeyboardInterrupt, so that unfinished files are removed

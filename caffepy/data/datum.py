@@ -81,13 +81,16 @@ def read_image(data: bytes, mode: int) -> Array | None:
 
 
 def opened(data: bytes | Array, mode: int) -> Array | None:
-    """(H, W) or (H, W, C) as OpenCV decodes an image file's bytes; None if that is not possible."""
+    """(H, W) or (H, W, C) as OpenCV decodes an image file's bytes; None if that is not possible,
+    DataError if it has more pixels than OpenCV takes.
+    """
     import cv2
 
     try:
         return cv2.imdecode(np.frombuffer(data, np.uint8), mode) if len(data) else None
-    except cv2.error:  # more pixels than OpenCV takes
-        return None
+    except cv2.error:
+        remedy = "to read it, set OPENCV_IO_MAX_IMAGE_PIXELS in the environment to more"
+        raise DataError(f"its image has more pixels than OpenCV takes; {remedy}") from None
 
 
 def resized(image: Array, width: int, height: int) -> Array:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
-from caffepy.core.files import locate
+from caffepy.core.files import locate, read_regular
 from caffepy.data.datum import COLOR, decode_image
 from caffepy.data.loader import DECODERS, Batch, Loader, Shape
 from caffepy.data.sources.base import State
@@ -230,8 +230,7 @@ class WindowLoader(Loader):
 
     def _content(self, name: str) -> bytes:
         try:
-            with open(self._root + name, "rb") as file:
-                return file.read()
+            return read_regular(self._root + name)
         except OSError as error:
             raise unreadable(self._name(name), error, self._param.root_folder) from None
 

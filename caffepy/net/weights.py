@@ -10,7 +10,8 @@ import h5py
 
 from caffepy.core.errors import ConfigError, reason
 from caffepy.core.files import replacing
-from caffepy.device.blob import Array, Blob, shape_string
+from caffepy.core.hdf5 import check_contents
+from caffepy.device.blob import Blob, shape_string
 from caffepy.net import nvcaffe
 from caffepy.net.net import Net
 from caffepy.proto import binary
@@ -216,15 +217,18 @@ def load_hdf5(net: Net, path: str) -> set[str]:
 
 def check_hdf5(path: str) -> None:
     """Raise ConfigError if the structure of an HDF5 file is damaged."""
-    with open_hdf5(path) as file:
-        file.visititems(lambda name, item: None)
+    with open_hdf5(path):
+        pass
 
 
 @contextmanager
 def open_hdf5(path: str) -> Iterator[h5py.File]:
-    """Yield the file to read; any error in the block becomes a ConfigError."""
+    """Yield the file to read; any error in the block becomes a ConfigError. All of its structure
+    is looked at first.
+    """
     try:
         with h5py.File(path, "r") as file:
+            check_contents(file)
             yield file
     except ConfigError as error:
         raise error.at(path) from None
@@ -246,11 +250,11 @@ def _load_layer(group: h5py.Group, blobs: list[Blob], name: str, owned: set[int]
                     f"Incompatible number of blobs for layer {name}: param {j} is not in the file"
                 )
             continue
-        array: Array = group[str(j)][()]
+        array = group[str(j)]
         if array.shape != blob.shape:
             raise ConfigError(
                 f"Cannot load blob from hdf5; shape mismatch for param {j} of layer '{name}'.  "
                 "Source shape is "
                 f"{shape_string(array.shape)}; target shape is {shape_string(blob.shape)}"
             )
-        blob.host_data[...] = array
+        blob.host_data[...] = array[()]

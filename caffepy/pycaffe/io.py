@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from caffepy.core.errors import CaffeError, DataError, reason
-from caffepy.core.files import AnyPath
+from caffepy.core.files import AnyPath, read_regular
 from caffepy.data.datum import decode_image, opened
 from caffepy.proto import caffe_pb2
 
@@ -115,13 +115,15 @@ def load_image(filename: AnyPath | BinaryIO, color: bool = True) -> Array:
     if isinstance(filename, (str, bytes, os.PathLike)):
         name = os.fsdecode(filename)
         try:
-            with open(name, "rb") as file:
-                content = file.read()
+            content = read_regular(name)
         except OSError as error:
             raise DataError(f"{name}: cannot be read: {reason(error)}") from None
     else:
         name, content = str(getattr(filename, "name", "the image")), filename.read()
-    image = opened(content, cv2.IMREAD_UNCHANGED)
+    try:
+        image = opened(content, cv2.IMREAD_UNCHANGED)
+    except DataError as error:
+        raise error.at(name) from None
     if image is None:
         raise DataError(f"{name}: not an image that can be decoded ({len(content)} bytes)")
     scale = 1.0 / (2 ** (8 * image.dtype.itemsize) - 1) if image.dtype.kind == "u" else 1.0

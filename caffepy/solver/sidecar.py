@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.core.errors import CaffeError, ConfigError, reason
+from caffepy.core.files import regular
 from caffepy.device.blob import Array
 
 FORMAT = 1
@@ -21,7 +22,7 @@ ARRAY = "__array__"
 def checksum(path: str) -> str:
     """Return the SHA-256 of a file in hexadecimal; ConfigError if it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise _unreadable("this file of a snapshot", error, path) from None
@@ -45,7 +46,7 @@ def read(path: str) -> dict[str, Any] | None:
     if not os.path.exists(path):
         return None
     try:
-        raw = open(path, "rb")  # noqa: SIM115 (closed below)
+        raw = open(path, "rb", opener=regular)  # noqa: SIM115 (closed below)
     except OSError as error:
         raise _unreadable("this sidecar of a snapshot", error, path) from None
     with reading(path), raw, np.load(raw, allow_pickle=False) as file:
@@ -58,7 +59,11 @@ def read(path: str) -> dict[str, Any] | None:
 
 def head(path: str) -> dict[str, Any]:
     """Return the entries without their arrays; none without such a file or if it is damaged."""
-    with suppress(Exception), open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+    with (
+        suppress(Exception),
+        open(path, "rb", opener=regular) as raw,
+        np.load(raw, allow_pickle=False) as file,
+    ):
         return dict(json.loads(file["json"].tobytes()))
     return {}
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.core.files import find_stale, remove_stale, replacing_all
+from caffepy.core.hdf5 import check_contents
 from caffepy.device.blob import Array, shape_string
 from caffepy.net import Net
 from caffepy.net.weights import check_hdf5, new_hdf5, write_binary, write_hdf5
@@ -183,6 +184,7 @@ def read_state(path: str) -> State:
         return State(proto.iter, proto.learned_net, history, proto.current_step)
     try:
         with h5py.File(path, "r") as file:
+            check_contents(file)
             if "iter" not in file or "history" not in file:
                 weights = "; it looks like a caffemodel (weights), did you mean --weights?"
                 hint = weights if "data" in file else ""

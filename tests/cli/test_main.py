@@ -393,6 +393,31 @@ def test_an_interrupt_while_an_object_is_removed_is_not_lost() -> None:
     assert (done.returncode, done.stderr.strip()) == (130, "")
 
 
+LARGE_IMAGE = """
+import sys
+from caffepy.cli import main
+
+def work(**_):
+    import cv2, numpy
+    try:
+        cv2.imdecode(numpy.frombuffer(b"P5 20000 20000 255 ", numpy.uint8), 1)
+    except cv2.error:
+        print("refused")
+
+main.device_query.callback = work
+sys.argv = ["caffepy", "device-query"]
+main.main()
+"""
+
+
+@pytest.mark.parametrize("allowed", ["", str(1 << 30)])
+def test_images_of_too_many_pixels_take_no_memory(allowed: str) -> None:
+    environment = {**os.environ, **({"OPENCV_IO_MAX_IMAGE_PIXELS": allowed} if allowed else {})}
+    command = [sys.executable, "-c", LARGE_IMAGE]
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=True)
+    assert done.stdout == ("" if allowed else "refused\n")
+
+
 ENDED = """
 import os, signal, sys
 from caffepy.cli import main

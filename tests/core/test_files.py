@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.core.errors import UsageError
-from caffepy.core.files import check_writable, remove_stale, replacing, written
+from caffepy.core.files import check_writable, read_regular, remove_stale, replacing, written
 
 
 def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
@@ -86,3 +86,18 @@ def test_what_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=f'cannot write "{path}": {message}'):
             check_writable(str(path))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_may_have_no_end_is_not_read(kind: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="it is a pipe or a device, not a file"):
+        read_regular(str(tmp_path / "pipe") if kind == "pipe" else "/dev/zero")
+
+
+def test_a_file_is_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"123")
+    (tmp_path / "link").symlink_to("x")
+    assert read_regular(str(tmp_path / "link")) == b"123"
+    with pytest.raises(IsADirectoryError):
+        read_regular(str(tmp_path))

@@ -79,6 +79,10 @@ REFUSED = {
         Datum(encoded=True, data=b"\xff\xd8\xff").SerializeToString(),
         "cannot be decoded",
     ),
+    "more pixels than OpenCV takes": (
+        Datum(encoded=True, data=b"P5 1000000 1000000 255 ").SerializeToString(),
+        "more pixels than OpenCV takes; to read it, set OPENCV_IO_MAX_IMAGE_PIXELS",
+    ),
     "16 bits": (encoded(IMAGE[0].astype(np.uint16) * 200), "16 bits a channel; only 8"),
 }
 

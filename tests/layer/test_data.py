@@ -533,6 +533,15 @@ def test_hdf5_damaged(case, tmp_path):
             feed.forward()
 
 
+def test_hdf5_that_claims_more_than_it_holds_takes_no_memory(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("data", (1 << 15, 1 << 15), np.float32)
+        file.create_dataset("label", (1 << 15,), np.float32)
+    (tmp_path / "list.txt").write_text("a.h5")
+    with pytest.raises(DataError, match=r"it claims 4\d+ bytes of values in \d+ bytes"):
+        hdf5('hdf5_data_param { source: "list.txt" batch_size: 2 }', tmp_path)
+
+
 def test_hdf5_goes_back_from_a_file_that_ends_early(tmp_path, monkeypatch):
     write_hdf5(tmp_path, a=numbers(0, 2), b=numbers(2, 4))
     feed = hdf5('hdf5_data_param { source: "list.txt" batch_size: 2 }', tmp_path)

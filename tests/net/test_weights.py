@@ -6,6 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
+from caffepy.commands.weights import read_weights
 from caffepy.core.errors import ConfigError
 from caffepy.net import Net, weights
 from caffepy.proto.caffe_pb2 import FLOAT16, NetParameter
@@ -229,3 +230,44 @@ def test_damaged_hdf5_is_one_message(tmp_path: Path) -> None:
         path.write_bytes(broken[: rng.integers(len(broken) + 1) if rng.random() < 0.2 else None])
         with suppress(ConfigError):
             weights.load_weights(net, str(path))
+
+
+def _external_storage(file: h5py.File, folder: Path) -> None:
+    (folder / "secret").write_bytes(bytes(1 << 10))
+    file["data/a"].create_dataset("0", (3, 2), np.float32, external=[(folder / "secret", 0, 24)])
+
+
+def _virtual(file: h5py.File, folder: Path) -> None:
+    layout = h5py.VirtualLayout((3, 2), np.float32)
+    layout[:] = h5py.VirtualSource(folder / "other.h5", "x", (3, 2))
+    file["data/a"].create_virtual_dataset("0", layout)
+
+
+def _external_link(file: h5py.File, folder: Path) -> None:
+    file["data/a/0"] = h5py.ExternalLink(folder / "other.h5", "/x")
+
+
+def _bomb(file: h5py.File, folder: Path) -> None:
+    file["data/a"].create_dataset("0", (1 << 15, 1 << 15), np.float32)
+
+
+FOREIGN = {
+    "external storage": (_external_storage, 'the values of "data/a/0" lie in other files'),
+    "virtual": (_virtual, 'the values of "data/a/0" lie in other files'),
+    "external link": (_external_link, '"data/a/0" is a link to another file'),
+    "a bomb": (_bomb, "it claims 42949[0-9]+ bytes of values in [0-9]+ bytes"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_hdf5_weights_read_no_other_file_and_claim_no_more_than_they_hold(
+    case: str, tmp_path: Path
+) -> None:
+    spoil, message = FOREIGN[case]
+    save_hdf5(filled(), tmp_path / "w.h5")
+    with h5py.File(tmp_path / "w.h5", "r+") as file:
+        del file["data/a/0"]
+        spoil(file, tmp_path)
+    for read in (lambda path: weights.load_weights(net_of(TEXT), path), read_weights):
+        with pytest.raises(ConfigError, match=message):
+            read(str(tmp_path / "w.h5"))

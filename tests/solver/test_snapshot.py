@@ -492,6 +492,15 @@ def test_sidecars_of_wrong_content_are_named_and_change_nothing(tmp_path: Path) 
         solver.step(1)
 
 
+def test_a_sidecar_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    trained(tmp_path)
+    path = tmp_path / "s_iter_3.caffepystate"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="cannot be read: it is a pipe or a device"):
+        solver_of("max_iter: 100 ").restore(state_of(tmp_path, 3))
+
+
 @pytest.mark.parametrize("workers", [1, [1], [{"net": {}}], ["x"]])
 def test_workers_positions_are_checked_before_any_worker_takes_them(
     workers: Any, tmp_path: Path
@@ -518,6 +527,18 @@ def _entries(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
     for key, item in items:
         yield (*keys, key)
         yield from _entries(item, (*keys, key))
+
+
+def test_an_hdf5_state_reads_no_other_file(tmp_path: Path) -> None:
+    settings = FORMATS["hdf5"]
+    trained(tmp_path, settings)
+    path = tmp_path / "s_iter_3.solverstate.h5"
+    with h5py.File(path, "r+") as file:
+        del file["history/0"]
+        file["history/0"] = h5py.ExternalLink("other.h5", "/x")
+    (tmp_path / "s_iter_3.caffepystate").unlink()
+    with pytest.raises(ConfigError, match='"history/0" is a link to another file'):
+        solver_of(settings).restore(str(path))
 
 
 @pytest.mark.parametrize("which", ["caffemodel", "caffepystate", "solverstate"])

@@ -21,6 +21,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from caffepy.core.errors import DataError, UsageError
+from caffepy.core.files import read_regular
 from caffepy.data.datum import COLOR, GRAY, head_of, read_image, resized
 from caffepy.data.prefetch import mapped
 from caffepy.data.sources import open_database
@@ -60,11 +61,10 @@ class Recipe:
     def record(self, path: str, label: int) -> Made:
         """The serialized Datum of the file; none if the file cannot be read or is no image."""
         try:
-            with open(path, "rb") as file:
-                content = file.read()
-        except OSError:
+            content = read_regular(path)
+            image: Any = read_image(content, GRAY if self.gray else COLOR)
+        except (OSError, DataError):
             return None, 0
-        image: Any = read_image(content, GRAY if self.gray else COLOR)
         if image is None:
             return None, 0
         if self.width:

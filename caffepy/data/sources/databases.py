@@ -9,7 +9,7 @@ import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, overload
 from weakref import finalize
 
@@ -226,10 +226,11 @@ class Database(Source):
 
         def decode_one(i: int) -> tuple[Array, int]:
             start, size = spans[i]
-            image = opened(content[start : start + size], self.mode)
-            if image is None or image.dtype != np.uint8:
-                return self.decode(items[i])
-            return planes(image), labels[i]
+            with suppress(DataError):  # `decode` names the record
+                image = opened(content[start : start + size], self.mode)
+                if image is not None and image.dtype == np.uint8:
+                    return planes(image), labels[i]
+            return self.decode(items[i])
 
         return decode_one
 

@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.core.errors import CaffeError, DataError, reason
 from caffepy.core.files import locate
+from caffepy.core.hdf5 import check_size
 from caffepy.core.registry import nearest
 from caffepy.data.sources.base import (
     SHOWN_NAMES,
@@ -157,6 +158,8 @@ class HDF5Rows:
             raise DataError(f'"{file}", which {self._path} names, is {kind}, not an HDF5 file')
         with reading(file) as h:
             datasets = [self._dataset(h, name, file) for name in self._names]
+            own = (data for data in datasets if not (data.is_virtual or data.external))
+            check_size(h, sum(data.nbytes for data in own))
             lengths = {name: len(data) for name, data in zip(self._names, datasets, strict=True)}
             if len(set(lengths.values())) > 1 or 0 in lengths.values():
                 rows = ", ".join(f'"{name}" {n}' for name, n in lengths.items())

@@ -5,7 +5,7 @@ import re
 from typing import Self
 
 from caffepy.core.errors import DataError, reason
-from caffepy.core.files import locate
+from caffepy.core.files import locate, read_regular
 from caffepy.data.datum import COLOR, EITHER, LONGEST_SIGNATURE, decode_image, encoding_of
 from caffepy.data.sources.base import Array, Items, NumberedSource, lines_of
 
@@ -112,9 +112,7 @@ class ImageList(NumberedSource):
     def decode(self, item: int) -> tuple[Array, int]:
         name, label = self._entries[item]
         try:
-            # unbuffered: fewer calls, and each gives up Python's lock
-            with open(self._root + name, "rb", buffering=0) as file:
-                content = file.read()
+            content = read_regular(self._root + name)
             return decode_image(content, self.mode, self._size), label
         except OSError as error:
             raise unreadable(self.name(item), error, self._root_folder) from None
@@ -122,8 +120,7 @@ class ImageList(NumberedSource):
             raise DataError(f"{self.name(item)}: {error.message}") from None
 
     def stored(self, item: int, image: Array) -> str:
-        with open(self._root + self.key(item), "rb") as file:
-            return encoding_of(file.read(LONGEST_SIGNATURE))
+        return encoding_of(read_regular(self._root + self.key(item))[:LONGEST_SIGNATURE])
 
     def key(self, item: int) -> str:
         """The path, as the list has it."""

@@ -1,5 +1,6 @@
 """Lists: lines of any system, and what is no list."""
 
+import os
 from pathlib import Path
 
 import h5py
@@ -7,7 +8,7 @@ import pytest
 
 from caffepy.core.errors import DataError
 from caffepy.data.sources.base import lines_of
-from caffepy.data.sources.image_list import read_list
+from caffepy.data.sources.image_list import ImageList, read_list
 
 LISTS = {
     "Unix": b"a b.png 1\nc.png 2\n",
@@ -97,3 +98,11 @@ def test_what_is_no_list(tmp_path: Path) -> None:
         list(lines_of(f"{tmp_path}/no"))
     with pytest.raises(DataError, match="cannot be read: is a directory"):
         list(lines_of(str(tmp_path)))
+
+
+def test_an_image_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.png")
+    (tmp_path / "list.txt").write_text("a.png 1\n")
+    source = ImageList(f"{tmp_path}/list.txt")
+    with pytest.raises(DataError, match=r"a\.png cannot be read: it is a pipe or a device"):
+        source.decode(0)
