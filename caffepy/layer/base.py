@@ -147,6 +147,10 @@ class Layer:
         """
         return 0
 
+    def tops_of_user(self, top: Blobs) -> Blobs:
+        """The tops that forward never writes, so that they keep what a user writes to them."""
+        return top if self.is_input else ()
+
     def serve(self, devices: Sequence[Device]) -> None:
         """Prepare for calls of forward by nets on these devices, in turn: the layer is shared."""
 

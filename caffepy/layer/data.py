@@ -405,9 +405,14 @@ class DummyData(Feed):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Fill untouched tops that have constant fillers; what a user writes to them stays."""
-        for blob, filler in zip(top, self._fillers, strict=True):
-            if filler.type == "constant" and not blob.data_memory.touched:
+        constant = (filler for filler in self._fillers if filler.type == "constant")
+        for blob, filler in zip(self.tops_of_user(top), constant, strict=True):
+            if not blob.data_memory.touched:
                 fill(blob, filler, self.device.rng)
+
+    def tops_of_user(self, top: Blobs) -> Blobs:
+        pairs = zip(top, self._fillers, strict=True)
+        return [blob for blob, filler in pairs if filler.type == "constant"]
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         fresh = []

@@ -45,8 +45,9 @@ from caffepy.device.device import Device
 from caffepy.layer import Layer
 from caffepy.parallel import batch_norm
 from caffepy.parallel.gradients import choose_factored, flat_params
-from caffepy.parallel.worker import WorkerSolver
+from caffepy.parallel.worker import WorkerSolver, edits
 from caffepy.parallel.workers import Workers
+from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
 from caffepy.solver.faults import rescue
@@ -110,6 +111,9 @@ class P2PManager(WorkerGroup):
         # The ranks share the data layers of test nets, so the next batch of a net is always of the
         # rank after the one that had the last, in later tests as well.
         self._next_ranks = [0] * len(root.test_nets)
+        self._alone = False  # a script has run nets of the root since the last step or test
+        self._param = SolverParameter()  # the settings that the workers have
+        self._param.CopyFrom(root.param)
         self._positions = root.resume_state.workers_positions
         if self._positions and len(self._positions) != self.size - 1:
             anew = "The snapshot is of %d solvers, not %d: random numbers of the workers start anew"
@@ -139,7 +143,7 @@ class P2PManager(WorkerGroup):
         root = self.root
         gc.collect()  # freeing an earlier solver later might wait for a GPU that waits for others
         self.group.join(0)
-        _share_layers(root, 0, self._ranks)
+        self._share_layers(root, 0)
 
         def progress() -> object:
             members = self._threads.members.values()
@@ -158,10 +162,17 @@ class P2PManager(WorkerGroup):
     def _make(self, rank: int) -> WorkerSolver:
         positions = self._positions[rank - 1] if self._positions else None
         worker = WorkerSolver(self.root, rank, self._ranks.devices[rank], positions)
-        _share_layers(worker, rank, self._ranks)
+        self._share_layers(worker, rank)
         with worker.device.scope():
             self._synchronize(worker, rank)
         return worker
+
+    def _share_layers(self, solver: Solver, rank: int) -> None:
+        """Share the layers of a solver's nets; waiting for those of the train net is timed."""
+        share, alone = self._ranks.share_layers, None if rank else self._run_alone
+        share(solver.net, rank, solver.phase_timer.mark, alone)
+        for net in solver.test_nets:
+            share(net, rank, alone=alone)
 
     def _synchronize(self, solver: Solver, rank: int) -> None:
         """Keep a solver in step with the others from now on; all ranks meet in here."""
@@ -223,8 +234,38 @@ class P2PManager(WorkerGroup):
     def stop(self, error: BaseException) -> None:
         self.group.abort(0, error)
 
-    def during(self, phase: str) -> AbstractContextManager[object]:
-        return self.group.during(phase)
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        after_script = self.group.phase == "idle" and phase != "snapshot"
+        with self.group.during(phase):
+            if after_script:
+                self._join_again()
+            yield
+
+    def _run_alone(self) -> None:
+        """Let a script run the root's nets by themselves until the next step or test."""
+        if not self._alone:
+            with self.group.during("step"):
+                self.raise_worker_error()
+            _serve(self.root, [self.root.device])
+            self._alone = True
+
+    def _join_again(self) -> None:
+        """Let the ranks take turns again, and give the workers what a script wrote to the root."""
+        root = self.root
+        if self._alone:
+            _serve(root, self._ranks.devices)
+            self._restart_turns()
+            self._alone = False
+        edited = edits(root)
+        if edited or root.param != self._param:
+            self._param.CopyFrom(root.param)
+            self._threads.give(partial(WorkerSolver.take, param=root.param, edited=edited))
+            self._threads.wait_idle()
+
+    def _restart_turns(self) -> None:
+        self._next_ranks = [0] * len(self._next_ranks)
+        self.group.restart_turns()
 
     def iterate(self) -> None:
         with self.root.phase_timer.fetching():
@@ -281,8 +322,7 @@ class P2PManager(WorkerGroup):
             )
         self.raise_worker_error()
         yield
-        self._next_ranks = [0] * len(self._next_ranks)
-        self.group.restart_turns()  # data layers go on from a state with the root's batch
+        self._restart_turns()  # data layers go on from a state with the root's batch
         restored = self.root.resume_state.workers_positions
         positions = restored if len(restored) == self.size - 1 else [None] * (self.size - 1)
         self._threads.give(lambda worker: worker.follow(self.root, positions[worker.rank - 1]))
@@ -319,13 +359,6 @@ def p2p_manager(
     return P2PManager(root, devices, topology, sync_options, signals, last_resort, baseline)
 
 
-def _share_layers(solver: Solver, rank: int, ranks: Workers[WorkerSolver]) -> None:
-    """Share the layers of a solver's nets; waiting for those of the train net is timed."""
-    ranks.share_layers(solver.net, rank, solver.phase_timer.mark)
-    for net in solver.test_nets:
-        ranks.share_layers(net, rank)
-
-
 def _make_alone(solver: Solver) -> None:
     solver.synchronize(None)
     batch_norm.share_batches(solver.net, None)
@@ -341,9 +374,14 @@ def _detach(root: Solver, failed: bool = False) -> None:
     root.leave(failed)
     for net in (root.net, *root.test_nets):
         net.set_forward_mutex(_refuse if failed else None)
-        if not failed:
-            for layer in net.shared_layers:
-                layer.serve([root.device])
+    if not failed:
+        _serve(root, [root.device])
+
+
+def _serve(root: Solver, devices: Sequence[Device]) -> None:
+    for net in (root.net, *root.test_nets):
+        for layer in net.shared_layers:
+            layer.serve(devices)
 
 
 def _refuse(layer: Layer) -> NoReturn:

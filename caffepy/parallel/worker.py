@@ -1,9 +1,11 @@
 """WorkerSolver: a solver that follows a root, on its own device, with its share of the batches."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from caffepy.core.errors import ConfigError
+from caffepy.device.blob import Blob
 from caffepy.device.device import Device
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.positions import set_positions, take_positions
@@ -23,13 +25,13 @@ class WorkerSolver(Solver):
         self, root: Solver, rank: int, device: Device, positions: dict[str, Any] | None = None
     ) -> None:
         self.rank = rank
-        param = SolverParameter()
-        param.CopyFrom(root.param)
-        param.display = param.snapshot = 0
-        param.debug_info = param.snapshot_after_train = False
-        del param.weights[:]
         super().__init__(
-            param, device=device, path=root.path, rank=rank, precision=root.precision, root=root
+            _settings(root.param),
+            device=device,
+            path=root.path,
+            rank=rank,
+            precision=root.precision,
+            root=root,
         )
         self.capture, self.fuse = root.capture, root.fuse
         if root.saves_memory:
@@ -50,6 +52,17 @@ class WorkerSolver(Solver):
         self.update_state.set_state(root.update_state.state())
         if positions:
             set_positions(positions, self.iterations.nets, self.device)
+
+    def take(self, param: SolverParameter, edited: Mapping[int, Blob]) -> None:
+        """Take over the root's settings and its `edits`."""
+        self.wait_idle()
+        self.param.CopyFrom(_settings(param))
+        blobs = _editable(self)
+        with self.device.scope():
+            for place, theirs in edited.items():
+                blobs[place].reshape_like(theirs)
+                blobs[place].host_data[...] = theirs.host_data
+            self.device.flush()
 
     def iterate(self) -> None:
         """Run an iteration."""
@@ -104,3 +117,33 @@ class WorkerSolver(Solver):
         raise ConfigError("Should not be called on worker solver.")
 
     snapshot = restore = solve = _refuse
+
+
+def _settings(root: SolverParameter) -> SolverParameter:
+    """Return the root's settings as a worker has them, which shows and saves nothing."""
+    param = SolverParameter()
+    param.CopyFrom(root)
+    param.display = param.snapshot = 0
+    param.debug_info = param.snapshot_after_train = False
+    del param.weights[:]
+    return param
+
+
+def edits(root: Solver) -> dict[int, Blob]:
+    """Return the blobs, by place, that a script may have written to since the last step."""
+    written = root.device.dirty if root.device.is_cuda else None  # the CPU does not know
+    return {
+        place: blob
+        for place, blob in enumerate(_editable(root))
+        if (blob.data_memory.touched if written is None else blob.data_memory in written)
+    }
+
+
+def _editable(solver: Solver) -> list[Blob]:
+    """Return the weights, without the running statistics, and the tops that no layer writes."""
+    own = {id(blob.data_memory) for layer in solver.net.layers for blob in layer.statistics}
+    blobs = [blob for blob in solver.params.blobs if id(blob.data_memory) not in own]
+    for net in (solver.net, *solver.test_nets):
+        for node in net.nodes:
+            blobs += node.layer.tops_of_user(node.tops)
+    return blobs

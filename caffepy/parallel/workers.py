@@ -82,15 +82,25 @@ class Workers(Generic[Member]):
         return [self.threads.members[rank] for rank in range(1, self.group.size)]
 
     def share_layers(
-        self, net: Net, rank: int, mark: Callable[[str], object] = lambda part: None
+        self,
+        net: Net,
+        rank: int,
+        mark: Callable[[str], object] = lambda part: None,
+        alone: Callable[[], object] | None = None,
     ) -> None:
         """Give the ranks turns at the layers that their nets share, under the forward mutex.
 
         `mark` is called with "forward" when the net arrives there, and with "data" when it leaves.
+        `alone` is called where a script runs the net between steps: the rank takes no turn then.
         """
 
         @contextmanager
         def forward_mutex(layer: Layer) -> Iterator[None]:
+            if alone and self.group.phase == "idle":
+                alone()
+                with layer.forward_lock:
+                    yield
+                return
             mark("forward")
             with self.group.round_robin(rank, layer), layer.forward_lock:
                 yield

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cached_property
 
 from caffepy import ops
+from caffepy.core.errors import ConfigError
 from caffepy.core.events import Output, Reporter
 from caffepy.device.device import Device, abandon
 from caffepy.net import Net, memory
@@ -242,7 +243,14 @@ class Solver:
         self.stopped = Action.STOP in action
 
     def apply_update(self) -> None:
-        """Clip, normalize, regularize and update with the gradients at hand; count an iteration."""
+        """Clip, normalize, regularize and update with the gradients at hand; count an iteration.
+
+        ConfigError where several solvers train together.
+        """
+        if self.workers.size > 1:
+            raise ConfigError(
+                "apply_update updates one solver; while several train together, call step"
+            )
         self.iterations.apply_update()
 
     def solve(self, state_file: str | None = None) -> None:

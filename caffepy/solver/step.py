@@ -56,15 +56,16 @@ class Synchronizer(Callback, Protocol):
 
 
 class _LayerHook:
-    """The net's callback that tells a synchronizer which layers are done."""
+    """The net's callback that tells a synchronizer which layers are done in an iteration."""
 
     capturable = adds_nothing = True
 
-    def __init__(self, synchronizer: Synchronizer) -> None:
-        self._synchronizer = synchronizer
+    def __init__(self, step: "Step", synchronizer: Synchronizer) -> None:
+        self._step, self._synchronizer = step, synchronizer
 
     def __call__(self, layer: int) -> None:
-        self._synchronizer.after_backward(layer)
+        if self._step.begun:  # a script may run the net backward, too
+            self._synchronizer.after_backward(layer)
 
 
 def losses(net: Net) -> list[Blob]:
@@ -142,7 +143,7 @@ class Step:
         if synchronizer:
             self.callbacks.append(synchronizer)
             if self.param.iter_size == 1:
-                hooks.append(_LayerHook(synchronizer))
+                hooks.append(_LayerHook(self, synchronizer))
 
     @property
     def gradients_untouched(self) -> bool:

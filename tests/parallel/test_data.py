@@ -11,6 +11,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.collectives.topology import all_joined
+from caffepy.core.errors import ConfigError
 from caffepy.data.reader import Reader
 from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.blob import Array
@@ -19,8 +20,9 @@ from caffepy.net import Net
 from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
+from tests.nets import library
 from tests.parallel.faulty import this_rank
-from tests.solver.cases import SETTINGS
+from tests.solver.cases import SETTINGS, solver_of
 
 RECORDS, BATCH = 20, 2
 
@@ -172,6 +174,57 @@ def test_a_data_layer_that_is_not_shared_is_told_of(
     assert labels == ([0, 2, 4, 6] if shared else [0, 0, 2, 2])
     told = [record for record in caplog.records if "Each device" in record.getMessage()]
     assert len(told) == (0 if shared else 2)  # for the train net and the test net
+
+
+@pytest.mark.parametrize("kind", ["Data", "HDF5Data", "Python"])
+def test_a_script_may_run_the_nets_of_the_root_between_steps(kind: str, folder: Path) -> None:
+    root = root_solver(kind, folder, 100, "")
+    root.param.test_initialization = False
+    options = SyncOptions("flat", deadlines={"step": 2.0, "test": 2.0})
+    with P2PManager(root, [root.device, Device(), Device()], all_joined(3), options) as manager:
+        solvers = [root, *manager.workers]
+        seen = [[watch(s.net) for s in solvers], [watch(s.test_nets[0]) for s in solvers]]
+        root.net.forward()
+        for _ in range(2):
+            root.test(0)
+            root.step(1)
+            for _ in range(2):
+                root.test_nets[0].forward()
+                root.net.forward()
+                root.net.backward()
+    root.close()
+    train, test = ([[int(b[1].flat[0]) for b in batches] for batches in per] for per in seen)
+    if kind == "HDF5Data":  # shuffled
+        assert [list(map(len, per)) for per in (train, test)] == [[9, 4, 4], [8, 4, 2]]
+        return
+    # each step takes two batches a solver, each test five
+    own = [[0, 2, 8, 14, 16, 18, 4, 10, 12], [4, 10, 0, 6], [6, 12, 2, 8]]
+    assert train == own
+    assert test == [[0, 6, 10, 12, 14, 0, 4, 6], [2, 8, 16, 2], [4, 18]]
+
+
+@pytest.mark.parametrize("sync", ["tree", "flat"])
+def test_what_a_script_writes_reaches_all_solvers(sync: str) -> None:
+    text = library.inputs(x=(4, 3)) + library.dummies("y", 'type: "constant"', y=(4, 2))
+    written = np.random.default_rng(0).standard_normal((3, 4, 3)).astype(np.float32)
+
+    def script(root: Solver) -> Array:
+        root.param.base_lr = 0.05
+        (weight, _), y = root.net.learnable_params, root.net.blobs["y"]
+        for x in written:
+            root.net.blobs["x"].host_data[...] = x
+            y.host_data[...] += 1
+            root.step(1)
+            weight.host_data[...] *= 0.5
+        return root.params.data.copy()
+
+    text = library.regression(text)
+    alone = script(solver_of("", text))
+    root = solver_of("", text)
+    with P2PManager(root, [Device() for _ in range(3)], all_joined(3), SyncOptions(sync)):
+        with pytest.raises(ConfigError, match="apply_update updates one solver"):
+            root.apply_update()
+        np.testing.assert_allclose(script(root), alone, rtol=1e-6)
 
 
 def test_batches_lie_where_they_are_taken_after_a_restore_too(

@@ -49,10 +49,17 @@ def walk(manager: P2PManager, case: Any) -> None:
     params = {
         name: layer.blobs for name, layer in zip(root.net.layer_names, root.net.layers, strict=True)
     }
-    for i in range(root.iter, len(case["x"])):
+    iterate = manager.iterate
+
+    def feed_and_iterate() -> None:
+        """Give each solver its half; what a script writes before a step is for all solvers."""
         for solver, part in zip(solvers, (slice(0, HALF), slice(HALF, None)), strict=True):
-            solver.net.blobs["x"].host_data[...] = case["x"][i][part]
-            solver.net.blobs["y"].host_data[...] = case["y"][i][part]
+            for name in "xy":
+                solver.net.blobs[name].host_data[...] = case[name][root.iter][part]
+        iterate()
+
+    manager.iterate = feed_and_iterate  # type: ignore[method-assign]
+    for i in range(root.iter, len(case["x"])):
         root.step(1)
         manager.raise_worker_error()
         loss = np.mean([float(solver.net.blobs["loss"].host_data) for solver in solvers])

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import caffepy as caffe
+from caffepy.collectives.rank_group import RankGroup
+from caffepy.collectives.synchronizer import Synchronizer
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net import gradients
 from caffepy.net.gradients import large_products
@@ -158,3 +160,17 @@ def test_every_reason_why_a_step_is_not_captured_is_told() -> None:
         'layer "ip" (InnerProduct) computes on the host',
         "a callback does not say that it can be captured",
     ]
+
+
+def test_a_synchronizer_hears_of_layers_within_iterations_only() -> None:
+    solver = solver_of("")
+    synchronizer = Synchronizer(RankGroup(1), 0)
+    heard: list[int] = []
+    synchronizer.after_backward = heard.append  # type: ignore[method-assign]
+    solver.synchronize(synchronizer)
+    for _ in range(2):
+        solver.net.forward()
+        solver.net.backward()
+    assert not heard
+    solver.step(1)
+    assert heard == list(reversed(range(len(solver.net.layers))))
