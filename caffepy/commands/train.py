@@ -2,8 +2,10 @@
 
 import logging
 import os
+import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,7 +13,7 @@ from caffepy import ops
 from caffepy.commands.devices import choose_for_training
 from caffepy.core.errors import STOPPED, ConfigError, UsageError
 from caffepy.core.events import Output
-from caffepy.core.files import locate
+from caffepy.core.files import locate, locked
 from caffepy.data.loader import tolerating
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -21,7 +23,7 @@ from caffepy.proto.text import read_solver
 from caffepy.report import Reporters, TensorBoard, logging_to, open_report
 from caffepy.report.speed import BaselineRecorder, baseline_key, known_baseline
 from caffepy.solver import Signals, Solver, Watch, newest_good
-from caffepy.solver.check import check_max_iter
+from caffepy.solver.check import at_field, check_max_iter
 from caffepy.solver.snapshot import check_models, clean, under
 
 log = logging.getLogger(__name__)
@@ -127,6 +129,7 @@ def train(options: TrainOptions) -> TrainResult:
         if options.tensorboard:
             boards = [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
         with (
+            _alone(param, options.solver),
             signals,
             tolerating(options.max_bad_records),
             open_report(prefix, param.max_iter, options.progress, boards) as reporter,
@@ -170,6 +173,15 @@ def train(options: TrainOptions) -> TrainResult:
                 told = "A signal stopped the run at iteration %d; --snapshot %s resumes it"
                 log.info(told, solver.iter, saved)
             return TrainResult(solver.iter, solver.stopped, solver.last_outputs, saved)
+
+
+def _alone(param: SolverParameter, path: str) -> AbstractContextManager[None]:
+    """Return a context in which no other run writes under the prefix; it raises ConfigError."""
+    folder, name = os.path.split(param.snapshot_prefix)
+    begun = time.strftime("%Y-%m-%d %H:%M:%S")
+    holder = f"process {os.getpid()} on {platform.node()}, which trains {path} since {begun}"
+    where = at_field(path, "snapshot_prefix") or path
+    return locked(os.path.join(folder, f".{name}.lock"), holder, where)
 
 
 def _set_up(options: TrainOptions, param: SolverParameter, device: Device) -> None:

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
-from caffepy.core.errors import UsageError, reason
+from caffepy.core.errors import ConfigError, UsageError, reason
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,50 @@ def replacing_all(paths: Sequence[str]) -> Iterator[list[str]]:
         for name, path in zip(names, paths, strict=True):
             os.replace(name, path)
             _flush(os.path.dirname(path) or ".")
+
+
+@contextmanager
+def locked(path: str, holder: str, where: str) -> Iterator[None]:
+    """Hold the lock file `path` for the block, with the text `holder` in it.
+
+    ConfigError, at `where`, tells who holds it. The lock ends with its process; forked ones have
+    no part in it. Where files cannot be locked or written, there is none.
+    """
+    descriptor = None
+    with suppress(OSError):
+        descriptor = _take_lock(path, where)
+    if descriptor is None:
+        yield
+        return
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, holder.encode(errors="surrogateescape"))
+        yield
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+        os.close(descriptor)
+
+
+def _take_lock(path: str, where: str) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+            os.close(descriptor)  # its run ended in between and removed the file
+        except OSError as error:
+            holder = os.read(descriptor, 1000).decode(errors="replace")
+            os.close(descriptor)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ConfigError(
+                    f"another run writes under this snapshot_prefix: {holder}; wait until it ends, "
+                    "or end it, or set another snapshot_prefix",
+                    where,
+                ) from None
+            if error.errno != errno.ENOENT:
+                raise
 
 
 def find_stale(folder: str, names: str) -> list[tuple[str, str]]:

@@ -24,7 +24,9 @@ def identity(param: SolverParameter, net: NetParameter) -> dict[str, Any]:
         for layer in net.layer
         if layer.bottom and not any(rule.phase == TEST for rule in layer.include)
     ]
-    parts = (part.SerializeToString(deterministic=True) for part in (net.state, *trained))
+    stages = " ".join(sorted(filter(None, net.state.stage)))
+    parts = [f"{net.state.level} {stages}".encode()]
+    parts += [layer.SerializeToString(deterministic=True) for layer in trained]
     return {**values, "net": sha256(b"".join(parts)).hexdigest()}
 
 

@@ -415,3 +415,21 @@ def test_auto_does_not_overwrite_a_model_whose_state_is_lost(digits: Path) -> No
         run_to(digits, 2, "random_seed: 9", snapshot="auto")
     assert model.read_bytes() == content
     run_to(digits, 3, snapshot="auto", weights=["digits_iter_2.caffemodel"])
+
+
+def test_two_runs_of_one_prefix_are_refused(digits: Path) -> None:
+    """The lock ends with the process, however that ends."""
+    edit(digits / "solver.prototxt", "max_iter: 100000", "display: 1", *QUICK[1:])
+    with start() as other:
+        wait_for(other, "Iteration 1 ")
+        with pytest.raises(ConfigError) as caught:
+            train(TrainOptions("solver.prototxt"))
+        other.kill()
+    assert re.fullmatch(
+        rf"solver\.prototxt:\d+:1: another run writes under this snapshot_prefix: process {other.pid} "
+        r"on \S+, which trains solver\.prototxt since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d; wait until it "
+        "ends, or end it, or set another snapshot_prefix",
+        str(caught.value),
+    )
+    assert run_to(digits, 1) == "digits_iter_1.solverstate"
+    assert not Path(".digits.lock").exists()
