@@ -7,6 +7,7 @@ are allocated in `reshape` and stay where they are until shapes change.
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +24,17 @@ from caffepy.proto.forks import fork_of_layer
 from caffepy.proto.text import where
 
 Blobs = Sequence[Blob]
+
+
+class Kept(IntEnum):
+    """Values that a layer in place leaves as they were: none, the signs (which are above 0) of
+    those that have a gradient, those that have a gradient, all.
+    """
+
+    NOTHING = 0
+    SIGNS = 1
+    ACTIVE = 2
+    ALL = 3
 
 
 class Layer:
@@ -65,6 +77,9 @@ class Layer:
     # Backward reads the data of bottoms and of tops. False lets the net reuse their memory.
     backward_reads_bottom: bool = True
     backward_reads_top: bool = True
+    # What backward needs of those data, and what forward leaves of the bottom's in place.
+    backward_needs: ClassVar[Kept] = Kept.ALL
+    in_place_keeps: Kept = Kept.NOTHING
     # In a fused group backward reads the top instead of a bottom that lies inside the group.
     fused_backward_reads_top: ClassVar[bool] = False
     can_fuse: bool = False  # the layer with its settings can belong to the fused groups of its type

@@ -231,6 +231,7 @@ class Im2col(Layer):
     """
 
     on_gpu = True
+    backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.convolution_param

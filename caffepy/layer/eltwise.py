@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.layer.base import Blobs, Kept, Layer, layer
 from caffepy.layer.neuron import is_in_place
 from caffepy.proto.caffe_pb2 import EltwiseParameter
 
@@ -15,21 +15,23 @@ class Eltwise(Layer):
     """y = sum of coeff_i * x_i, product of x_i or maximum of x_i over two or more bottoms of one
     shape.
 
-    In place, the gradient of bottom 0 is written last, over that of the top. The product cannot be
-    in place. The gradient of a maximum goes to one bottom: of the first two, if they are equal, to
-    the second; to a later one only if it is larger.
+    In place, the gradient of bottom 0 is written last, over that of the top, and the product keeps
+    a copy of what it overwrites. The gradient of a maximum goes to one bottom: of the first two, if
+    they are equal, to the second; to a later one only if it is larger.
     """
 
     on_gpu = True
     in_place = True
     bottoms = (2, None)
     takes_preferred_layout = True
+    backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.eltwise_param
         self.operation = param.operation
         self.backward_reads_bottom = self.operation == EltwiseParameter.PROD
-        self.backward_reads_top = self.backward_reads_bottom
+        if self.operation == EltwiseParameter.MAX:
+            self.in_place_keeps = Kept.ACTIVE
         if param.coeff and self.operation == EltwiseParameter.PROD:
             raise ConfigError("eltwise_param: coeff is for SUM, not for PROD")
         if param.coeff and len(param.coeff) != len(bottom):
@@ -48,14 +50,16 @@ class Eltwise(Layer):
         top[0].reshape_like(bottom[0])
         if self.operation == EltwiseParameter.MAX:
             self.winner = self.buffer(bottom[0].shape, np.int32)
-        in_place = any(is_in_place(b, top[0]) for b in bottom)
-        if self.operation == EltwiseParameter.PROD and in_place:
-            raise ConfigError(
-                "a product in place loses what its gradient needs; give the top a name of its own"
-            )
+        product = self.operation == EltwiseParameter.PROD
+        self.kept = [
+            self.buffer_like(b) if product and is_in_place(b, top[0]) else b for b in bottom
+        ]
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        xs, y = [b.data for b in bottom], top[0].data
+        for b, kept in zip(bottom, self.kept, strict=True):
+            if kept is not b:
+                self.ops.copy(b.data, kept.data)
+        xs, y = [kept.data for kept in self.kept], top[0].data
         if self.operation == EltwiseParameter.SUM:
             self.ops.eltwise_sum(xs, self.coefficients, y)
         elif self.operation == EltwiseParameter.MAX:
@@ -75,7 +79,7 @@ class Eltwise(Layer):
             if self.operation == EltwiseParameter.MAX:
                 self.ops.eltwise_select(self.winner.data, i, dy, dx)
             elif self.operation == EltwiseParameter.PROD:
-                first, *others = (b.data for k, b in enumerate(bottom) if k != i)
+                first, *others = (b.data for k, b in enumerate(self.kept) if k != i)
                 self.ops.multiply(dy, first, dx)
                 for x in others:
                     self.ops.multiply(dx, x, dx)

@@ -82,6 +82,8 @@ class ClassLoss(LossLayer):
 class Softmax(SameShape):
     """y = exp(x) / sum of exp(x) along `axis` (1 by default)."""
 
+    backward_reads_bottom = False
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
         self.view = around(bottom[0], self.param.softmax_param.axis)

@@ -7,13 +7,17 @@ import numpy as np
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob
-from caffepy.layer.base import Blobs, Drawing, Layer, layer
+from caffepy.layer.base import Blobs, Drawing, Kept, Layer, layer
 from caffepy.proto.caffe_pb2 import FillerParameter
 
 
 def is_in_place(bottom: Blob, top: Blob) -> bool:
     """True if the top's data overwrite the bottom's."""
     return top.data_memory is bottom.data_memory
+
+
+def _signs(kept: bool) -> Kept:
+    return Kept.SIGNS if kept else Kept.NOTHING
 
 
 class SameShape(Layer):
@@ -28,8 +32,8 @@ class SameShape(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape_like(bottom[0])
-        copies = self.reads_input and is_in_place(bottom[0], top[0])
-        self.kept = self.buffer_like(bottom[0]) if copies else bottom[0]
+        self.copies = self.reads_input and is_in_place(bottom[0], top[0])
+        self.kept = self.buffer_like(bottom[0]) if self.copies else bottom[0]
 
     def keep_input(self, bottom: Blobs) -> Array:
         """Return x for forward; backward finds it in `kept`."""
@@ -43,6 +47,8 @@ class Neuron(SameShape):
 
     `gradient` gets x as forward had it with `reads_input`, else what the bottom holds by now.
     """
+
+    backward_needs = Kept.ACTIVE
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.function(self.keep_input(bottom), top[0].data)
@@ -71,12 +77,14 @@ class ReLU(Elementwise):
     """y = x > 0 ? x : negative_slope * x."""
 
     backward_reads_top = False
+    backward_needs = Kept.SIGNS
     fused_backward_reads_top = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.slope = self.param.relu_param.negative_slope
         self.can_fuse = self.slope == 0
         self.reads_input = self.slope < 0  # the sign of y is not that of x
+        self.in_place_keeps = Kept.ACTIVE if self.can_fuse else _signs(not self.reads_input)
 
     def function(self, x: Array, y: Array) -> None:
         self.ops.relu_forward(x, y, self.slope)
@@ -91,6 +99,7 @@ class PReLU(Elementwise):
     """y = x > 0 ? x : slope_c * x; slope (C), or () with channel_shared (He et al. 2015)."""
 
     reads_input = True
+    backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         if len(bottom[0].shape) < 2:
@@ -126,6 +135,8 @@ class PReLU(Elementwise):
 class Sigmoid(Elementwise):
     """y = 1 / (1 + exp(-x))."""
 
+    backward_reads_bottom = False
+
     def function(self, x: Array, y: Array) -> None:
         self.ops.sigmoid_forward(x, y)
 
@@ -137,6 +148,9 @@ class Sigmoid(Elementwise):
 @layer("TanH")
 class TanH(Elementwise):
     """y = tanh(x)."""
+
+    backward_reads_bottom = False
+    in_place_keeps = Kept.SIGNS
 
     def function(self, x: Array, y: Array) -> None:
         self.ops.tanh_forward(x, y)
@@ -150,10 +164,16 @@ class TanH(Elementwise):
 class Power(Elementwise):
     """y = (shift + scale * x)^power."""
 
+    backward_reads_top = False
+
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.power_param
         self.numbers = param.power, param.scale, param.shift
         self.reads_input = param.power not in (0, 1) and param.scale != 0
+        self.backward_reads_bottom = self.reads_input
+        self.in_place_keeps = _signs(param.power == 1 and param.scale > 0 and param.shift == 0)
+        if self.in_place_keeps and param.scale == 1:
+            self.in_place_keeps = Kept.ALL
         # A constant is written by no operation.
         self.takes_preferred_layout = param.power * param.scale != 0
 
@@ -187,6 +207,7 @@ class Dropout(Drawing, Elementwise):
         self.ratio = self.param.dropout_param.dropout_ratio
         if not 0 <= self.ratio < 1:
             raise ConfigError(f"dropout_ratio must be at least 0 and below 1, not {self.ratio:g}")
+        self.in_place_keeps = Kept.SIGNS if self.draws and self.ratio else Kept.ALL
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
@@ -213,6 +234,7 @@ class ELU(Elementwise):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.alpha = self.param.elu_param.alpha
         self.reads_input = self.alpha < 0  # the sign of y is not that of x
+        self.in_place_keeps = _signs(not self.reads_input)
 
     def function(self, x: Array, y: Array) -> None:
         self.ops.elu_forward(x, y, self.alpha)
@@ -225,6 +247,9 @@ class ELU(Elementwise):
 @layer("Swish")
 class Swish(Elementwise):
     """y = x * s, s = sigmoid(beta * x) (Ramachandran et al. 2017)."""
+
+    backward_reads_bottom = False
+    in_place_keeps = Kept.SIGNS
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
@@ -244,6 +269,7 @@ class AbsVal(Neuron):
     """y = |x|."""
 
     reads_input = True
+    backward_reads_top = False
 
     def function(self, x: Array, y: Array) -> None:
         np.abs(x, out=y)
@@ -258,6 +284,7 @@ class BNLL(Neuron):
     """y = log(1 + exp(x))."""
 
     reads_input = True
+    backward_reads_top = False
 
     def function(self, x: Array, y: Array) -> None:
         """y = max(x, 0) + log(1 + exp(-|x|))."""
@@ -275,6 +302,8 @@ class Clip(Neuron):
     """y = max(min_, min(x, max_))."""
 
     reads_input = True
+    backward_reads_top = False
+    in_place_keeps = Kept.ACTIVE
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.low, self.high = self.param.clip_param.min, self.param.clip_param.max
@@ -294,6 +323,8 @@ class Clip(Neuron):
 @layer("Exp")
 class Exp(Neuron):
     """y = base^(shift + scale * x) = factor * exp(rate * x), base e by default."""
+
+    backward_reads_bottom = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.exp_param
@@ -316,6 +347,7 @@ class Log(Neuron):
     """y = log of (shift + scale * x) to the base, e by default."""
 
     reads_input = True
+    backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.log_param

@@ -7,7 +7,7 @@ import numpy as np
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob
-from caffepy.layer.base import Blobs, layer
+from caffepy.layer.base import Blobs, Kept, layer
 from caffepy.layer.filler import fill
 from caffepy.layer.neuron import SameShape, is_in_place
 from caffepy.layer.pooling import check_padded
@@ -32,6 +32,8 @@ class LRN(SameShape):
     """
 
     reads_input = True
+    backward_needs = Kept.ACTIVE
+    in_place_keeps = Kept.SIGNS
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.lrn_param
@@ -40,7 +42,7 @@ class LRN(SameShape):
         self.alpha, self.beta = param.alpha, param.beta
         self.terms = param.local_size, param.alpha, param.beta, param.k
         self.across = param.norm_region == LRNParameter.ACROSS_CHANNELS
-        self.takes_preferred_layout = self.across
+        self.takes_preferred_layout = self.backward_reads_top = self.across
         # Kernel, stride and padding of the window.
         self.pooling = (param.local_size,) * 2, (1, 1), (param.local_size // 2,) * 2
 
@@ -258,6 +260,7 @@ class MVN(SameShape):
     """
 
     reads_input = True
+    backward_reads_top = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """View the bottom as rows, each of which is normalized by itself."""
@@ -406,6 +409,8 @@ class Scale(Broadcast):
 @layer("Bias")
 class Bias(Broadcast):
     """y = x + bias, broadcast over the other axes; bias is bottom 1 or a parameter (0 at first)."""
+
+    backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.bias_param

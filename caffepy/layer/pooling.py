@@ -151,6 +151,7 @@ class SPP(Layer):
     """
 
     on_gpu = True
+    backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.height = self.param.spp_param.pyramid_height

@@ -29,6 +29,7 @@ class Recurrent(Layer):
     """
 
     on_gpu = True
+    backward_reads_top = False
     bottoms: ClassVar[int | tuple[int, int | None]] = (2, 5)
     tops: ClassVar[int | tuple[int, int | None]] = (1, 3)
     states: ClassVar[int] = 1

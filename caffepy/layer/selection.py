@@ -48,6 +48,7 @@ class Crop(Layer):
 
     on_gpu = True
     bottoms = 2
+    backward_reads_bottom = backward_reads_top = False
     takes_preferred_layout = True
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -92,6 +93,7 @@ class Embed(Weighted):
     """(...) of whole numbers below K -> (..., O), y = w[x] + b; weight (K, O), bias (O)."""
 
     on_gpu = True
+    backward_reads_top = False
     constant_bottoms: Mapping[int, str] = {
         0: "Embed cannot differentiate its input; give it propagate_down: false"
     }
@@ -135,6 +137,7 @@ class BatchReindex(Layer):
 
     on_gpu = True
     bottoms = 2
+    backward_reads_top = False
     constant_bottoms: Mapping[int, str] = {
         1: "BatchReindex cannot differentiate its indices; give them propagate_down: false"
     }
@@ -178,6 +181,7 @@ class Filter(Layer):
     bottoms = (2, None)
     tops = (1, None)
     always_reshape = True
+    backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         if len(top) != len(bottom) - 1:

@@ -280,6 +280,7 @@ class Tile(Layer):
     """The bottom `tiles` times in a row along `axis`: (..., c, ...) -> (..., tiles * c, ...)."""
 
     on_gpu = True
+    backward_reads_bottom = backward_reads_top = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.tile_param
@@ -305,6 +306,7 @@ class Reduction(Layer):
     """(a, b, c, ...) -> (a, b): coeff times the sum of x, |x|, x^2 or the mean, from `axis` on."""
 
     on_gpu = True
+    backward_reads_top = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.reduction_param

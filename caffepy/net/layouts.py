@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from caffepy.device.blob import PLAIN, Blob, Layout
 from caffepy.layer import Layer
-from caffepy.net.node import LayoutCasts, Node
+from caffepy.net.node import Node
 from caffepy.proto.nvcaffe import keeps_float32
 
 
@@ -32,10 +32,7 @@ def set_layouts(nodes: Sequence[Node], preferred: Layout) -> None:
             if layout != PLAIN and all(b.layout == layout for b in sharing):
                 blob.set_layout(layout)
     for node, bottom_layouts in zip(nodes, layouts.bottoms, strict=True):
-        casts = LayoutCasts(node.bottoms, node.tops, bottom_layouts)
-        if casts:
-            node.casts = casts
-            node.compute_with(casts.bottoms, casts.tops)
+        node.cast(bottom_layouts)
         with node.layer.forward_lock:
             node.reshape()
         node.write_loss_weights()

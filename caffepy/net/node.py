@@ -1,6 +1,6 @@
 """Records of a net: one a layer, one a parameter; and the layout casts of a layer."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +13,23 @@ Convert = Callable[[Any, Any], None]
 
 
 class LayoutCasts:
-    """Copies of blobs in the layout that a layer takes; converted before and after its passes."""
+    """Copies of blobs in the layout that a layer takes; converted before and after its passes.
+
+    `copied` has blobs, by the id of a bottom, that must be copies whatever the layouts.
+    """
 
     def __init__(
-        self, bottoms: Sequence[Blob], tops: Sequence[Blob], layouts: Sequence[Layout]
+        self,
+        bottoms: Sequence[Blob],
+        tops: Sequence[Blob],
+        layouts: Sequence[Layout],
+        copied: Mapping[int, Blob],
     ) -> None:
         self._of: dict[int, tuple[Blob, Blob]] = {}  # id of the blob -> (blob, copy)
         for blob, layout in zip(bottoms, layouts, strict=True):
-            if blob.layout != layout and id(blob) not in self._of:
+            if id(blob) in copied:
+                self._of[id(blob)] = blob, copied[id(blob)]
+            elif blob.layout != layout and id(blob) not in self._of:
                 copy = Blob(blob.shape, blob.dtype, blob.gpu)
                 copy.set_layout(layout)
                 self._of[id(blob)] = blob, copy
@@ -102,6 +111,8 @@ class Node:
     need_backward: bool = False
     params: list[Param] = field(default_factory=list)
     casts: LayoutCasts | None = None
+    # By the id of a bottom, the top into which it is copied for a layer that works in place on it.
+    copied: dict[int, Blob] = field(default_factory=dict)
     layer_bottoms: list[Blob] = field(init=False)
     layer_tops: list[Blob] = field(init=False)
     _shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -113,6 +124,12 @@ class Node:
     def name(self) -> str:
         """Name of the layer."""
         return self.param.name
+
+    def cast(self, layouts: Sequence[Layout]) -> None:
+        """Let the layer compute with its bottoms in these layouts."""
+        casts = LayoutCasts(self.bottoms, self.tops, layouts, self.copied)
+        self.casts = casts or None
+        self.compute_with(casts.bottoms, casts.tops)
 
     def compute_with(self, bottoms: list[Blob], tops: list[Blob]) -> None:
         """Set the blobs that the layer computes with; it gets host views if it runs on the host."""

@@ -15,6 +15,7 @@ from caffepy.device.blob import Blob, behind, shape_string
 from caffepy.device.device import Device
 from caffepy.layer import Layer, check_counts, create_layer
 from caffepy.net.build import located
+from caffepy.net.in_place import separate_tops
 from caffepy.net.node import Node, Param
 from caffepy.proto.binary import blob_to_array
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, ParamSpec
@@ -72,6 +73,7 @@ def wire(
         if node.bottoms and node.need_backward and node.layer.may_modify_gradients:
             # What a user's layer keeps from forward for backward is of one solver's batch.
             node.layer.share_in_parallel = False
+    separate_tops(wired.nodes, wired.blobs)
     for name in wired.outputs:
         log.info("This network produces output %s", name)
     log.info("Network initialization done.")

@@ -36,7 +36,7 @@ def test_gradient(case, n):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("case", ["SUM", "SUM coeff", "MAX"])
+@pytest.mark.parametrize("case", CASES)
 def test_gradient_in_place(case, n):
     text, bottoms = make(case, n)
     check_gradient(text, *bottoms, in_place=True)
@@ -72,35 +72,26 @@ def test_product_with_a_zero_has_a_gradient():
 
 
 @pytest.mark.parametrize(
-    ("param", "shapes", "in_place", "message"),
+    ("param", "shapes", "message"),
     {
         "coeff of a product": (
             "operation: PROD coeff: 1 coeff: 1",
             [(2, 3)] * 2,
-            False,
             "coeff is for SUM",
         ),
-        "too few coeff": ("coeff: 1 coeff: 1", [(2, 3)] * 3, False, "2 coeff do not fit 3 bottoms"),
+        "too few coeff": ("coeff: 1 coeff: 1", [(2, 3)] * 3, "2 coeff do not fit 3 bottoms"),
         "shapes": (
             "",
             [(2, 3), (2, 4)],
-            False,
             r"bottom 1 has shape \[2, 4\], bottom 0 has \[2, 3\]",
-        ),
-        "product in place": (
-            "operation: PROD",
-            [(2, 3)] * 2,
-            True,
-            "give the top a name of its own",
         ),
     }.values(),
 )
-def test_what_does_not_fit_is_refused(param, shapes, in_place, message):
+def test_what_does_not_fit_is_refused(param, shapes, message):
     with pytest.raises(ConfigError, match=message):
         Single(
             f'type: "Eltwise" eltwise_param {{ {param} }}',
             *(random(*s) for s in shapes),
-            in_place=in_place,
         )
 
 

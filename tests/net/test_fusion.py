@@ -140,11 +140,11 @@ GROUPS = {
     "conv relu, overwritten": [],
     "conv relu in place, overwritten": [["c", "r"]],
     "norm": [["c", "bn_c", "scale_c", "r"]],
-    "norm, overwritten": [],
+    "norm, overwritten": [["c", "bn_c", "scale_c", "r"]],
     "norm and dropout": [["c", "bn_c", "scale_c", "r"]],
     "norm not in place": [["c", "bn_c", "scale_c", "r"]],
     "norm alone": [["bn_x", "scale_x", "r"]],
-    "norm in place, scale not": [["c", "r"]],
+    "norm in place, scale not": [["c", "r"], ["bn", "s"]],
     "residual": [
         ["a", "bn_a", "scale_a", "ra", "a_ra_0_split"],
         ["b", "bn_b", "scale_b", "sum", "rs", "s_rs_0_split"],
@@ -153,7 +153,7 @@ GROUPS = {
     "projection": [["a", "bn_a", "scale_a", "sum", "rs"], ["b", "bn_b", "scale_b"]],
     "split without gradient": [["a", "bn_a", "scale_a", "ra", "a_ra_0_split"]],
     "max pooling": [["m", "r"]],
-    "max pooling, overwritten": [],
+    "max pooling, overwritten": [["m", "r"]],
     "mean not in place": [["m", "r"]],
     "product": [["ip", "r", "d"]],
 }
