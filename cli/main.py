@@ -40,13 +40,21 @@ from caffepy.cli.plot import plot
 from caffepy.cli.summarize import summarize
 from caffepy.cli.test import test
 from caffepy.cli.time import time
-from caffepy.cli.train import INTERRUPTED, train
+from caffepy.cli.train import train
 from caffepy.cli.upgrade_net import upgrade_net
 from caffepy.cli.upgrade_solver import upgrade_solver
 from caffepy.cli.visualize import visualize
 from caffepy.cli.weights import weights
 from caffepy.collectives.worker_threads import at_work
-from caffepy.core.errors import CaffeError, DataError, DeviceError, RecordError, UsageError, reason
+from caffepy.core.errors import (
+    INTERRUPTED,
+    CaffeError,
+    DataError,
+    DeviceError,
+    RecordError,
+    UsageError,
+    reason,
+)
 from caffepy.core.registry import nearest
 
 PROGRAM = "caffepy"
@@ -54,7 +62,9 @@ BUG = 70
 MOST_PIXELS = 1 << 28  # of an image; a PNG of all one colour is a thousand times as small
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 ENDING = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+    if hasattr(signal, name)
 ]
 
 EPILOG = """

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -421,8 +422,11 @@ def ignoring(*flags: str) -> Decorator:
 
 
 def leave(error: BaseException) -> None:
-    """End the process while its main thread hangs."""
-    click.echo(f"caffepy: error: {error}\n(the main thread does not answer)", err=True)
+    """End the process while its main thread hangs; so may whoever reads stderr."""
+    text = f"caffepy: error: {error}\n(the main thread does not answer)"
+    telling = threading.Thread(target=click.echo, args=(text, None, True, True), daemon=True)
+    telling.start()
+    telling.join(1.0)
     os._exit(getattr(error, "exit_code", 70))
 
 

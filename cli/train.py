@@ -5,8 +5,8 @@ from typing import Any
 import click
 
 from caffepy.cli import options
+from caffepy.core.errors import INTERRUPTED
 
-INTERRUPTED = 130
 EFFECTS = click.Choice(["stop", "snapshot", "none"])
 
 
@@ -39,6 +39,22 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 @click.option(
     "--sighup-effect", type=EFFECTS, default="snapshot", show_default=True, help="What SIGHUP does."
 )
+@click.option(
+    "--sigusr1-effect",
+    type=EFFECTS,
+    default="stop",
+    show_default=True,
+    help="What SIGUSR1 does; it stops with a snapshot, as SIGTERM does.",
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=25.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds from a signal that stops the run to its snapshot, at most: an iteration, or a "
+    "wait for data, that takes longer is given up.",
+)
 @options.progress
 @click.option(
     "--tensorboard",
@@ -62,9 +78,10 @@ def train(solver: options.Definition | None, **values: Any) -> int:
     """Train the net of a solver prototxt, or of a bundled model.
 
     Computes on the GPUs of --gpu, else on the solver's with solver_mode: GPU, else on the CPU.
-    Several GPUs train as one with a larger batch; the data is read once for all of them. SIGTERM
-    takes a snapshot and stops. A stopped run ends with exit code 75; --snapshot auto resumes it. A
-    run also writes PREFIX_metrics.csv and, if matplotlib is installed, PREFIX_curve.png.
+    Several GPUs train as one with a larger batch; the data is read once for all of them. SIGTERM,
+    SIGUSR1, SIGUSR2, SIGXCPU and SIGQUIT take a snapshot and stop; a second signal ends the run at
+    once. A stopped run ends with exit code 75; --snapshot auto resumes it. A run also writes
+    PREFIX_metrics.csv and, if matplotlib is installed, PREFIX_curve.png.
 
     \b
     Examples:

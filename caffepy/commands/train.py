@@ -22,8 +22,9 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import read_solver
 from caffepy.report import Reporters, TensorBoard, logging_to, open_report
 from caffepy.report.speed import BaselineRecorder, baseline_key, known_baseline
-from caffepy.solver import Signals, Solver, Watch, newest_good
+from caffepy.solver import Monitor, Signals, Solver, StopError, Watch, newest_good
 from caffepy.solver.check import at_field, check_max_iter
+from caffepy.solver.monitor import GRACE
 from caffepy.solver.snapshot import check_models, clean, under
 
 log = logging.getLogger(__name__)
@@ -55,13 +56,16 @@ class TrainOptions:
     capture: replay the step as a CUDA graph; else run layer by layer.
     fuse: compute layers of a GPU together where possible.
     level, stages: join the state of the nets.
-    sigint_effect, sighup_effect: what these signals do; SIGTERM stops with a snapshot.
+    sigint_effect, sighup_effect, sigusr1_effect: what these signals do; SIGTERM, SIGUSR2, SIGXCPU
+        and SIGQUIT stop with a snapshot, and so does SIGUSR1 by default.
+    grace: seconds from a signal that stops to the snapshot, at most; an iteration that takes
+        longer is given up.
     log_dir: folder for a log file.
     progress: show a progress bar; by default on a terminal.
     tensorboard: folder for TensorBoard's events.
     tensorboard_histograms: iterations between histograms and filters there; 0: none.
     threads: number of CPU threads.
-    last_resort: called with the error of another solver, in its thread, if this one hangs.
+    last_resort: called in another thread, with an error, if the main thread hangs.
     """
 
     solver: str
@@ -82,6 +86,8 @@ class TrainOptions:
     stages: Sequence[str] = ()
     sigint_effect: Effect = "stop"
     sighup_effect: Effect = "snapshot"
+    sigusr1_effect: Effect = "stop"
+    grace: float = GRACE
     log_dir: str | None = None
     progress: bool | None = None
     tensorboard: str | None = None
@@ -116,9 +122,14 @@ def train(options: TrainOptions) -> TrainResult:
     """
     if options.snapshot and options.weights and options.snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
-    signals = Signals(options.sigint_effect, options.sighup_effect)
+    signals = Signals(options.sigint_effect, options.sighup_effect, options.sigusr1_effect)
+    monitor = Monitor(signals, options.grace, options.last_resort)
     log_dir = options.log_dir
-    with nullcontext() if log_dir is None else logging_to(stderr=False, log_dir=log_dir):
+    with (
+        signals,
+        monitor,
+        nullcontext() if log_dir is None else logging_to(stderr=False, log_dir=log_dir),
+    ):
         param = read_solver(options.solver)
         check_max_iter(param, options.solver)
         devices = choose_for_training(options.gpu, options.cpu, param, options.solver)
@@ -130,7 +141,6 @@ def train(options: TrainOptions) -> TrainResult:
             boards = [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
         with (
             _alone(param, options.solver),
-            signals,
             tolerating(options.max_bad_records),
             open_report(prefix, param.max_iter, options.progress, boards) as reporter,
             closing(
@@ -145,6 +155,7 @@ def train(options: TrainOptions) -> TrainResult:
             ) as solver,
         ):
             signals.listen()
+            monitor.solver = solver
             solver.action = signals.poll
             solver.capture, solver.fuse = options.capture, options.fuse
             looked_at = param.debug_info or options.bn_stats == "sync"
@@ -162,17 +173,24 @@ def train(options: TrainOptions) -> TrainResult:
                     log.warning("Nothing is left to train: max_iter is %d", param.max_iter)
             sync = SyncOptions(options.sync, options.bn_stats, options.deadlines)
             known = _baseline(solver, len(devices))
-            with p2p_manager(solver, devices, sync, signals, options.last_resort, known):
-                for board in boards:
-                    board.watch = Watch(solver, board.every)
-                log.info("Starting Optimization")
-                solver.solve()
-            log.info("Optimization Done.")
+            try:
+                with p2p_manager(solver, devices, sync, signals, options.last_resort, known):
+                    for board in boards:
+                        board.watch = Watch(solver, board.every)
+                    log.info("Starting Optimization")
+                    solver.solve()
+                log.info("Optimization Done.")
+            except KeyboardInterrupt as interrupt:
+                if not (isinstance(interrupt, StopError) or solver.resume_state.saved_now):
+                    raise
+                solver.stopped = True
             saved = solver.resume_state.saved_now
             if solver.stopped and saved:
                 told = "A signal stopped the run at iteration %d; --snapshot %s resumes it"
                 log.info(told, solver.iter, saved)
-            return TrainResult(solver.iter, solver.stopped, solver.last_outputs, saved)
+            result = TrainResult(solver.iter, solver.stopped, solver.last_outputs, saved)
+            signals.ended, monitor.exit_code = True, result.exit_code
+            return result
 
 
 def _alone(param: SolverParameter, path: str) -> AbstractContextManager[None]:

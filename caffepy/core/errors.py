@@ -85,6 +85,9 @@ class SyncError(CaffeError):
 STOPPED = 75
 """Exit code of a run that a signal stopped after it wrote its snapshot."""
 
+INTERRUPTED = 130
+"""Exit code of a command that a signal ended."""
+
 
 def reason(error: OSError) -> str:
     """The system's message in lower case, without what libraries such as HDF5 add."""

@@ -5,6 +5,7 @@ test before its forward pass, `displayed` and `lr` after its gradients, `snapsho
 after its update.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,10 @@ from numpy.typing import NDArray
 
 Output = tuple[str, NDArray[Any], float]
 """An output of a net: name, copy of its values, loss weight."""
+
+
+asked_to_end = threading.Event()
+"""Set in a run that was asked to stop: from then on, nothing waits for long."""
 
 
 class Displayed(NamedTuple):

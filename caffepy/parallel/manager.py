@@ -222,6 +222,10 @@ class P2PManager(WorkerGroup):
     # what the root calls, see WorkerGroup
 
     @property
+    def phase(self) -> str:  # type: ignore[override]
+        return self.group.phase
+
+    @property
     def failed(self) -> bool:  # type: ignore[override]
         return self.group.stopped
 

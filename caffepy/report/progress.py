@@ -1,13 +1,14 @@
 """A progress line for a run, or for a number of things to do, on terminals only."""
 
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from caffepy.core.events import Output, Reporter
+from caffepy.core.events import Output, Reporter, asked_to_end
 from caffepy.report.speed import Speed
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 REDRAW_S = 0.1
 SPEED_S = 1.0
 WIDE = 100  # columns
+PIECE = 1000  # characters, which fit in a pipe that is ready
+PATIENCE = 1.0
+_deaf = False  # the last line found nobody who reads stderr
 FORMAT = "Iteration {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}, {remaining} left"
 
 
@@ -35,10 +39,32 @@ def write_line(line: str) -> None:
     if sys.stderr.isatty():
         from tqdm import tqdm
 
-        tqdm.write(line, file=sys.stderr)
-    else:
-        sys.stderr.write(line + "\n")
+        if _takes_more():
+            tqdm.write(line, file=sys.stderr)
+        return
+    text = line + "\n"
+    for start in range(0, len(text), PIECE):
+        if not _takes_more():
+            return
+        sys.stderr.write(text[start : start + PIECE])
         sys.stderr.flush()
+
+
+def _takes_more() -> bool:
+    """Wait until whoever reads stderr has room for a piece; a run that was asked to end waits for
+    PATIENCE, then no more, and this is false: the line is lost.
+    """
+    global _deaf
+    polls = 0
+    with suppress(OSError, ValueError, AttributeError):  # no file, or not of a kind that can wait
+        descriptor = sys.stderr.fileno()
+        while not select.select([], [descriptor], [], 0 if _deaf else PATIENCE / 4)[1]:
+            polls += asked_to_end.is_set()
+            _deaf = polls > 0 and (_deaf or polls > 4)
+            if _deaf:
+                return False
+    _deaf = False
+    return True
 
 
 def _columns() -> int | None:

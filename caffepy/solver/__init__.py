@@ -8,10 +8,12 @@ of an iteration), `runners.py` (layer by layer, or CUDA graphs) and `step.py` (w
 
 from caffepy.solver.check import check_folder as check_folder
 from caffepy.solver.gradient_probe import Watch as Watch
+from caffepy.solver.monitor import Monitor as Monitor
 from caffepy.solver.params import Params as Params
 from caffepy.solver.policy import policies as policies
 from caffepy.solver.signals import Action as Action
 from caffepy.solver.signals import Signals as Signals
+from caffepy.solver.signals import StopError as StopError
 from caffepy.solver.snapshot import newest_good as newest_good
 from caffepy.solver.solver import Solver as Solver
 from caffepy.solver.step import Callback as Callback

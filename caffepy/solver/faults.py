@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from caffepy.core.errors import CaffeError, DataError, DivergenceError, LostDeviceError
 from caffepy.solver.iteration import Iterations, State
 from caffepy.solver.resume_state import ResumeState
+from caffepy.solver.signals import StopError
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +61,14 @@ def saving_what_was_learned(resume_state: ResumeState) -> Iterator[None]:
                 f"learned {left}"
             ) from error
         raise
+    except StopError as error:
+        save_before_failing(resume_state, error)
+        raise
 
 
 def rescue(resume_state: ResumeState, error: BaseException) -> None:
     """Write the snapshot that the run owes, if the state is consistent, from any thread."""
+    resume_state.iterations.trainer.workers.stop(error)
     with suppress(Exception), resume_state.iterations.step.device.scope():
         resume_state.iterations.collect(wait=True)
     save_before_failing(resume_state, error)
@@ -71,15 +76,23 @@ def rescue(resume_state: ResumeState, error: BaseException) -> None:
 
 def save_before_failing(resume_state: ResumeState, error: BaseException) -> None:
     """Write the snapshot that the run owes, of its last complete iteration."""
+    with resume_state.lock:  # the main thread may answer after all while another one saves
+        _save_before_failing(resume_state, error)
+
+
+def _save_before_failing(resume_state: ResumeState, error: BaseException) -> None:
     step, iteration = resume_state.iterations.step, resume_state.iterations.iter
     wanted = step.param.snapshot > 0 or step.param.snapshot_after_train
+    if isinstance(error, StopError):
+        wanted = error.saves or step.param.snapshot_after_train
     learned_more = iteration != resume_state.started_at and not resume_state.saved_now
     if not (wanted and learned_more and step.whole):
         return
     if step.begun:
         step.restore_stats()
-    what = "The data" if isinstance(error, DataError) else "A solver"
-    text = "%s failed; what was learned up to iteration %d is saved before the run ends"
+    what = "The data failed" if isinstance(error, DataError) else "A solver failed"
+    what = str(error) if isinstance(error, StopError) else what
+    text = "%s; what was learned up to iteration %d is saved before the run ends"
     log.warning(text, what, iteration)
     try:
         resume_state.save()

@@ -4,6 +4,7 @@
 """
 
 import logging
+import threading
 import time
 from typing import Any
 
@@ -37,6 +38,7 @@ class ResumeState:
         self._started = time.time()  # when this part of the run began, in its sidecars
         self.started_at = 0  # the iteration of the state that was restored
         self.workers_positions: list[dict[str, Any]] = []  # of the workers in that state
+        self.lock = threading.Lock()  # of `faults`, which may save from any thread
         self._restored_from: str | None = None
         self._saved: tuple[int, str] | None = None  # iteration and state file of the last snapshot
         self._failed_at = -1  # the iteration at which writing a snapshot failed

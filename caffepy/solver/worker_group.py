@@ -13,8 +13,8 @@ workers; P2PManager overrides every method. Work that is started here runs on th
 root's own; errors of workers are raised where the root waits for them.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 from caffepy.core.errors import SyncError
@@ -26,6 +26,7 @@ class WorkerGroup:
     """Null object: a solver without workers."""
 
     size = 1
+    phase = "idle"  # what all are in: set-up, step, test, snapshot or idle
     failed = False  # an error has ended the workers' run
     devices: Sequence[Device] = ()
 
@@ -41,7 +42,15 @@ class WorkerGroup:
 
     def during(self, phase: str) -> AbstractContextManager[object]:
         """A block in which all are in this phase: step, test or snapshot."""
-        return nullcontext()
+        return self._during(phase)
+
+    @contextmanager
+    def _during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
 
     def iterate(self) -> None:
         """Start an iteration, once all batches of earlier ones were taken."""
@@ -91,7 +100,7 @@ class EndedGroup(WorkerGroup):
 
     def during(self, phase: str) -> AbstractContextManager[object]:
         """Allow a snapshot only."""
-        return nullcontext() if phase == "snapshot" else self.check()
+        return super().during(phase) if phase == "snapshot" else self.check()
 
     def restoring(self) -> NoReturn:
         """Raise SyncError."""

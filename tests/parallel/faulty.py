@@ -73,6 +73,13 @@ def go_wrong(what, within=None, **_):
     if what in KERNELS:
         launch(KERNELS[what])
         return
+    if what == "asked to stop":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    if what == "asked to stop, and deaf":
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        time.sleep(60)
     if what == "twice":
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
