@@ -228,6 +228,8 @@ class _Parser:
         """The first start of each outermost field."""
         self.layers: list[tuple[int, LayerParameter | V1LayerParameter]] = []
         """Every layer block and its start, nested ones too."""
+        self.open: list[tuple[Descriptor | None, str, int]] = []
+        """The blocks around the current token: type of the message around each, name, start."""
 
     def read_into(self, message: Message) -> None:
         self.advance()
@@ -288,6 +290,11 @@ class _Parser:
             is_whole = isinstance(message, (NetParameter, SolverParameter))
             if is_whole and name in _fields(other.DESCRIPTOR):
                 self.fail(f"{said}: it is a field of a {kind}; is this file a {kind}?")
+        if any(around and name in _fields(around) for around, *_ in self.open):
+            *_, block, start = self.open[-1]
+            line = self.text.count("\n", 0, start) + 1
+            unclosed = f'"{block}", which opens in line {line}, is not closed'
+            self.fail(f'{said}: is a "}}" missing? {unclosed}')
         homes = [
             field.name
             for field in descriptor.fields
@@ -346,7 +353,9 @@ class _Parser:
             self.unexpected(f'"{{" after "{field.name}"')
         if isinstance(child, (LayerParameter, V1LayerParameter)):
             self.layers.append((start, child))
+        self.open.append((field.descriptor.containing_type, field.name, start))
         self.block(child, _CLOSERS[opener], opened, {})
+        self.open.pop()
         self.advance()
 
     def values(self, message: Message, field: _Field) -> None:

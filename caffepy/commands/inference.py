@@ -51,8 +51,8 @@ def trained_net(
     `gpu`: numbers of GPUs, of which the first computes; `threads`: those of the CPU. ConfigError
     and DataError say what is wrong with the net, its data or the weights.
     """
-    weights = checked(weights)
     device = choose_device(gpu, threads)
+    weights = checked(weights)
     param = definition(model, device, precision=precision, level=level, stages=stages)
     with closing(Net(param, device=device, path=model)) as net:
         load_all(net, weights)

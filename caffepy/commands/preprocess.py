@@ -145,8 +145,8 @@ def image_net(
 
     It takes `batch` images at once, by default those of its definition.
     """
-    weights = checked(weights)
     device = choose_device(gpu, threads)
+    weights = checked(weights)
     ops.set_precision(device, choose_precision(read_net(model), precision))
     default = math_mode.default()
     before = default.precision

@@ -69,8 +69,8 @@ def test(
 
     ConfigError and DataError say what is wrong with the net, the weights or the data.
     """
-    weights = checked(weights)
     devices = choose_for_test(gpu, cpu)
+    weights = checked(weights)
     if threads:
         ops.backend(devices[0]).set_num_threads(threads)
     param = definition(model, devices[0], precision=precision, level=level, stages=stages)

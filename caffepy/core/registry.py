@@ -1,19 +1,34 @@
 """One registry class: names to things, filled by decorators, helpful about unknown names."""
 
 from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from typing import TypeVar
 
 from caffepy.core.errors import ConfigError
 
 T = TypeVar("T")
 
+LEAST, BEGINNING, SHORT = 0.6, 0.9, 3
+"""Least likeness of a name that is suggested; weight of the likeness to its beginning, and letters
+of a name for which that says nothing.
+"""
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean "X"?` for the nearest known name, or an empty string."""
-    by_fold = {k.casefold(): k for k in known}
-    match = get_close_matches(name.casefold(), by_fold, n=1, cutoff=0.6)
-    return f', did you mean "{by_fold[match[0]]}"?' if match else ""
+    """Return `, did you mean "X"?` for the nearest known name, or an empty string.
+
+    The name, if not too short, may be like the beginning of a known one; of several the first is
+    the nearest.
+    """
+    folded = name.casefold()
+
+    def likeness(of: str) -> float:
+        of = of.casefold()
+        whole, begin = (SequenceMatcher(None, x, folded).ratio() for x in (of, of[: len(name)]))
+        return max(whole, BEGINNING * begin * (len(name) > SHORT))
+
+    best = max(known, key=likeness, default="")
+    return f', did you mean "{best}"?' if likeness(best) >= LEAST else ""
 
 
 class Registry(dict[str, T]):

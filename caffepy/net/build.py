@@ -15,11 +15,24 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def located(path: str | None, layer: LayerParameter) -> Iterator[None]:
-    """Add the place of a layer to errors of the block."""
+    """Add the place of a layer to errors of the block, and fields that its type does not read."""
     try:
         yield
     except CaffeError as error:
+        if isinstance(error, ConfigError) and not error.where:
+            error.message += _of_another_type(layer)
         raise error.at(where(path, layer)) from error.__cause__
+
+
+def _of_another_type(layer: LayerParameter) -> str:
+    """Return a remark on a layer that sets the `..._param` of another type instead of its own."""
+    own = f"{layer.type.lower()}param"
+    known = {name.replace("_", ""): name for name in LayerParameter.DESCRIPTOR.fields_by_name}
+    given = [f.name for f, _ in layer.ListFields() if f.name.endswith("_param")]
+    others = [name for name in given if name not in ("transform_param", "loss_param")]
+    if own not in known or known[own] in given or not others:
+        return ""
+    return f"; {layer.type} reads {known[own]}, not {others[0]}"
 
 
 def filter_state(param: NetParameter, path: str | None = None) -> NetParameter:

@@ -17,6 +17,7 @@ from caffepy.net.net import Net
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
 from caffepy.proto.sniff import mismatch
+from caffepy.proto.text import locate_layer
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +102,14 @@ def check_names(net: Net, hdf5: bool) -> None:
     with_blobs = {name: layer.blobs for name, layer in pairs if layer.blobs}
     twice = [name for name in with_blobs if names.count(name) > 1]
     if twice:
+        places = (
+            locate_layer(net.path or "", i.param) for i in net.layers if i.param.name in twice
+        )
+        lines = sorted({int(place.split(":")[-2]) for place in places if place.count(":") > 1})
+        where = f" (lines {', '.join(map(str, lines))})" if lines else ""
         raise ConfigError(
-            f"several layers are named {_quoted(twice)}, so a snapshot could not be loaded "
-            "again; rename them"
+            f"several layers are named {_quoted(twice)}{where}, so a snapshot could "
+            "not be loaded again; rename them"
         )
     if not hdf5:
         return

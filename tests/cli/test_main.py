@@ -19,6 +19,7 @@ from caffepy.core.errors import (
 )
 
 Captured = pytest.CaptureFixture[str]
+WEIGHTS = Path(__file__).parents[1] / "golden" / "digits" / "digits_iter_500.caffemodel"
 CAFFE_FLAGS = {
     "train": [
         "solver",
@@ -200,7 +201,7 @@ def test_neither_file_nor_bundled_model(capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train", "-solver=lenet"], ["test", "-model", "lenet", "-weights", "x"]]
+    "arguments", [["train", "-solver=lenet"], ["test", "-model", "lenet", "-weights", str(WEIGHTS)]]
 )
 def test_a_bundled_net_without_data(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured

@@ -97,6 +97,14 @@ def test_unknown_layer_type_names_the_nearest() -> None:
         net_of(INPUT + 'layer { name: "c" type: "Convolutoin" bottom: "x" top: "c" }')
 
 
+def test_the_param_of_another_type_is_told() -> None:
+    wrong = 'layer { name: "i" type: "InnerProduct" bottom: "x" top: "i" '
+    wrong += "convolution_param { num_output: 3 } }"
+    told = "num_output must be 1 or more; InnerProduct reads inner_product_param, not convolution_param"
+    with pytest.raises(ConfigError, match=told):
+        net_of(INPUT + wrong)
+
+
 def test_layer_type_of_a_fork() -> None:
     with pytest.raises(ConfigError, match=r'layer "p".*layer type "PriorBox" is one of .*SSD'):
         net_of(INPUT + 'layer { name: "p" type: "PriorBox" bottom: "x" top: "p" }')

@@ -169,6 +169,23 @@ ERRORS = {
         '3:23: unknown field "kernal_size" in ConvolutionParameter, did you mean "kernel_size"?',
         "    convolution_param { kernal_size: 3 }\n                        ^",
     ),
+    "half of a name": (
+        "layer { convolution_param { kernal: 3 } }",
+        '1:29: unknown field "kernal" in ConvolutionParameter, did you mean "kernel_size"?',
+        "  layer { convolution_param { kernal: 3 } }\n                              ^",
+    ),
+    "brace missing before a layer": (
+        'layer {\n  name: "a"\n  relu_param { }\nlayer { name: "b" } }',
+        '4:1: unknown field "layer" in LayerParameter: is a "}" missing? "layer", which opens in line 1, '
+        "is not closed",
+        '  layer { name: "b" } }\n  ^',
+    ),
+    "brace missing in a layer": (
+        'layer {\n convolution_param {\n  weight_filler {\n   type: "xavier"\n  bias_filler { } } } }',
+        '5:3: unknown field "bias_filler" in FillerParameter: is a "}" missing? "weight_filler", which '
+        "opens in line 3, is not closed",
+        "    bias_filler { } } } }\n    ^",
+    ),
     "field one level too high": (
         "layer { num_output: 3 }",
         '1:9: unknown field "num_output" in LayerParameter; it belongs inside convolution_param, '

@@ -364,6 +364,9 @@ def test_names_that_cannot_be_loaded_again_are_refused(form: str, tmp_path: Path
         solver_of(settings, twice).solve()
     with pytest.raises(ConfigError, match='several layers are named "ip"'):
         solver_of(f"{settings} snapshot: 3 ", twice)
+    (tmp_path / "net.prototxt").write_text(twice.replace("layer {", "\nlayer {").strip())
+    with pytest.raises(ConfigError, match=r"several layers are named .ip. \(lines 1, 3\), so"):
+        solver_of(f'net: "{tmp_path}/net.prototxt" {settings} snapshot: 3 ')
     unnamed = solver_of(settings, NET.replace('name: "ip"', 'name: ""'))
     if form == "hdf5":
         with pytest.raises(ConfigError, match='HDF5 cannot hold layers of the names ""'):
