@@ -76,7 +76,7 @@ def _devices(context: click.Context, parameter: click.Parameter, value: str | No
         raise click.BadParameter(
             f'{value!r} is neither "all" nor device numbers separated by commas'
         )
-    return value or None
+    return value
 
 
 def _split(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def _trained_weights(*further: str) -> Decorator:
 
 def _gpus(use: str) -> Decorator:
     help = f"GPUs: numbers separated by commas, or all{use}"
-    return click.option("--gpu", default="", callback=_devices, metavar="IDS|all", help=help)
+    return click.option("--gpu", callback=_devices, metavar="IDS|all", help=help)
 
 
 solver = _prototxt("solver", "Solver prototxt, or the name of a bundled model.")

@@ -21,6 +21,7 @@ def choose_device(gpu: str | None, threads: int | None = None) -> Device:
 
     `threads` is the number of CPU threads.
     """
+    _warn_if_empty(gpu)
     device = CudaDevice(gpu_numbers(gpu)[0]) if gpu else Device()
     if threads:
         ops.backend(device).set_num_threads(threads)
@@ -49,6 +50,7 @@ def choose_for_training(
     tool. `path` is the solver's file.
     """
     _check_one_kind(gpu, cpu)
+    _warn_if_empty(gpu)
     asks_for_gpu = param.HasField("solver_mode") and param.solver_mode == SolverParameter.GPU
     if gpu or cpu or not asks_for_gpu:
         return _logged(_several(gpu, cpu or 1))
@@ -61,6 +63,11 @@ def choose_for_training(
             "or give --cpu",
             locate_field(path, "solver_mode"),
         ) from None
+
+
+def _warn_if_empty(gpu: str | None) -> None:
+    if gpu == "":
+        log.warning("--gpu is empty: it names no GPU")
 
 
 def _check_one_kind(gpu: str | None, cpu: int | None) -> None:

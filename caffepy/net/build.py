@@ -87,15 +87,31 @@ def divide_batches(param: NetParameter, parts: int, path: str | None = None) -> 
     divided = NetParameter()
     divided.CopyFrom(param)
     for layer in divided.layer:
-        for data in (getattr(layer, name) for name in BATCHES if layer.HasField(name)):
-            if data.batch_size % parts:
+
+        def share(batch: int, field: str, layer: LayerParameter = layer) -> int:
+            if batch % parts:
                 message = (
-                    f"a batch of {data.batch_size} cannot be divided among {parts} solvers; "
-                    f"give a batch_size that {parts} divides, or --batch-mode per-gpu"
+                    f"a batch of {batch} cannot be divided among {parts} solvers; "
+                    f"give a {field} that {parts} divides, or --batch-mode per-gpu"
                 )
                 raise ConfigError(message, where(path, layer))
+            return batch // parts
+
+        for data in (getattr(layer, name) for name in BATCHES if layer.HasField(name)):
             if data.batch_size:
-                data.batch_size //= parts
+                data.batch_size = share(data.batch_size, "batch_size")
+        if layer.HasField("dummy_data_param"):
+            dummy = layer.dummy_data_param
+            dummy.num[:] = [share(num, "num") for num in dummy.num]
+            for shape in dummy.shape:
+                if shape.dim and shape.dim[0] != 1:  # 1 is no batch
+                    shape.dim[0] = share(shape.dim[0], "first dim")
+        if layer.type == "Python" and not layer.bottom:
+            log.warning(
+                '--batch-mode global does not divide the batch of layer "%s" (Python), which '
+                "shapes its tops itself",
+                layer.name,
+            )
     return divided
 
 

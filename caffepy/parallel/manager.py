@@ -42,6 +42,7 @@ from caffepy.collectives.synchronizer import Synchronizer
 from caffepy.collectives.topology import Topology, all_joined, device_pairs, show
 from caffepy.core.errors import ConfigError, LostDeviceError, UsageError
 from caffepy.device.device import Device
+from caffepy.device.threads import num_threads
 from caffepy.layer import Layer
 from caffepy.parallel import batch_norm
 from caffepy.parallel.gradients import choose_factored, flat_params
@@ -156,7 +157,9 @@ class P2PManager(WorkerGroup):
         for rank, device in enumerate(self.devices, start=1):
             place = f"GPU {device.index}" if device.kind == "cuda" else "the CPU"
             log.info("Solver %d (of 0 to %d) is ready on %s", rank, self.size - 1, place)
-        root.join(self, Reporters(root.reporter, Performance(self.seconds, self._baseline)))
+        threads = None if root.device.is_cuda else num_threads()
+        performance = Performance(self.seconds, self._baseline, threads)
+        root.join(self, Reporters(root.reporter, performance))
         _log_batch(root, self.size)
 
     def _make(self, rank: int) -> WorkerSolver:
@@ -357,6 +360,8 @@ def p2p_manager(
 ) -> AbstractContextManager[P2PManager | None]:
     """Make the manager of a root solver on the first of these devices; None for a single one."""
     if len(devices) == 1:
+        if sync_options.sync != "auto":
+            log.warning("One solver has nothing to synchronize by %s", sync_options.sync)
         return nullcontext()
     gpus = [device.index for device in devices if device.kind == "cuda"]
     topology = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.worker_threads import WorkerThreads
 from caffepy.device.device import Device, abandon
-from caffepy.device.threads import share
+from caffepy.device.threads import num_threads, share
 from caffepy.layer import Layer
 from caffepy.layer.python import Python
 from caffepy.net import Net
@@ -22,6 +22,9 @@ from caffepy.parallel.watchdog import Rescue, Watchdog
 from caffepy.solver import Signals
 
 log = logging.getLogger(__name__)
+
+
+MORE_THAN_CORES = "%d solvers share %d threads of the CPU: more solvers than threads are slower"
 
 
 class Worker(Protocol):
@@ -53,6 +56,8 @@ class Workers(Generic[Member]):
         self.devices = devices
         for device in devices[1:]:
             device.math_mode = devices[0].math_mode
+        if devices[0].kind == "cpu" and len(devices) > num_threads():
+            log.warning(MORE_THAN_CORES, len(devices), num_threads())
         self.group = RankGroup(len(devices), deadlines)
         self.threads = WorkerThreads(self.group, make, self.cpu_share)
         self.watchdog = Watchdog(

@@ -18,13 +18,19 @@ class Performance(Timed):
     """Logs images a second and shares of the time at each display, and of every solver at the end.
 
     `read` returns the seconds of each solver by part since the beginning, all 0 if they are
-    unknown. `alone` is the images a second of a single device, if it is known. Tests and snapshots
-    do not count.
+    unknown. `alone` is the images a second of a single device, if it is known. `threads` is the
+    number of CPU threads that the solvers share, None on GPUs: where it is below their number,
+    none of them is to blame. Tests and snapshots do not count.
     """
 
-    def __init__(self, read: Callable[[], Sequence[Seconds]], alone: float | None = None) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Sequence[Seconds]],
+        alone: float | None = None,
+        threads: int | None = None,
+    ) -> None:
         self._read = read
-        self._alone = alone
+        self._alone, self._threads = alone, threads
         self._size = len(read())
         self._speed, self._whole = Speed(), Speed()
         super().__init__(self._speed, self._whole)
@@ -36,7 +42,7 @@ class Performance(Timed):
             before, self._before = self._before, [dict(seconds) for seconds in self._read()]
             spent = list(map(difference, self._before, before))
             parts = ", ".join(f"{part} {share:.0%}" for part, share in shares(spent).items())
-            told = [self._rates(rate), parts, slowest(spent)]
+            told = [self._rates(rate), parts, "" if self._crowded else slowest(spent)]
             log.info("    %s", "; ".join(part for part in told if part))
 
     def done(self, stopped_early: bool) -> None:
@@ -55,9 +61,17 @@ class Performance(Timed):
             rows.append([name, *(f"{share:.1%}" for share in shares(solvers).values())])
         for line in columns(rows, 1):
             log.info("    %s", line)
+        if self._crowded:
+            crowded = "The CPU is the bottleneck: %d solvers share %d threads."
+            log.info(crowded, self._size, self._threads)
+            return
         log.info("%s", bottleneck(spent))
         if clause := slowest(spent):
             log.info("The slowest: %s", clause)
+
+    @property
+    def _crowded(self) -> bool:
+        return self._threads is not None and self._threads < self._size
 
     def _rates(self, rate: float) -> str:
         text = f"{rate:.1f} images/s, {rate / self._size:.1f} a solver"

@@ -89,6 +89,16 @@ def test_when_the_cpu_trains(
     assert caplog.messages == ["Use CPU."]
 
 
+def test_a_gpu_list_that_is_empty_is_told(
+    folder: Path, opened: list[Any], capsys: Captured
+) -> None:
+    assert main.run(["train", "--solver", solver_file(folder, ""), "--gpu="]) == 3
+    assert "--gpu is empty: it names no GPU" in capsys.readouterr().err
+    assert [device.kind for device in opened] == ["cpu"]
+    assert main.run(["train", "--solver", solver_file(folder, "")]) == 3
+    assert "--gpu is empty" not in capsys.readouterr().err
+
+
 def test_all_gpus_train(
     folder: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

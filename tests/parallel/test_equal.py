@@ -12,7 +12,7 @@ from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import ConfigError, UsageError
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
-from caffepy.parallel.manager import P2PManager, SyncOptions
+from caffepy.parallel.manager import P2PManager, SyncOptions, p2p_manager
 from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.solver import Solver
 from tests.parallel.cases import ITERATIONS, NET, SETTINGS, Run, net
@@ -311,6 +311,7 @@ def test_a_global_batch_is_divided(caplog: pytest.LogCaptureFixture) -> None:
     ):
         pass
     assert root.net.blobs["data"].shape[0] == 3
+    assert "does not divide" not in caplog.text
     assert root.test_nets[0].blobs["data"].shape[0] == 7
     assert not any("linear rule" in message for message in caplog.messages)
     root.close()
@@ -319,3 +320,46 @@ def test_a_global_batch_is_divided(caplog: pytest.LogCaptureFixture) -> None:
         match=r'layer "data" \(Data\): a batch of 6 cannot be divided among 4.*a batch_size that 4',
     ):
         solver_of(SETTINGS, net(6), batch_parts=4)
+
+
+@pytest.mark.parametrize(
+    "shapes", ["shape { dim: 6 dim: 3 } shape { dim: 1 }", "num: 6 channels: 3 height: 1 width: 1"]
+)
+def test_a_global_batch_of_dummy_data_is_divided(shapes: str) -> None:
+    text = f'layer {{ name: "in" type: "DummyData" top: "x" top: "y" dummy_data_param {{ {shapes} }} }}'
+    root = solver_of("", text, batch_parts=2)
+    assert root.net.blobs["x"].shape[:2] == (3, 3)
+    assert root.net.blobs["y"].shape[0] == (1 if "dim" in shapes else 3)
+    with pytest.raises(
+        ConfigError, match=r"a batch of 6 cannot be divided among 4 solvers; give a"
+    ):
+        solver_of("", text, batch_parts=4)
+
+
+def test_what_has_no_effect_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("caffepy.parallel.workers.num_threads", lambda: 2)
+    monkeypatch.setattr("caffepy.parallel.manager.num_threads", lambda: 2)
+    (tmp_path / "own_data.py").write_text(
+        "class Own:\n"
+        "    def reshape(self, bottom, top): top[0].reshape(2)\n"
+        "    def forward(self, bottom, top): pass\n"
+    )
+    python = 'layer { name: "in" type: "Python" top: "x" python_param { module: "own_data" layer: "Own" } }'
+    solver_of("", python, batch_parts=2)
+    root = solver_of("display: 1 max_iter: 2 snapshot_after_train: false ")
+    with p2p_manager(root, [root.device], SyncOptions("muji")):
+        pass
+    devices = [root.device, Device(), Device()]
+    with caplog.at_level(logging.INFO, "caffepy"), p2p_manager(root, devices, SyncOptions()):
+        root.solve()
+    for told in (
+        '--batch-mode global does not divide the batch of layer "in" (Python), which shapes its tops',
+        "One solver has nothing to synchronize by muji",
+        "3 solvers share 2 threads of the CPU: more solvers than threads are slower",
+        "The CPU is the bottleneck: 3 solvers share 2 threads.",
+    ):
+        assert told in caplog.text
+    assert "longer than the mean" not in caplog.text

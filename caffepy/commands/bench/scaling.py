@@ -23,7 +23,8 @@ from caffepy.report.text import AsJson
 class Point:
     """Speed of a number of devices: images a second of all, which is `times` that of one.
 
-    `efficiency` is `times` by the number of devices, `ms` the time of an iteration, `exposed` the
+    `efficiency` is `times` by the number of devices; on the CPU, of which one solver alone uses all
+    threads, it is `times`. `ms` the time of an iteration, `exposed` the
     share of it in which devices, in the mean, only synchronize.
     """
 
@@ -102,7 +103,8 @@ def bench_scaling(
             spent = [difference(*both) for both in zip(after, before, strict=True)]
             exposed = shares(spent)["synchronization"] if spent else 0.0
             host_ms = median(hosts) if hosts else None
-            points.append(Point(count, rate, times, times / count, ms, exposed, host_ms))
+            efficiency = times / count if gpus else times
+            points.append(Point(count, rate, times, efficiency, ms, exposed, host_ms))
             name, each = trainer.net.name, trainer.batch
     first = devices[0]
     kind = first.name if isinstance(first, CudaDevice) else "the CPU"
