@@ -16,8 +16,10 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from caffepy.core.errors import CaffeError, UsageError
+from caffepy.core.errors import CaffeError, UsageError, reason
 from caffepy.report.progress import write_line
+
+log = logging.getLogger(__name__)
 
 PROGRAM = "caffepy"
 LETTERS = ((logging.CRITICAL, "F"), (logging.ERROR, "E"), (logging.WARNING, "W"))
@@ -48,6 +50,32 @@ class Stderr(logging.Handler):
             self.handleError(record)
 
 
+class LogFile(logging.FileHandler):
+    """A log file; once it cannot be written, as when its disk is full, the log goes on without."""
+
+    failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, unless an earlier one could not be written."""
+        if not self.failed:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
+        """Warn of the file, once."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self.failed = True
+        what = "The log file %s cannot be written: %s; the log goes on without it"
+        log.warning(what, self.baseFilename, reason(error))
+
+    def close(self) -> None:
+        """Close the file; what cannot be written is lost."""
+        with suppress(OSError):
+            super().close()
+
+
 class Together(logging.Handler):
     """Passes each record to several handlers under one lock: all have the lines in one order."""
 
@@ -61,7 +89,7 @@ class Together(logging.Handler):
             handler.handle(record)
 
 
-def log_file(folder: str, program: str = PROGRAM) -> logging.FileHandler:
+def log_file(folder: str, program: str = PROGRAM) -> LogFile:
     """Return a handler that writes `FOLDER/PROGRAM.HOST.USER.log.INFO.DATE-TIME.PID`.
 
     The link `FOLDER/PROGRAM.INFO` leads to the file.
@@ -85,7 +113,7 @@ def log_file(folder: str, program: str = PROGRAM) -> logging.FileHandler:
     with suppress(OSError):  # a file system without links loses the link only
         os.symlink(name, f"{link}.{os.getpid()}")
         os.replace(f"{link}.{os.getpid()}", link)
-    return logging.FileHandler(os.path.join(folder, name), encoding="utf-8")
+    return LogFile(os.path.join(folder, name), encoding="utf-8")
 
 
 @contextmanager

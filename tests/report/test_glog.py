@@ -115,3 +115,18 @@ def test_the_log_file_has_the_lines_in_the_order_of_stderr_whatever_threads_log(
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1200
     assert link.read_text().endswith(shown)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_run_goes_on_without_a_log_file_whose_disk_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.FileHandler, "_open", lambda _: open("/dev/full", "w"))
+    with logging_to(log_dir=str(tmp_path)):
+        for i in range(3):
+            log.info("line %d", i)
+    told = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+    path = r".*/caffepy\..*\.log\.INFO\..*"
+    warned = f"The log file {path} cannot be written: no space left on device; the log goes on"
+    assert sorted(told)[1:] == ["line 0", "line 1", "line 2"]
+    assert re.fullmatch(f"{warned} without it", sorted(told)[0])
