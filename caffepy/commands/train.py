@@ -32,6 +32,16 @@ log = logging.getLogger(__name__)
 AUTO = "auto"
 SEED = 1  # of a deterministic run whose solver has none
 
+LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+"""Variables with the number of processes that a launcher started, the innermost launcher's first.
+sbatch sets none of them in its script.
+"""
+
 Effect = Literal["stop", "snapshot", "none"]
 
 
@@ -122,6 +132,7 @@ def train(options: TrainOptions) -> TrainResult:
     """
     if options.snapshot and options.weights and options.snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
+    _refuse_ranks(os.environ)
     signals = Signals(options.sigint_effect, options.sighup_effect, options.sigusr1_effect)
     monitor = Monitor(signals, options.grace, options.last_resort)
     log_dir = options.log_dir
@@ -191,6 +202,17 @@ def train(options: TrainOptions) -> TrainResult:
             result = TrainResult(solver.iter, solver.stopped, solver.last_outputs, saved)
             signals.ended, monitor.exit_code = True, result.exit_code
             return result
+
+
+def _refuse_ranks(environment: Mapping[str, str]) -> None:
+    """UsageError if a launcher started several processes: each would do all of the run."""
+    name = next((name for name in LAUNCHERS if environment.get(name, "").isdigit()), None)
+    if name and (size := int(environment[name])) > 1:
+        raise UsageError(
+            f"this is one of {size} processes that {LAUNCHERS[name]} started ({name}={size}): each "
+            "would train by itself and write the same files; start one, with --gpu 0,1,... for "
+            f"several GPUs of a machine, or unset {name} if each has a solver file of its own"
+        )
 
 
 def _alone(param: SolverParameter, path: str) -> AbstractContextManager[None]:

@@ -238,6 +238,37 @@ def test_settings_are_located(digits: Path) -> None:
         train(TrainOptions("solver.prototxt"))
 
 
+RANKS = {
+    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun"),
+    "mpiexec of MPICH": ({"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "1"}, "mpirun"),
+    "srun": ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "srun"),
+    "a script of sbatch": ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
+    "srun of one task": ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, None),
+    "mpirun of one, with daemons of srun": (
+        {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_several_processes_of_a_launcher_are_refused(
+    case: str, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(digits / "solver.prototxt", "max_iter: 1")
+    variables, launcher = RANKS[case]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if launcher is None:
+        assert train(TrainOptions("solver.prototxt")).iteration == 1
+    else:
+        with pytest.raises(
+            UsageError, match=rf"this is one of \d processes that {launcher} started"
+        ):
+            train(TrainOptions("solver.prototxt"))
+        assert not list(digits.glob("digits_iter_1.*"))
+
+
 def start(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "caffepy", "train", "--solver", "solver.prototxt", *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)

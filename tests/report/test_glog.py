@@ -121,7 +121,9 @@ def test_the_log_file_has_the_lines_in_the_order_of_stderr_whatever_threads_log(
 def test_a_run_goes_on_without_a_log_file_whose_disk_is_full(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.FileHandler, "_open", lambda _: open("/dev/full", "w"))
+    monkeypatch.setattr(
+        logging.FileHandler, "_open", lambda _: os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+    )
     with logging_to(log_dir=str(tmp_path)):
         for i in range(3):
             log.info("line %d", i)
