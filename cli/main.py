@@ -223,6 +223,10 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
             _abandon_stdout()
             _say(f"cannot write the output: {reason(error)}")
             return UsageError.exit_code
+        if isinstance(error, RuntimeError) and "start new thread" in str(error):
+            remedy = "fewer solvers, or CAFFEPY_NUM_THREADS=1 in the environment, need less"
+            _say("the system gives this process no more threads", remedy)
+            return DeviceError.exit_code
         traceback.print_exc()
         _say("this is a bug of caffepy, not yours; please report it with the lines above")
         return BUG

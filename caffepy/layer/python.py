@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType
 from typing import Any
 
 from caffepy.core.errors import ConfigError
@@ -39,17 +40,25 @@ class Python(Layer):
             )
         self._code = UserCode(param.module, self.path)
         made_by = self._code.find(param.layer)
-        for method in ("reshape", "forward"):
-            if not callable(getattr(made_by, method, None)) and isinstance(made_by, type):
-                raise ConfigError(
-                    f'class "{param.layer}" ({self._code.file}) has no method "{method}"'
-                )
-        self.instance = self._code.call(made_by, *([self.param] if _takes_one(made_by) else []))
+        if isinstance(made_by, BuiltinFunctionType):
+            raise ConfigError(f'"{param.layer}" ({self._code.file}) is a function, not a class')
+        is_class = isinstance(made_by, type)
+        if is_class:
+            self._require_methods(made_by, f'class "{param.layer}"')
+        made = self._code.call(made_by, *([self.param] if _takes_one(made_by) else []))
+        if not is_class:  # a function may make the object
+            self._require_methods(made, f'what "{param.layer}" returns')
+        self.instance = made
         self.instance.param_str = param.param_str
         self.instance.phase = self.phase
         self.instance.blobs = BlobVec(self.blobs, self.dtype)
         if hasattr(self.instance, "setup"):
             self._code.call(self.instance.setup, wrap_all(bottom), wrap_all(top))
+
+    def _require_methods(self, owner: object, what: str) -> None:
+        for method in ("reshape", "forward"):
+            if not callable(getattr(owner, method, None)):
+                raise ConfigError(f'{what} ({self._code.file}) has no method "{method}"')
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self._code.call(self.instance.reshape, wrap_all(bottom), wrap_all(top))

@@ -66,7 +66,7 @@ class Clock:
     def _read(self, fields: Sequence[str]) -> datetime | None:
         date, (clock, _, micros) = fields[0][1:], fields[1].rpartition(".")
         year, date = (int(date[:4]), date[4:]) if _has_year(fields[0]) else (self._year, date)
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             hour, minute, second = map(int, clock.split(":")[:3])
             return datetime(year, int(date[:2]), int(date[2:]), hour, minute, second, int(micros))
         return None

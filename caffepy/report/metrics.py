@@ -57,7 +57,7 @@ def _has_numbers(row: Sequence[str]) -> bool:
         numbers = [int(row[0]), *(float(cell) for cell in row[1:] if cell)]
     except ValueError:  # damaged, or by another hand
         return False
-    return numbers[0] >= 0
+    return 0 <= numbers[0] < 1 << 63
 
 
 def draw_curve(columns: Sequence[str], rows: Sequence[Row], path: str) -> None:

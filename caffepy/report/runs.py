@@ -12,9 +12,12 @@ from caffepy.report.log_tables import Clock, read_lines
 from caffepy.report.metrics import rows_in
 from caffepy.report.series import Run, joined, of_metrics
 
-SHOWN = re.compile(r"Iteration (\d+)(?: \((\S+) iter/s\b[^)]*\))?,(?: [^=]*,)? loss = ([^\s,]+)")
-TESTING = re.compile(r"Iteration (\d+), Testing net \(#(\d+)\)")
-RATE = re.compile(r"Iteration (\d+), lr = ([^\s,]+)")
+# a number of more digits is damage
+SHOWN = re.compile(
+    r"Iteration (\d{1,18})(?: \((\S+) iter/s\b[^)]*\))?,(?: [^=]*,)? loss = ([^\s,]+)"
+)
+TESTING = re.compile(r"Iteration (\d{1,18}), Testing net \(#(\d+)\)")
+RATE = re.compile(r"Iteration (\d{1,18}), lr = ([^\s,]+)")
 OUTPUT = re.compile(r"(Train|Test) net output #\d+: (\S+) = (\S+)")
 TEST_LOSS = re.compile(r"\] Test loss: (\S+)")
 SUFFIXES = ("_metrics.csv", ".csv", ".log", ".txt", ".INFO")

@@ -134,6 +134,8 @@ def check_folder(prefix: str, largest: int = 0, total: int = 0, last: Files | No
     """Raise ConfigError unless files of `total` bytes in all, the `largest` of this size, can be
     written under the prefix and the `last` names.
     """
+    if "\0" in prefix:
+        raise ConfigError("snapshot_prefix holds a NUL, which no path may")
     folder = os.path.dirname(prefix) or "."
     if not os.path.isdir(folder):
         raise ConfigError(

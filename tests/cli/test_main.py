@@ -291,6 +291,12 @@ def test_a_locale_that_lacks_a_character(tmp_path: Path) -> None:
     assert r"/\u65e5.log.train" in done.stdout
 
 
+def test_no_more_threads(failing: Any, capsys: Captured) -> None:
+    failing(RuntimeError("can't start new thread"))
+    assert main.run(["device-query"]) == DeviceError.exit_code
+    assert "the system gives this process no more threads\n(fewer" in capsys.readouterr().err
+
+
 def test_no_memory_is_one_message(failing: Any, capsys: Captured) -> None:
     failing(MemoryError("Unable to allocate 3.2 TiB"))
     assert main.run(["device-query"]) == 6

@@ -90,6 +90,8 @@ REFUSED = {
         DataError,
         "nowhere/out.h5 cannot be written: no such file or directory$",
     ),
+    "a device": ("/dev/null", (2, 3), DataError, "/dev/null cannot be written: it is a pipe or a"),
+    "NUL": ("a\\000b", (2, 3), DataError, "cannot be written: no path holds a NUL"),
     "row counts": ("{}/out.h5", (3, 3), ConfigError, "same number of rows, not 3 and 2"),
     "axes": ("{}/out.h5", (2, 1, 1, 1, 1), ConfigError, "a blob of at most 4 axes"),
 }

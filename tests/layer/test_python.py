@@ -56,6 +56,10 @@ class Loss(object):
         bottom[0].diff[...] = top[0].diff * bottom[0].data
 
 
+def make():
+    return 3
+
+
 class Growing:
     n = 0
 
@@ -285,6 +289,14 @@ WRONG = {
         r'module "mine" \(.*mine.py\) has no class "Afine", did you mean "Affine"\?',
     ),
     "no forward": (python("Bare"), r'class "Bare" \(.*mine.py\) has no method "forward"'),
+    "a function of C": (
+        python("getcwd", module="posix"),
+        r'"getcwd" \(posix\) is a function, not a class',
+    ),
+    "a function that makes no layer": (
+        python("make"),
+        r'what "make" returns \(.*mine.py\) has no method "reshape"',
+    ),
     "in setup": (
         python("Affine", string="three"),
         r'net.prototxt:2:1: layer "affine" \(Python\): .*mine.py:9: in setup: '

@@ -79,6 +79,7 @@ DEADLY = {
     "a word": ("|Traceback", 3),
     "a time without minutes": ("|I0102 10.5 rest", 3),
     "no time": ("|I0102 then 42 it", 3),
+    "an hour of many digits": (f"|I0102 {'9' * 30}:00:00.000000 42 x.cpp:1] Iteration 100", 3),
     "the 30th of February": ("|I0230 10:00:00.000000 42 x.cpp:1] Iteration 100", 3),
     "minus nan": ("    Train net output #0: other = -nan", 3),
     "a number that is none": ("    Train net output #0: other = 1.2.3", 3),

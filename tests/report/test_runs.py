@@ -7,6 +7,7 @@ import pytest
 
 from caffepy.core.errors import DataError, UsageError
 from caffepy.report import Metrics
+from caffepy.report.metrics import rows_in
 from caffepy.report.runs import name_of, read_run, read_runs
 from caffepy.report.series import Run, as_json, joined, panel_of
 from tests.report import golden
@@ -141,6 +142,15 @@ def test_lines_that_were_cut_off(tmp_path: Path) -> None:
         [log(tmp_path, "a.log", *shown(0), "Iteration 10, loss = 1.Iteration", *shown(20))]
     )
     assert run.curves["loss"].iterations == [0, 20]
+
+
+@pytest.mark.parametrize("digits", [19, 5000])
+def test_an_iteration_of_too_many_digits_is_skipped(digits: int, tmp_path: Path) -> None:
+    number = "9" * digits
+    path = log(tmp_path, "x.log", "Iteration 1, loss = 2", f"Iteration {number}, loss = 3")
+    assert [curve.iterations for curve in read_run([path]).curves.values()] == [[1]]
+    lines = ["iteration,time,loss,lr,images/s", f"{number},0,1,1,1"]
+    assert rows_in(lines) == (lines[0].split(","), [])
 
 
 def test_names(tmp_path: Path) -> None:

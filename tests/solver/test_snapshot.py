@@ -331,6 +331,11 @@ def test_folder_is_checked(tmp_path: Path) -> None:
         check_folder(f"{tmp_path}/s", total=1 << 60)
 
 
+def test_a_prefix_with_a_nul_is_refused() -> None:
+    with pytest.raises(ConfigError, match="snapshot_prefix holds a NUL"):
+        check_folder("s\0x")
+
+
 def test_last_names_are_checked_before_training(tmp_path: Path) -> None:
     (tmp_path / "s_iter_5.caffepystate").mkdir()
     with pytest.raises(ConfigError, match=r"s_iter_5.caffepystate, which is a folder"):

@@ -238,6 +238,8 @@ def lines_of(path: str) -> Iterator[str]:
                 yield line.removesuffix("\n")
     except OSError as error:
         raise DataError(f'source "{path}" cannot be read: {reason(error)}') from None
+    except ValueError as error:  # a NUL in the path
+        raise DataError(f'source "{path}" cannot be read: {error}') from None
 
 
 def first_words(path: str, count: int) -> list[str]:

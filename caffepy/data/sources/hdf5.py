@@ -248,6 +248,10 @@ def new_file(path: str, name: str = "") -> None:
     """
     import h5py
 
+    if "\0" in path:
+        raise DataError(f"{name or path} cannot be written: no path holds a NUL")
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise DataError(f"{name or path} cannot be written: it is a pipe or a device, not a file")
     with _writing(name or path):
         h5py.File(path, "w", locking=False).close()  # a temporary file is locked already
 

@@ -106,3 +106,8 @@ def test_an_image_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     source = ImageList(f"{tmp_path}/list.txt")
     with pytest.raises(DataError, match=r"a\.png cannot be read: it is a pipe or a device"):
         source.decode(0)
+
+
+def test_a_path_with_a_nul() -> None:
+    with pytest.raises(DataError, match="cannot be read: embedded null byte"):
+        read_list("a\0b")
