@@ -165,7 +165,9 @@ def _write_hdf5(state: State, path: str) -> None:
         name = state.learned_net.encode() + b"\0"
         kind, scalar = h5py.h5t.C_S1.copy(), h5py.h5s.create(h5py.h5s.SCALAR)
         kind.set_size(len(name))
-        data = h5py.h5d.create(file.id, b"learned_net", kind, scalar)
+        timeless = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        timeless.set_obj_track_times(False)  # equal runs write equal files
+        data = h5py.h5d.create(file.id, b"learned_net", kind, scalar, timeless)
         value = np.array(name, dtype=f"S{len(name)}")
         data.write(h5py.h5s.ALL, h5py.h5s.ALL, value, mtype=kind)
         history = file.create_group("history")

@@ -509,6 +509,12 @@ def test_a_sidecar_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         solver_of("max_iter: 100 ").restore(state_of(tmp_path, 3))
 
 
+def test_an_hdf5_state_does_not_say_when_it_was_written(tmp_path: Path) -> None:
+    trained(tmp_path, FORMATS["hdf5"])
+    with h5py.File(tmp_path / "s_iter_3.solverstate.h5") as file:
+        assert not file["learned_net"].id.get_create_plist().get_obj_track_times()
+
+
 @pytest.mark.parametrize("workers", [1, [1], [{"net": {}}], ["x"]])
 def test_workers_positions_are_checked_before_any_worker_takes_them(
     workers: Any, tmp_path: Path
