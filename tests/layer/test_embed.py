@@ -21,6 +21,21 @@ def test_looks_up_rows():
     np.testing.assert_allclose(y, single.params[0][X.astype(int)] + [1, 2, 3])
 
 
+def test_gradients_against_a_loop():
+    """Row 1 is looked up twice, row 2 never."""
+    single = Single(TEXT, X)
+    (y,) = single.forward()
+    dy = np.arange(1.0, 1 + y.size).reshape(y.shape)
+    _, (dw, db) = single.backward([dy], [False])
+    want, bias = np.zeros((4, 3)), np.zeros(3)
+    for index in np.ndindex(X.shape):
+        want[int(X[index])] += dy[index]
+        bias += dy[index]
+    np.testing.assert_allclose(dw, want)
+    np.testing.assert_allclose(db, bias)
+    assert not dw[2].any()
+
+
 def test_as_caffe():
     check_golden("embed")
 

@@ -56,6 +56,25 @@ def test_against_numpy(case):
         np.testing.assert_array_equal(answer, expected)
 
 
+def test_gradients_against_a_loop():
+    """Items that are taken twice get both gradients, the others 0."""
+    single, dy = Single('type: "BatchReindex"', random(5, 3), INDEX), random(4, 3, seed=1)
+    single.forward()
+    (dx, _), _ = single.backward([dy], [True, False])
+    want = np.zeros((5, 3))
+    for row, index in enumerate(INDEX):
+        want[int(index)] += dy[row]
+    np.testing.assert_allclose(dx, want)
+
+    single = Single('type: "Filter"', random(4, 3), random(4, 2), SELECTOR, tops=2)
+    dys = [random(*y.shape, seed=2) for y in single.forward()]
+    dxs, _ = single.backward(dys, [True, True, False])
+    for dx, dy in zip(dxs, dys, strict=False):
+        rows = iter(dy)
+        for item, chosen in zip(dx, SELECTOR, strict=True):
+            np.testing.assert_array_equal(item, next(rows) if chosen else 0)
+
+
 @pytest.mark.parametrize("case", ["argmax", "argmax_val", "batch_reindex", "crop", "filter"])
 def test_as_caffe(case):
     check_golden(case)
