@@ -37,7 +37,7 @@ def check(
 
     For each layer: name, type, shapes of its tops, parameters, memory of the tops, operations of a
     forward pass (convolutions and inner products only). FILE is recognized as a solver or a net by
-    its fields.
+    its fields. The code of Python layers runs; no file that a layer names is written.
 
     With --gpu also: the layers that run on the host, fused layers, the formats of the tops and
     their conversions, the memory of data and gradients, and whether a training step can be captured

@@ -28,7 +28,8 @@ PHASES = {"ALL": None, "TRAIN": 0, "TEST": 1}
 @click.option(
     "--shapes",
     is_flag=True,
-    help="Show the shapes of blobs beside the arrows; this builds the net.",
+    help="Show the shapes of blobs beside the arrows; this builds the net, and the code of "
+    "Python layers runs.",
 )
 @options.synthetic
 @options.logged(least=1)

@@ -47,7 +47,7 @@ def summarize(
     bottoms -> tops, sizes as kernel/stride+pad outputs/group, shapes of the tops, number of
     parameters, multiply-adds of a forward pass, memory of the tops. On a terminal blobs have
     colours, tops that no layer takes are underlined, bottoms that no layer makes are red. A net
-    that cannot be built is shown without shapes.
+    that cannot be built is shown without shapes. The code of Python layers runs.
 
     \b
     Examples:

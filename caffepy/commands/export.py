@@ -103,10 +103,10 @@ def export_onnx(
     if image is not None:
         param = synthetic(param, image=image)
     try:
-        net = Net(param, device=Device(seed=0), path=model)
+        net = Net(param, device=_device(), path=model)
     except DataError as error:
         try:
-            net = Net(synthetic(param), device=Device(seed=0), path=model)
+            net = Net(synthetic(param), device=_device(), path=model)
         except (ConfigError, DataError):
             raise error from None
     with closing(net):
@@ -150,6 +150,12 @@ def export_onnx(
             [f"{layer} {text}" for layer, text in graph.notes],
             differences,
         )
+
+
+def _device() -> Device:
+    device = Device(seed=0)
+    device.writes_files = False
+    return device
 
 
 def with_probabilities(net: NetParameter) -> NetParameter:

@@ -98,6 +98,7 @@ def time(
     param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
     param.state.stage.extend(stages)
     param = without_data(param, image=image) if synthetic else param
+    device.writes_files = False
     with closing(Net(param, device=device, path=model)) as net:
         if not net.layers:
             raise ConfigError(f"the net has no layers in the {phase} phase", model)

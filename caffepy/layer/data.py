@@ -251,7 +251,7 @@ class HDF5Output(Layer):
     """(N, ...) and (N, ...) -> datasets `data` and `label` of an HDF5 file, with four axes each.
 
     One forward writes Caffe's file; where Caffe's second one fails, rows are appended. Between
-    forwards the file is complete and closed.
+    forwards the file is complete and closed. A device that writes no files leaves it alone.
     """
 
     bottoms = 2
@@ -262,7 +262,8 @@ class HDF5Output(Layer):
         self._file = self.param.hdf5_output_param.file_name
         if not self._file:
             raise ConfigError("hdf5_output_param needs a file_name")
-        new_file(self._file)
+        if self._param_device.writes_files:
+            new_file(self._file)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         data, label = (b.legacy_shape() for b in bottom)
@@ -273,7 +274,8 @@ class HDF5Output(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         data, label = (b.data.reshape(b.legacy_shape()) for b in bottom)
-        append_rows(self._file, {"data": data, "label": label})
+        if self._param_device.writes_files:
+            append_rows(self._file, {"data": data, "label": label})
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """No loss lies above."""

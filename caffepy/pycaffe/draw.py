@@ -13,6 +13,7 @@ from caffepy.drawing.svg import Graph, Node, svg
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.net.build import filter_state
+from caffepy.ops.shapes_only import ShapesOnlyDevice
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter, NetParameter, PoolingParameter
 from caffepy.report.text import extension_of
 
@@ -151,7 +152,8 @@ def shapes_of(
     shapes: list[Sequence[tuple[int, ...]]] = [()] * len(drawn)
     for one in phases:
         state = _in_phase(net, one)
-        built = Net(without_data(state, image=image) if synthetic else state, path=path)
+        shown = without_data(state, image=image) if synthetic else state
+        built = Net(shown, device=ShapesOnlyDevice(seed=0), path=path)
         found = [(node.name, node.tops) for node in built.nodes]
         built.close()
         place = 0

@@ -9,8 +9,10 @@ import h5py
 import numpy as np
 import pytest
 
+from caffepy.cli import main
 from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.data.sources.hdf5 import append_rows, new_file
+from tests.nets import library
 
 from .harness import Single, random
 
@@ -32,6 +34,28 @@ def test_the_file_is_there_and_empty_from_the_start(tmp_path):
     path.write_text("what was there goes")
     output(path, random(2, 3), random(2))
     assert contents(path) == {}
+
+
+LOOKS = {
+    "check": ["check", "--model"],
+    "check --gpu": ["check", "--gpu", "--model"],
+    "summarize": ["summarize"],
+    "draw": ["draw", "--shapes", "net.svg"],
+    "time": ["time", "--iterations", "1", "--model"],
+}
+
+
+@pytest.mark.parametrize("command", LOOKS)
+def test_a_net_that_is_looked_at_leaves_the_file_alone(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    output = 'hdf5_output_param { file_name: "thesis.txt" }'
+    layer = library.layer("HDF5Output", "o", "x y", output, top="")
+    Path("net.prototxt").write_text(library.dummies(x=(2, 3), y=(2,)) + layer)
+    Path("thesis.txt").write_text("my thesis")
+    words = LOOKS[command]
+    at = 1 if command == "draw" else len(words)
+    assert main.run([*words[:at], "net.prototxt", *words[at:]]) == 0
+    assert Path("thesis.txt").read_text() == "my thesis"
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -121,6 +121,7 @@ class Trainer:
         fuse: bool = True,
     ) -> None:
         self.device = device or Device()
+        self.device.writes_files = False
         self._free = self._free_memory()
         param = _definition(solver, batch, image, data)
         self.solver = Solver(param, device=self.device, path=solver)
