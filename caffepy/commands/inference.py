@@ -15,6 +15,7 @@ from caffepy.proto.caffe_pb2 import TEST, NetParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net
 from caffepy.solver.positions import warn_of_layers
+from caffepy.solver.snapshot import verify_model
 
 
 def definition(
@@ -76,6 +77,7 @@ def load_all(net: Net, weights: Iterable[str]) -> bool:
     missing = set(learnable)
     names = list(weights)
     for name in names:
+        verify_model(name)
         filled = load_weights(net, name)
         missing -= filled
     if names:

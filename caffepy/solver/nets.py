@@ -16,6 +16,7 @@ from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, NetState, SolverP
 from caffepy.proto.text import read_net
 from caffepy.proto.upgrade import upgrade_net
 from caffepy.solver.check import at_field
+from caffepy.solver.snapshot import verify_model
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ def finetune(net: Net, files: Iterable[str]) -> Net:
     own = {net.nodes[param.layer].name for param in net.learnable}
     for file in files:
         log.info("Finetuning from %s", file)
+        verify_model(file)
         if not own & load_weights(net, file) and net.phase == TRAIN:
             names = ", ".join(f'"{name}"' for name in sorted(own))
             told = "%s gives no weights to this net: none of its layers has the name of one of %s"

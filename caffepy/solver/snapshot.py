@@ -34,7 +34,7 @@ from caffepy.solver.update import rules
 log = logging.getLogger(__name__)
 
 STATE_NAME = re.compile(r"_iter_(\d+)\.solverstate(\.h5)?$")
-MODEL_NAME = re.compile(r"_iter_\d+\.caffemodel(\.h5)?$")
+MODEL_NAME = re.compile(r"_iter_\d+(?P<end>\.caffemodel(\.h5)?)$")
 
 
 @dataclass
@@ -266,20 +266,24 @@ def _same_shape(mine: Array, read: Array) -> bool:
 
 
 def find_model(learned_net: str, state_path: str) -> str:
-    """Return the model that a state names: as named, else beside the state; ConfigError if gone."""
+    """Return the model that a state names: the one beside the state, else as it is named, from the
+    working directory; ConfigError if gone.
+    """
     if not learned_net:
         raise ConfigError(
             "this state names no model, so there are no weights to go on with", state_path
         )
     folder = os.path.dirname(state_path)
-    beside = [os.path.join(folder, name) for name in (learned_net, os.path.basename(learned_net))]
-    for place in (learned_net, *beside):
+    beside = [os.path.join(folder, name) for name in (os.path.basename(learned_net), learned_net)]
+    for place in (*beside, learned_net):
         if os.path.isfile(place):
-            if place != learned_net:
+            if not os.path.exists(learned_net):
                 log.info("%s does not exist; using %s", learned_net, place)
+            elif not os.path.samefile(place, learned_net):
+                log.info("Using %s beside the state, not %s", place, learned_net)
             return place
     raise ConfigError(
-        f"its model {learned_net} exists neither from the working directory nor beside it",
+        f"its model {learned_net} exists neither beside it nor from the working directory",
         state_path,
     )
 
@@ -310,12 +314,25 @@ def verify(content: dict[str, Any], state_path: str, model_path: str) -> None:
     for kind, path in (("state", state_path), ("model", model_path)):
         with sidecar.reading(sidecar_of(state_path)):
             expected = str(content[kind]["sha256"])
-        if sidecar.checksum(path) != expected:
-            raise ConfigError(
-                "this file was damaged or changed after the snapshot was written; if that is on "
-                "purpose, remove the .caffepystate file beside it",
-                path,
-            )
+        _compare(path, expected)
+
+
+def verify_model(path: str) -> None:
+    """Raise ConfigError if a sidecar lies beside this model and has another checksum."""
+    if match := MODEL_NAME.search(path):
+        stem = path[: match.start("end")]
+        model = sidecar.head(f"{stem}.caffepystate").get("model")
+        if isinstance(model, dict) and model.get("name") == os.path.basename(path):
+            _compare(path, str(model.get("sha256")))
+
+
+def _compare(path: str, expected: str) -> None:
+    if sidecar.checksum(path) != expected:
+        raise ConfigError(
+            "this file was damaged or changed after the snapshot was written; if that is on "
+            "purpose, remove the .caffepystate file beside it",
+            path,
+        )
 
 
 class Found(NamedTuple):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
+from caffepy.commands.inference import load_all
 from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter, SolverState
 from caffepy.solver import Solver, check_folder, newest_good, sidecar, snapshot
@@ -105,6 +106,41 @@ def test_model_beside_the_state_is_found(
     np.testing.assert_array_equal(first.params.data, second.params.data)
 
 
+@pytest.mark.parametrize("has_sidecar", [True, False])
+def test_model_beside_the_state_comes_before_one_of_its_name(
+    has_sidecar: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    solvers = {}
+    for folder, seed in ("a", 1), ("b", 2):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        solvers[folder] = solver_of(f'snapshot_prefix: "s" random_seed: {seed} ')
+        solvers[folder].snapshot()
+    if not has_sidecar:
+        (tmp_path / "a" / "s_iter_0.caffepystate").unlink()
+    resumed = solver_of("random_seed: 5 ")
+    with caplog.at_level(logging.INFO):
+        resumed.restore("../a/s_iter_0.solverstate")
+    np.testing.assert_array_equal(resumed.params.data, solvers["a"].params.data)
+    told = "Using ../a/s_iter_0.caffemodel beside the state, not s_iter_0.caffemodel"
+    assert told in caplog.messages
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_damaged_model_is_refused_as_weights(form: str, tmp_path: Path) -> None:
+    trained(tmp_path, FORMATS[form])
+    model = tmp_path / f"s_iter_3.caffemodel{'.h5' if form == 'hdf5' else ''}"
+    solver_of(f'weights: "{model}" ')
+    damage(model, "flipped")
+    with pytest.raises(ConfigError, match=r"s_iter_3\.caffemodel.*: this file was damaged"):
+        solver_of(f'weights: "{model}" ')
+    with pytest.raises(ConfigError, match=r"s_iter_3\.caffemodel.*: this file was damaged"):
+        load_all(solver_of("").net, [str(model)])
+
+
 def test_formats_of_state_and_model_may_differ(tmp_path: Path) -> None:
     first = trained(tmp_path, FORMATS["hdf5"])
     trained(tmp_path)
@@ -119,7 +155,9 @@ def test_formats_of_state_and_model_may_differ(tmp_path: Path) -> None:
 def test_missing_model_is_named(tmp_path: Path) -> None:
     trained(tmp_path)
     (tmp_path / "s_iter_3.caffemodel").unlink()
-    with pytest.raises(ConfigError, match=r"its model .*s_iter_3.caffemodel exists neither"):
+    with pytest.raises(
+        ConfigError, match=r"its model .*s_iter_3.caffemodel exists neither beside it nor"
+    ):
         solver_of("").restore(state_of(tmp_path, 3))
 
 
