@@ -12,6 +12,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 from threadpoolctl import ThreadpoolController
 
 Piece = Callable[[int, int], Any]
@@ -103,8 +104,9 @@ if hasattr(os, "register_at_fork"):
 
 def _serve(queue: "SimpleQueue[_Call | None]") -> None:
     _inside.yes = True
-    while (call := queue.get()) is not None:
-        call.work()
+    with np.errstate(all="ignore"):  # as in the threads that call; a loss tells of overflows
+        while (call := queue.get()) is not None:
+            call.work()
 
 
 def _get_queue() -> "SimpleQueue[_Call | None]":

@@ -144,7 +144,6 @@ def test_sigterm_stops_with_a_snapshot_and_75(folder: Path) -> None:
     assert list(folder.glob("run_iter_*.solverstate"))
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 def test_divergence_is_one_message_and_5(folder: Path, capsys: Captured) -> None:
     (folder / "solver.prototxt").write_text((SOLVER % 1000).replace("0.05", "1e9"))
     assert main.run(["train", "-solver", "solver.prototxt", "-minloglevel", "1"]) == 5

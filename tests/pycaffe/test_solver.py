@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import caffepy as caffe
+from caffepy.device import threads
 from tests.nets import library
 from tests.solver.cases import NET, SETTINGS
 
@@ -176,6 +177,24 @@ def rows(tmp_path: Path) -> str:
         file["y"] = rng.standard_normal((40, 2)).astype(np.float32)
     (tmp_path / "rows.txt").write_text(f"{tmp_path / 'rows.h5'}\n")
     return str(tmp_path / "rows.txt")
+
+
+def test_overflows_are_silent_on_all_threads(tmp_path: Path) -> None:
+    """Warnings are errors here."""
+    before = threads.num_threads()
+    threads.set_num_threads(3)
+    try:
+        file = tmp_path / "net.prototxt"
+        shape = "shape { dim: 256 dim: 256 }"
+        file.write_text(
+            f'layer {{ name: "x" type: "Input" top: "x" input_param {{ {shape} }} }}'
+            + library.layer("InnerProduct", "ip", "x", "inner_product_param { num_output: 256 }")
+        )
+        net = caffe.Net(str(file), caffe.TRAIN)
+        net.params["ip"][0].data[...] = net.blobs["x"].data[...] = 1e30
+        assert np.isinf(net.forward()["ip"]).all()
+    finally:
+        threads.set_num_threads(before)
 
 
 def step_and_do(solver: "caffe.SGDSolver", action: Callable[[], object]) -> None:
