@@ -43,7 +43,7 @@ CAFFES = "WEIGHTS PROTO BLOB[,BLOB] DB[,DB] NUM_BATCHES DB_TYPE [CPU|GPU [DEVICE
 @options.stage
 @options.threads
 @options.progress
-@options.logged()
+@options.logged(least=1)
 def extract_features(
     caffes: tuple[str, ...],
     model: options.Definition | None,

@@ -150,6 +150,12 @@ def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
                     "Warning: had one or more problems upgrading V0NetParameter to NetParameter "
                     "(see above); continuing anyway."
                 )
+            log.warning(
+                "Note that future Caffe releases will not support V0NetParameter; use "
+                "./build/tools/upgrade_net_proto_text for prototxt and "
+                "./build/tools/upgrade_net_proto_binary for model weights upgrade this and any "
+                "other net protos to the new format."
+            )
         misplaced = [(layer, *found) for layer in upgraded.layers for found in _transforms(layer)]
         if misplaced:
             _upgrading("deprecated transformation parameters", path)

@@ -94,6 +94,7 @@ def extract_features(
     """
     for feature in features:
         refuse_existing(feature.path)
+    log.error("Using %s", "CPU" if gpu is None else "GPU")  # errors in Caffe, which shows no others
     with (
         trained_net(model, weights, gpu, precision, level, stages, threads) as net,
         ExitStack() as stack,
@@ -112,7 +113,7 @@ def extract_features(
             if feature.path not in adds:
                 adds[feature.path] = stack.enter_context(WRITERS[feature.kind](feature))
         rows = [0] * len(features)
-        log.info("Extracting Features")
+        log.error("Extracting Features")
         done = stack.enter_context(counting(batches, "batches", progress))
         for _ in range(batches):
             net.forward()
@@ -125,13 +126,13 @@ def extract_features(
                 adds[feature.path](feature.blob, values)
                 before, rows[i] = rows[i], rows[i] + len(values)
                 for thousands in range(before // TELL_EVERY + 1, rows[i] // TELL_EVERY + 1):
-                    log.info(TOLD, thousands * TELL_EVERY, feature.blob)
+                    log.error(TOLD, thousands * TELL_EVERY, feature.blob)
             left -= size
             done(1)
         for count, feature in zip(rows, features, strict=True):
             if count % TELL_EVERY:
-                log.info(TOLD, count, feature.blob)
-    log.info("Successfully extracted the features!")
+                log.error(TOLD, count, feature.blob)
+    log.error("Successfully extracted the features!")
     return rows
 
 

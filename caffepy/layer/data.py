@@ -142,7 +142,9 @@ class Prefetching(Feed):
 class Data(Prefetching):
     """-> (N, C, h, w) and labels (N,): records of an LMDB or LevelDB in key order, transformed."""
 
-    def open(self) -> Loader:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Open the source, so that the log says so where Caffe's does."""
+        super().__init__(*args, **kwargs)
         param = self.param.data_param
         _check_fields(param, "data_param", MOVED, ("rand_skip", "force_encoded_color"))
         if param.shuffle:
@@ -150,10 +152,12 @@ class Data(Prefetching):
                 "data_param's shuffle has no effect: records come in the order of their keys"
             )
         backend = DataParameter.DB.Name(param.backend)
-        source = open_source(locate(param.source, self.path), backend)
+        self._source = open_source(locate(param.source, self.path), backend)
+
+    def open(self) -> Loader:
         transformer = self.transformer()
-        source.mode = transformer.decode_mode
-        return SequentialLoader(source, transformer, param.batch_size)
+        self._source.mode = transformer.decode_mode
+        return SequentialLoader(self._source, transformer, self.param.data_param.batch_size)
 
 
 @layer("ImageData")

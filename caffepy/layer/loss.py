@@ -5,6 +5,7 @@ A loss's backward finds its loss weight in the top's diff. On a GPU
 nothing is read back: loss, divisor and the first invalid label stay in arrays of the device.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -19,6 +20,8 @@ from caffepy.layer.base import Blobs, Layer, LossLayer, layer
 from caffepy.layer.neuron import SameShape
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import HingeLossParameter, LossParameter
+
+log = logging.getLogger(__name__)
 
 
 def around(blob: Blob, axis: int) -> tuple[int, int, int]:
@@ -109,6 +112,7 @@ class SoftmaxWithLoss(ClassLoss):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
+        log.info("Creating layer %s", self.param.name)  # Caffe's softmax within
         self.wrong = bad_labels(self, lambda: self.view[1])
         self.given_axis = self.param.softmax_param.axis
 

@@ -1,5 +1,6 @@
 """Layers that normalize by neighbours or statistics, and the scale and bias that go with them."""
 
+import logging
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -18,6 +19,8 @@ from caffepy.proto.caffe_pb2 import (
     LRNParameter,
     ScaleParameter,
 )
+
+log = logging.getLogger(__name__)
 
 Together = Callable[[Array], Array]
 """All-gather: each solver passes its array and gets those of all, stacked along a new axis 0."""
@@ -375,7 +378,9 @@ class Scale(Broadcast):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.scale_param
         fillers = [_from_one(param, "filler")] if len(bottom) == 1 else []
-        fillers += [param.bias_filler] * param.bias_term
+        if param.bias_term:
+            log.info("Creating layer %s", self.param.name)  # Caffe's Bias within
+            fillers.append(param.bias_filler)
         self.make_blobs(bottom, param.axis, param.num_axes, fillers)
         self.bias = self.blobs[-1] if param.bias_term else None
         self.can_fuse = param.axis == 1 and param.num_axes == 1

@@ -243,7 +243,7 @@ class Net:
         targets = {name: i for i, name in reversed(list(enumerate(self.layer_names)))}
         for name, source in zip(other.layer_names, other.layers, strict=True):
             if name not in targets:
-                log.debug("Ignoring source layer %s", name)
+                log.info("Ignoring source layer %s", name)
                 continue
             target = self.layers[targets[name]]
             if len(target.blobs) != len(source.blobs):

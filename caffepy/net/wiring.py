@@ -50,16 +50,17 @@ def wire(
             else:
                 own = LayerParameter()
                 own.CopyFrom(layer_param)
+                log.info("Creating layer %s", layer_param.name)
                 layer = create_layer(own, own.phase, device, dtype, path)
                 log.info("Creating Layer %s", layer_param.name)
                 node = wired.add(layer_param, layer, False)
-                log.info("Setting up %s", node.name)
                 if own.blobs and not layer.blobs:
                     for array in map(blob_to_array, own.blobs):
                         layer.add_blob(array.shape).host_data[...] = array
                     log.info("Skipping parameter initialization")
                 layer.setup(node.layer_bottoms, node.layer_tops)
                 node.reshape()
+                log.info("Setting up %s", node.name)
             _set_loss_weights(node)
             memory += sum(top.count for top in node.tops) * dtype.itemsize
             log.info("Memory required for data: %d", memory)

@@ -20,9 +20,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_caffes_arguments(capsys: Captured) -> None:
     assert main.run(["extract_features", WEIGHTS, "digits", "ip1,label", "a,b", "2", "lmdb"]) == 0
-    assert (
-        "Extracted features of 198 query images for feature blob label" in capsys.readouterr().err
-    )
+    lines = [line for line in capsys.readouterr().err.splitlines() if line[0] in "IWEF"]
+    assert [line.partition("] ")[2] for line in lines if "Compiling" not in line] == [
+        "Using CPU",
+        "Extracting Features",
+        "Extracted features of 198 query images for feature blob ip1",
+        "Extracted features of 198 query images for feature blob label",
+        "Successfully extracted the features!",
+    ]
     for name in "ab":
         source = open_database(name, "LMDB")
         assert len(source) == 198

@@ -187,6 +187,7 @@ def test_the_log_counts_as_caffes_does(tmp_path: Path, caplog: pytest.LogCapture
     caplog.set_level(logging.INFO, "caffepy.commands.extract_features")
     extract(features_of(["label"], [str(tmp_path / "l.npy")]), batches=12)
     assert caplog.messages == [
+        "Using CPU",
         "Extracting Features",
         "Extracted features of 1000 query images for feature blob label",
         "Extracted features of 1188 query images for feature blob label",

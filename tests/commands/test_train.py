@@ -59,7 +59,7 @@ def test_digits_from_caffes_first_weights(digits: Path, caplog: pytest.LogCaptur
 
 
 def test_lines_stand_where_caffes_stand(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """So do the definitions, to the letter."""
+    """Those of the set-up, with its definitions, to the letter."""
     shape = re.compile(r"\(.*(iter/s|loss).*\)|= -?[\d.e+-]+|digits_iter\S+")
     kept = re.compile(
         r"Use CPU|Creating t|Finetuning|scaffolding|Starting|Solving|Learning Rate|Iteration|net output|Snapshot|Done"
@@ -73,10 +73,11 @@ def test_lines_stand_where_caffes_stand(digits: Path, caplog: pytest.LogCaptureF
         train(TrainOptions("solver.prototxt", weights=["init_iter_0.caffemodel"], stages=[""]))
     caffe = (digits / "caffe_train.log").read_text()
     assert skeleton(caplog.messages) == skeleton(caffe.splitlines())
-    definitions = [text for text in caplog.messages if text.startswith("Initializing")]
-    printed = re.findall(r"\] (Initializing .*parameters: \n(?:(?![IWEF]\d{4}).*\n)*)", caffe)
-    assert definitions == [text.rstrip("\n") for text in printed]
-    assert len(definitions) == 3
+    records = re.findall(r"^[IWEF]\d{8} \S+ +\d+ \S+\] (.*\n(?:(?![IWEF]\d{8}).*\n)*)", caffe, re.M)
+    printed = [text.rstrip("\n") for text in records if not text.startswith("Restarting data")]
+    ready = "Solver scaffolding done."
+    own = caplog.messages[: caplog.messages.index(ready)]
+    assert own == printed[: printed.index(ready)]
 
 
 def test_resuming_says_so_and_drops_the_solvers_weights(

@@ -168,6 +168,17 @@ def test_test_nets_share_the_data_not_the_diffs() -> None:
     assert not test.params[0].diff.any()
 
 
+def test_layers_that_a_test_net_lacks_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    train, test = (
+        net_of(INPUT + ip("a", "x", "a") + ip("b", "a", "b")),
+        net_of(INPUT + ip("b", "x", "b")),
+    )
+    caplog.set_level("INFO", "caffepy.net.net")
+    with pytest.raises(ConfigError, match="shape mismatch"):
+        test.share_trained_layers_with(train)
+    assert caplog.messages == ["Ignoring source layer a"]
+
+
 def test_a_failed_write_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,9 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
         "Attempting to upgrade input file specified using deprecated V0LayerParameter: old.prototxt",
         "Unknown parameter dropout_ratio for layer type conv",
         "Warning: had one or more problems upgrading V0NetParameter to NetParameter (see above); continuing anyway.",
+        "Note that future Caffe releases will not support V0NetParameter; use ./build/tools/upgrade_net_proto_text for "
+        "prototxt and ./build/tools/upgrade_net_proto_binary for model weights upgrade this and any other net protos "
+        "to the new format.",
         "Attempting to upgrade input file specified using deprecated V1LayerParameter: old.prototxt",
         "Successfully upgraded file specified using deprecated V1LayerParameter",
         "Attempting to upgrade input file specified using deprecated input fields: old.prototxt",

@@ -114,6 +114,7 @@ class Database(Source):
     layer = "Data"
     state_keys = frozenset({"record", "key"})
     errors: tuple[type[Exception], ...] = ()  # what the library raises for a damaged database
+    _endless = True  # says when it starts again
 
     def __init__(
         self, path: str, file: str, opener: Callable[[str], Any], cursor_of: Callable[[Any], Any]
@@ -163,7 +164,8 @@ class Database(Source):
             record = self._item()
             self._index += 1
             if not self._next():
-                log.info("Restarting data prefetching from start.")
+                if self._endless:
+                    log.info("Restarting data prefetching from start.")
                 self._first()
                 self._index = 0
         return record

@@ -44,8 +44,12 @@ class LMDB(Database):
 
     def once(self, size: int) -> Iterator[Records]:
         self.seek(0)
-        for start in range(0, len(self), size):
-            yield self.take(min(size, len(self) - start))
+        self._endless = False
+        try:
+            for start in range(0, len(self), size):
+                yield self.take(min(size, len(self) - start))
+        finally:
+            self._endless = True
 
     def take(self, count: int) -> Records:
         """The next `count` records, in the file where that has no other kind of nodes."""

@@ -46,6 +46,7 @@ def test_what_caffe_wrote(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     ):
         assert line in caplog.messages
     assert "Decoding Datum" not in caplog.messages
+    assert not any("Restarting" in message for message in caplog.messages)
 
 
 def test_many_records_are_told_of_and_summed_exactly(
