@@ -68,9 +68,15 @@ def tree(topology: Topology) -> Schedule:
 
 
 def flat(topology: Topology) -> Schedule:
-    """Add every other rank's buffer to the root's, then copy the sum; needs no peer access."""
+    """Add every other rank's buffer to the root's, then copy the sum to all, through the host in a
+    level of its own; needs no peer access.
+    """
     others = range(1, topology.size)
-    return _stage((*(_add((i, 0)) for i in others), *(_copy((0, i)) for i in others)), topology)
+    copies = [
+        _copy(*((0, i) for i in others if topology.reaches(0, i) == direct))
+        for direct in (True, False)
+    ]
+    return _stage((*(_add((i, 0)) for i in others), *filter(None, copies)), topology)
 
 
 TWO: Schedule = (_add((1, 0)), _copy((0, 1)))

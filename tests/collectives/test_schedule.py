@@ -64,6 +64,17 @@ def test_a_tree_of_a_power_of_two_has_a_level_up_and_one_down_for_each_doubling(
 
 
 @pytest.mark.parametrize(
+    ("shape", "copies"),
+    [(topology(1), []), (topology(8), [7]), (topology(8, 0.0), [7]), (groups(3, 2), [2, 2])],
+)
+def test_flat_sends_the_sum_to_all_at_once(shape: Topology, copies: list[int]) -> None:
+    schedule = flat(shape)
+    assert len(adding(schedule)) == shape.size - 1
+    assert [len(level) for level in copying(schedule)] == copies
+    assert all(len({step.staged for step in level}) == 1 for level in schedule)
+
+
+@pytest.mark.parametrize(
     ("shape", "expected"),
     [
         (topology(2), TWO),
