@@ -1,10 +1,11 @@
 """Map a function over items on several threads, a few items ahead of the consumer."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+from caffepy.device.threads import cores
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -19,8 +20,7 @@ def mapped(
 
     `threads` defaults to the number of cores that the process may use.
     """
-    affinity = getattr(os, "sched_getaffinity", None)
-    threads = threads or (len(affinity(0)) if affinity else os.cpu_count() or 1)
+    threads = threads or cores()
     waiting: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads, "caffepy-ahead") as pool:
         try:

@@ -5,10 +5,13 @@ the same time.
 """
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from math import ceil
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,6 +19,9 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 Piece = Callable[[int, int], Any]
+
+PROCESS_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+"""The control groups of the process, and the files of all."""
 
 ALIGNED = 64  # elements of a vector loop: four registers of 64 bytes hold as many float32
 
@@ -56,9 +62,40 @@ _threads = 0
 def _available() -> int:
     """Return CAFFEPY_NUM_THREADS, else the number of cores that the process may use."""
     wanted = os.environ.get("CAFFEPY_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted) > 0:
-        return int(wanted)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else cores()
+
+
+def cores() -> int:
+    """Return the number of cores that the process may use: its affinity, and a container's limit of
+    CPU time, rounded up.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min([count, *(max(1, ceil(limit)) for limit in _cpu_limits())])
+
+
+def _cpu_limits() -> Iterator[float]:
+    """Yield the limits of CPU time, in cores, of the process's control groups and those above."""
+    for line in _read(PROCESS_GROUPS).splitlines():
+        kinds, _, path = line.partition(":")[2].partition(":")
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        # Version 1 names its kinds, version 2 does not.
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if kinds else ("cpu.max",)
+        folder = GROUPS / kinds / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            told = " ".join(_read(group / file) for file in files)
+            if limit := re.fullmatch(r"(\d+)\s+([1-9]\d*)\s*", told):
+                yield int(limit[1]) / int(limit[2])
+            if group == GROUPS:
+                break
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def num_threads() -> int:

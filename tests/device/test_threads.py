@@ -82,7 +82,43 @@ def test_several_callers_share_the_pool(four_threads):
 @pytest.mark.parametrize(("value", "want"), [("3", 3), ("", None), ("0", None), ("many", None)])
 def test_the_environment_sets_the_number(monkeypatch, value, want):
     monkeypatch.setenv("CAFFEPY_NUM_THREADS", value)
-    assert threads._available() == (want or len(os.sched_getaffinity(0)))
+    assert threads._available() == (want or threads.cores())
+
+
+@pytest.mark.parametrize(
+    ("of_process", "files", "want"),
+    {
+        "none": ("", {}, 64),
+        "version 2": ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
+        "version 2 without a limit": ("0::/\n", {"cpu.max": "max 100000\n"}, 64),
+        "part of a core": ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        "two and a half": ("0::/\n", {"cpu.max": "250000 100000\n"}, 3),
+        "a group above": ("0::/a/b\n", {"a/b/cpu.max": "max 9", "a/cpu.max": "4000 1000"}, 4),
+        "a path outside": ("0::/docker/x\n", {"cpu.max": "3000 1000"}, 3),
+        "version 1": (
+            "5:memory:/m\n4:cpu,cpuacct:/d\n0::/\n",
+            {
+                "cpu,cpuacct/d/cpu.cfs_quota_us": "700000\n",
+                "cpu,cpuacct/d/cpu.cfs_period_us": "100000\n",
+                "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            },
+            7,
+        ),
+        "above the machine": ("0::/\n", {"cpu.max": "9900000 100000\n"}, 64),
+    }.values(),
+)
+def test_a_containers_limit_counts(monkeypatch, tmp_path, of_process, files, want):
+    groups = tmp_path / "groups"
+    for name, text in files.items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(text)
+    if of_process:
+        (tmp_path / "process").write_text(of_process)
+    monkeypatch.setattr(threads, "PROCESS_GROUPS", tmp_path / "process")
+    monkeypatch.setattr(threads, "GROUPS", groups)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    assert threads.cores() == want
 
 
 def blas_threads():
