@@ -1,9 +1,13 @@
 """Errors of a run that diverged: they name the first blob or parameter that is not finite."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from caffepy.core.errors import DivergenceError
+from caffepy.device.blob import Array
 from caffepy.net import Net
+from caffepy.net.node import Param
 
 WHERE = "capture off (--no-capture) lets this message name the first blob that is not finite"
 HINT = "lower base_lr, set clip_gradients, or look at the data that comes in"
@@ -32,6 +36,18 @@ def check_params(net: Net, iteration: int) -> None:
         raise DivergenceError(f"iteration {iteration}: {param}, so no snapshot is written; {HINT}")
 
 
+def check_history(net: Net, iteration: int, history: Sequence[Array]) -> None:
+    """Raise DivergenceError if the history of a parameter is not finite: with some solver types it
+    would never learn again.
+    """
+    for i, array in enumerate(history):
+        if not np.isfinite(array).all():
+            what = f"the history of {_name(net, net.learnable[i % len(net.learnable)])}"
+            raise DivergenceError(
+                f"iteration {iteration}: {what} is not finite, so no snapshot is written; {HINT}"
+            )
+
+
 def _first_blob(net: Net) -> str | None:
     for node in net.nodes:
         for name, top in zip(node.top_names, node.tops, strict=True):
@@ -44,7 +60,10 @@ def _first_blob(net: Net) -> str | None:
 def _first_param(net: Net) -> str | None:
     for param in net.learnable:
         if not np.isfinite(param.blob.host_data).all():
-            node = net.nodes[param.layer]
-            layer = f'"{node.name}" ({node.layer.type})'
-            return f"parameter {param.index} of layer {layer} is not finite"
+            return f"{_name(net, param)} is not finite"
     return None
+
+
+def _name(net: Net, param: Param) -> str:
+    node = net.nodes[param.layer]
+    return f'parameter {param.index} of layer "{node.name}" ({node.layer.type})'

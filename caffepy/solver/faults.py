@@ -46,10 +46,8 @@ def saving_what_was_learned(resume_state: ResumeState) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not device.lost:
-            together = workers.failed and not isinstance(error, DivergenceError)
-            if together or isinstance(error, DataError):
-                save_before_failing(resume_state, error)
+        if not device.lost and not isinstance(error, DivergenceError):
+            save_before_failing(resume_state, error)
         if device.lost:
             lost = [each for each in (device, *workers.devices) if each.lost]
             names = " and ".join(f"GPU {each.index}" for each in lost)
@@ -96,5 +94,5 @@ def _save_before_failing(resume_state: ResumeState, error: BaseException) -> Non
     log.warning(text, what, iteration)
     try:
         resume_state.save()
-    except CaffeError as error:
+    except Exception as error:  # the error that ends the run is the one to raise
         log.error("No snapshot of iteration %d: %s", iteration, error)

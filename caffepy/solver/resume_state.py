@@ -16,7 +16,7 @@ from caffepy.net.weights import load_weights
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import format as format_text
 from caffepy.solver import snapshot
-from caffepy.solver.divergence import check_params
+from caffepy.solver.divergence import check_history, check_params
 from caffepy.solver.iteration import Iterations
 from caffepy.solver.positions import (
     compare_layers,
@@ -60,7 +60,7 @@ class ResumeState:
 
     def save(self) -> None:
         """Write model, sidecar and state; ConfigError if that fails, DivergenceError if a parameter
-        is not finite.
+        or its history is not finite.
         """
         iterations, step = self.iterations, self.iterations.step
         workers, reporter = iterations.trainer.workers, iterations.trainer.reporter
@@ -76,6 +76,7 @@ class ResumeState:
             files = snapshot.Files.of(param.snapshot_prefix, number, hdf5)
             on_host = step.device.on_host
             history = [part for flat in step.history for part in step.params.split(on_host(flat))]
+            check_history(step.net, number, history)
             state = snapshot.State(number, files.model, history, iterations.current_step)
             self._failed_at = number
             sidecar = {

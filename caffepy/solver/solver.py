@@ -239,7 +239,10 @@ class Solver:
         action = self.action()
         if Action.SNAPSHOT in action or snapshot_is_due:
             self.iterations.collect(wait=True)
-            self.resume_state.try_to_save()
+            if saved := self.resume_state.saved_now:  # a test after the last iteration goes on
+                log.info("%s holds this iteration", saved)
+            else:
+                self.resume_state.try_to_save()
         self.stopped = Action.STOP in action
 
     def apply_update(self) -> None:
@@ -279,6 +282,7 @@ class Solver:
     def _finish(self) -> None:
         """Display and test after the last iteration, as Caffe does."""
         self.phase_timer.stop()
+        self.iterations.hold_positions()
         loss = None
         if due(self.iter, self.param.display):
             with self.workers.during("step"), self.device.scope(), self.net.ops.blas_scope():
@@ -291,14 +295,19 @@ class Solver:
             loss = window.smoothed
         self.reporter.finished(self.iter, loss)
         if due(self.iter, self.param.test_interval):
-            self.test_all()
+            self.test_all(anew=False)
+        if not self.stopped:
+            self.iterations.release_positions()
 
     # tests
 
-    def test_all(self) -> None:
-        """Test all test nets, unless `action` asks to stop; a resumed run begins the test again."""
+    def test_all(self, anew: bool = True) -> None:
+        """Test all test nets, unless `action` asks to stop; a resumed run begins the test again.
+
+        Unless `anew`, a snapshot has the positions that are held already.
+        """
         self.workers.average_bn_stats()
-        self.iterations.hold_positions()
+        self.iterations.hold_positions(anew)
         for k in range(len(self.test_nets)):
             if not self.stopped:
                 self.test(k)

@@ -15,11 +15,11 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.commands.inference import load_all
-from caffepy.core.errors import CaffeError, ConfigError, DataError
+from caffepy.core.errors import CaffeError, ConfigError, DataError, DivergenceError
 from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter, SolverState
-from caffepy.solver import Solver, check_folder, newest_good, sidecar, snapshot
+from caffepy.solver import Action, Solver, check_folder, newest_good, sidecar, snapshot
 from tests.nets import library
-from tests.solver.cases import ENVIRONMENT, GOLDEN, NET, solver_of
+from tests.solver.cases import ENVIRONMENT, GOLDEN, NET, AskAt, solver_of
 
 FORMATS = {"binary": "", "hdf5": "snapshot_format: HDF5 "}
 SOLVERS = GOLDEN / "solvers"
@@ -490,6 +490,72 @@ def test_failing_data_does_not_cost_what_was_learned(
     resumed.restore(state_of(tmp_path, solver.iter))
     resumed.solve()
     np.testing.assert_array_equal(resumed.params.data, whole.params.data)
+
+
+def test_an_error_of_one_solver_does_not_cost_what_was_learned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = fed(tmp_path / "whole")
+    whole.solve()
+    solver = fed(tmp_path)
+
+    def fail(layer: int) -> None:
+        if solver.iter == 5:
+            raise ZeroDivisionError
+
+    solver.net.before_backward.append(fail)
+    with pytest.raises(ZeroDivisionError):
+        solver.solve()
+    assert "A solver failed; what was learned up to iteration 5 is saved" in caplog.text
+    resumed = fed(tmp_path)
+    resumed.restore(state_of(tmp_path, 5))
+    resumed.solve()
+    np.testing.assert_array_equal(resumed.params.data, whole.params.data)
+
+
+def test_an_infinite_history_is_not_saved(tmp_path: Path) -> None:
+    solver = solver_of(f'type: "Adam" momentum: 0.9 snapshot_prefix: "{tmp_path}/s" max_iter: 2 ')
+    solver.step(1)
+    solver.params.split(solver.history[1])[1][0] = np.inf
+    with pytest.raises(DivergenceError) as caught:
+        solver.solve()
+    assert str(caught.value).startswith(
+        'iteration 2: the history of parameter 1 of layer "ip" (InnerProduct) is not finite, so no '
+        "snapshot is written; lower base_lr"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_signal_in_the_last_test_saves_what_was_trained(
+    saves: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not the forward pass that shows the last loss, which takes a batch."""
+    settings = (
+        f"display: 2 test_iter: 3 test_interval: 4 snapshot_after_train: {str(saves).lower()} "
+    )
+    contents = {}
+    caplog.set_level(logging.INFO)
+    for name, ask in ("whole", None), ("stopped", AskAt(16, Action.STOP | Action.SNAPSHOT)):
+        (tmp_path / name).mkdir()
+        solver = fed(tmp_path / name, settings)
+        if ask:
+            solver.action = ask
+        if not ask and not saves:
+            solver.step(8)
+            solver.snapshot()
+        else:
+            solver.solve()
+        assert solver.stopped == bool(ask)
+        contents[name] = sidecar.read(str(tmp_path / name / "s_iter_8.caffepystate"))
+    whole, stopped = contents["whole"], contents["stopped"]
+    assert whole
+    assert stopped
+    np.testing.assert_equal(stopped["positions"]["net"], whole["positions"]["net"])
+    np.testing.assert_equal(stopped["positions"]["rng"], whole["positions"]["rng"])
+    held = f"{tmp_path}/stopped/s_iter_8.solverstate holds this iteration"
+    assert (held in caplog.messages) == saves
 
 
 WRONG_CONTENT: list[Any] = [
