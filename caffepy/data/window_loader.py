@@ -17,7 +17,7 @@ from caffepy.data.sources.base import State
 from caffepy.data.sources.image_list import find_root, unreadable
 from caffepy.data.sources.windows import read_windows
 from caffepy.data.transformer import new_twister, read_mean
-from caffepy.device.blob import Array, shape_string
+from caffepy.device.blob import MAX_COUNT, Array, shape_string
 from caffepy.device.device import Device
 from caffepy.device.threads import parallel
 from caffepy.proto.caffe_pb2 import LayerParameter
@@ -82,6 +82,9 @@ class WindowLoader(Loader):
         if self._crop <= 2 * param.context_pad:
             least = f"more than 2 * context_pad = {2 * param.context_pad}"
             raise ConfigError(f"transform_param needs a crop_size of {least}, not {self._crop}")
+        if self.batch_size * math.prod(self.shape()) > MAX_COUNT:
+            windows = f"{self.batch_size} windows of shape {shape_string(self.shape())}"
+            raise ConfigError(f"{windows} have more than 2^31 elements")
         self._stretch = Number(self._crop) / Number(self._crop - 2 * param.context_pad)
         self._read()
         self._root = find_root(param.root_folder, self._images[0], self._path, beside)

@@ -9,6 +9,7 @@ import numpy as np
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, Weighted, layer
+from caffepy.layer.pooling import check_padded
 from caffepy.proto.caffe_pb2 import ConvolutionParameter
 
 
@@ -125,7 +126,11 @@ class _Filtering(Weighted):
     def plan(self, images: int, channels: int, spatial: tuple[int, ...]) -> None:
         """Plan for an input of this many channels; without spatial axes images are points."""
         point = () if spatial else (1,)
-        window = self.window[1:] if spatial else ((1,), (0,), (1,))
+        kernel, stride, pad, dilation = self.window if spatial else ((1,), (1,), (0,), (1,))
+        # A larger stride steps over the whole input, too.
+        axes = zip(spatial or point, kernel, stride, pad, dilation, strict=True)
+        stride = tuple(min(s, n + 2 * p + d * (k - 1) + 1) for n, k, s, p, d in axes)
+        window = stride, pad, dilation
         x_shape, w_shape = (images, channels, *spatial, *point), (*self.weight_shape(), *point)
         self.conv = self.ops.Convolution(x_shape, w_shape, window, self.group, self.dtype)
 
@@ -146,6 +151,7 @@ class Convolution(_Filtering):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         spatial = self.check_bottoms(bottom)
         self.window.check_fits(spatial)
+        check_padded(spatial, self.window.pad)
         outer = bottom[0].shape[: self.axis]
         self.plan(prod(outer), self.channels, spatial)
         for t in top:
@@ -193,6 +199,7 @@ class Deconvolution(_Filtering):
                 f"pad {by(self.window.pad)} leaves nothing of the {by(spatial, False)} input's "
                 "output"
             )
+        check_padded(out, self.window.pad, "outputs")
         outer = bottom[0].shape[: self.axis]
         self.plan(prod(outer), self.outputs, out)
         self.rows = prod(outer), self.outputs, prod(out)
@@ -242,6 +249,7 @@ class Im2col(Layer):
         shape, axis = bottom[0].shape, self.axis
         outer, channels, spatial = shape[:axis], shape[axis], shape[axis + 1 :]
         self.window.check_fits(spatial)
+        check_padded(spatial, self.window.pad)
         kernel, _, pad, _ = self.window
         self.out = tuple(
             (n + 2 * p - (d * (k - 1) + 1)) // s + 1

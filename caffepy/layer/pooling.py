@@ -35,12 +35,12 @@ def pooled_size(size: int, kernel: int, stride: int, pad: int, any_pad: bool, up
     return out - 1 if any_pad and (out - 1) * stride >= size + pad else out
 
 
-def check_padded(size: Sequence[int], pad: Sequence[int]) -> None:
-    """ConfigError for a plane that is too large with its padding."""
+def check_padded(size: Sequence[int], pad: Sequence[int], what: str = "inputs") -> None:
+    """ConfigError for a plane, or a volume, that is too large with its padding."""
     padded = [s + 2 * p for s, p in zip(size, pad, strict=True)]
     if prod(padded) > MAX_COUNT:
         raise ConfigError(
-            f"{_by(size)} inputs padded to {_by(padded)} have more than 2^31 elements"
+            f"{_by(size)} {what} padded to {_by(padded)} have more than 2^31 elements"
         )
 
 
@@ -84,6 +84,7 @@ class Pooling(Drawing):
             raise ConfigError("global_pooling needs pad 0 and stride 1")
         if self.method == PoolingParameter.STOCHASTIC and self.pad != (0, 0):
             raise ConfigError("STOCHASTIC pooling takes no pad; MAX and AVE do")
+        self.given_stride = self.stride
         if not self.whole and any(p >= k for p, k in zip(self.pad, self.kernel, strict=True)):
             raise ConfigError(
                 f"pad {_by(self.pad)} must be smaller than the kernel {_by(self.kernel)}"
@@ -101,6 +102,9 @@ class Pooling(Drawing):
         n, c, *size = bottom[0].shape
         if self.whole:
             self.kernel = size[0], size[1]
+        # A larger stride steps over the whole image, too.
+        h, w = (n + 2 * p + k for n, p, k in zip(size, self.pad, self.kernel, strict=True))
+        self.stride = min(self.given_stride[0], h), min(self.given_stride[1], w)
         up = self.param.pooling_param.round_mode == PoolingParameter.CEIL
         axes = zip(size, self.kernel, self.stride, self.pad, strict=True)
         out = [pooled_size(*axis, any_pad=any(self.pad), up=up) for axis in axes]
@@ -176,25 +180,24 @@ class SPP(Layer):
             self.levels.append((pooling, out))
         self.sum = self.buffer(bottom[0].shape)
         outs = [out for _, out in self.levels]
-        joined = (n, sum(out.count for out in outs) // n)
+        self.widths = [prod(out.shape[1:]) for out in outs]
+        joined = (n, sum(self.widths))
         top[0].reshape(outs[0].shape if self.height == 1 else joined)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        y, at = top[0].data.reshape(len(top[0].data), -1), 0
-        for pooling, out in self.levels:
+        y, at = top[0].data.reshape(-1, sum(self.widths)), 0
+        for (pooling, out), width in zip(self.levels, self.widths, strict=True):
             pooling.forward(bottom, [out])
-            flat = out.data.reshape(len(y), -1)
-            y[:, at : at + flat.shape[1]] = flat
-            at += flat.shape[1]
+            y[:, at : at + width] = out.data.reshape(-1, width)
+            at += width
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx is the sum over the levels."""
         if not propagate_down[0]:
             return
-        dy, at = top[0].diff.reshape(len(top[0].diff), -1), 0
+        dy, at = top[0].diff.reshape(-1, sum(self.widths)), 0
         self.sum.data[...] = 0
-        for pooling, out in self.levels:
-            width = out.count // len(dy)
+        for (pooling, out), width in zip(self.levels, self.widths, strict=True):
             out.diff[...] = dy[:, at : at + width].reshape(out.shape)
             pooling.backward([out], [True], bottom)
             self.sum.data[...] += bottom[0].diff
@@ -202,5 +205,5 @@ class SPP(Layer):
         bottom[0].diff[...] = self.sum.data
 
 
-def _by(pair: Sequence[int]) -> str:
-    return f"{pair[0]}x{pair[1]}"
+def _by(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))

@@ -166,3 +166,21 @@ def test_channels_must_stay():
     single.bottom[0].reshape((2, 4, 4, 4))
     with pytest.raises(ConfigError, match="the weights are for 3 input channels, not 4"):
         single.layer.reshape(single.bottom, single.top)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("kind", ["Convolution", "Deconvolution", "Im2col"])
+def test_sizes_beyond_any_image(kind: str, group: int) -> None:
+    """A stride that steps over the whole image is as good as any other; larger planes than blobs
+    can hold are refused.
+    """
+    sizes = f"num_output: 3 group: {group} weight_filler {{ type: 'xavier' }}"
+    one = f"type: '{kind}' convolution_param {{ {sizes} kernel_size: 1"
+    x = random(1, 3, 1, 1)
+    far, near = (Single(f"{one} stride: {stride} }}", x) for stride in (2**31 - 1, 5))
+    np.testing.assert_array_equal(far.forward()[0], near.forward()[0])
+    with pytest.raises(ConfigError, match=r"have more than 2\^31 elements|leaves nothing of"):
+        Single(f"{one} pad: {2**31 - 1} }}", random(0, 3, 8, 8))
+    if kind == "Deconvolution":
+        with pytest.raises(ConfigError, match=r"outputs padded to \S+ have more than 2\^31"):
+            Single(f"{one} stride: {2**31 - 1} }}", random(0, 3, 8, 8))

@@ -170,6 +170,23 @@ def test_spp_as_caffe():
     check_golden("spp")
 
 
+@pytest.mark.parametrize("height", [1, 2])
+def test_spp_of_no_image(height):
+    single = Single(SPP % (height, "MAX"), random(0, 3, 4, 4))
+    (y,) = single.forward()
+    assert y.shape == ((0, 3, 1, 1) if height == 1 else (0, 15))
+    (dx,), _ = single.backward([y])
+    assert dx.shape == (0, 3, 4, 4)
+
+
+@pytest.mark.parametrize("rounded", ["CEIL", "FLOOR"])
+@pytest.mark.parametrize("method", ["MAX", "AVE"])
+def test_a_stride_beyond_the_image(method, rounded):
+    x, layer = random(2, 3, 5, 5), f"pool: {method} kernel_size: 2 round_mode: {rounded} stride:"
+    near, far = (Single(text(f"{layer} {stride}"), x) for stride in (9, 2**32 - 1))
+    np.testing.assert_array_equal(far.forward()[0], near.forward()[0])
+
+
 def test_spp_with_more_bins_than_pixels():
     with pytest.raises(ConfigError, match="must be smaller than the kernel"):
         Single(SPP % (3, "MAX"), random(1, 1, 3, 3))

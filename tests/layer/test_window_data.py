@@ -307,6 +307,12 @@ REFUSED = {
         "window_data_param needs a batch_size",
     ),
     "no crop": ("", "", ConfigError, r"needs a crop_size of more than 2 \* context_pad = 0, not 0"),
+    "larger than any blob": (
+        "",
+        "crop_size: 2147483647",
+        ConfigError,
+        r"8 windows of shape 3 2147483647 2147483647 \(\d+\) have more than 2\^31 elements",
+    ),
     "more than all": (
         "fg_fraction: 1.5",
         "crop_size: 8",
