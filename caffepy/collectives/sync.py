@@ -9,7 +9,7 @@ from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.schedule import Schedule, adding, copying, flat, muji, tree
 from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.collectives.topology import Topology
-from caffepy.core.errors import DeviceError, UsageError
+from caffepy.core.errors import DeviceError, UsageError, install
 from caffepy.device.blob import Array
 from caffepy.device.gpus import nccl_version
 
@@ -101,7 +101,7 @@ def reason_nccl_unavailable(gpu: bool) -> str | None:
     try:
         version = nccl_version()
     except (ImportError, DeviceError) as error:
-        return f"NCCL cannot be loaded ({error}): pip install 'caffepy[cuda13]'"
+        return f"NCCL cannot be loaded ({error}): {install('cuda13')}"
     if version < LEAST_NCCL:
         return f"NCCL {version} is too old: 2.10 ({LEAST_NCCL}) or later is needed"
     return None

@@ -5,9 +5,10 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from caffepy.core.errors import ConfigError
+from caffepy.commands.devices import check_solver_mode
+from caffepy.core.errors import ConfigError, DeviceError
 from caffepy.device.blob import Blob, shape_string
 from caffepy.device.device import Device
 from caffepy.device.math_mode import checked, default
@@ -41,11 +42,15 @@ class LayerOnGpu:
 
 @dataclass(frozen=True)
 class NetOnGpu:
-    """A net on a GPU: precision, bytes that blobs share, why no graph can be captured of a step."""
+    """A net on a GPU: precision, bytes that blobs share, why no graph can be captured of a step,
+    the number of its graphs, and why steps that are displayed run without them.
+    """
 
     precision: str
     memory: int
     obstacle: str | None
+    graphs: int = 1
+    when_displayed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,11 +112,13 @@ class NetInfo:
                 where = "on the host" if gpu.on_host else fused
                 rows.append((layer.name, layer.type, where, formats, converted))
         yield from ("", *columns(rows, left=5))
-        shared, captured = mebibytes(self.gpu.memory), "captured as one graph"
+        shared, obstacle = mebibytes(self.gpu.memory), self.gpu.obstacle
         yield f"on a GPU: {self.gpu.precision}; data and gradients share {shared}"
-        yield "a step is " + (
-            f"not {captured}: {self.gpu.obstacle}" if self.gpu.obstacle else captured
-        )
+        several = "three graphs, since iter_size is above 1: begin, pass and close"
+        captured = f"captured as {'one graph' if self.gpu.graphs == 1 else several}"
+        yield f"a step is {f'not captured: {obstacle}' if obstacle else captured}"
+        if self.gpu.when_displayed:
+            yield f"a step that is displayed is not captured: {self.gpu.when_displayed}"
 
 
 def as_json(nets: Sequence[NetInfo]) -> str:
@@ -133,10 +140,11 @@ def inspect(
 
     `synthetic` replaces data by random images, of the shape `image` (C, H, W) if the net does not
     state it. `gpu` adds the plan for a GPU, in this precision or the net's; the machine needs none.
-    ConfigError and DataError say what is wrong; anything that only prevents snapshots is a warning.
+    ConfigError and DataError say what is wrong; anything that only prevents snapshots, and
+    a GPU that is not here, is a warning.
     """
     infos = []
-    for role, param, origin in definitions(path, level, stages, to_train=True):
+    for role, param, origin, solver in definitions(path, level, stages, to_train=True):
         param = without_data(param, image=image) if synthetic else param
         device = ImaginedGpu(seed=0) if gpu else ShapesOnlyDevice(seed=0)
         if gpu:
@@ -148,9 +156,15 @@ def inspect(
                 # the bytes of blobs while the net runs, without those of its inputs and outputs
                 usage = Usage(net, net.steps, net.phase == TRAIN)
                 _, shared = plan(list(lifetimes(usage).values()))
-                reasons = GraphRunner(net, False, "").reasons_not_capturable()
-                obstacle = "; ".join(reasons) or None
+                runner, training = GraphRunner(net, False, ""), solver and net.phase == TRAIN
+                net.debug_info = bool(solver and solver.debug_info and not training)
+                obstacle = "; ".join(runner.reasons_not_capturable()) or None
                 on_gpu = NetOnGpu(device.math_mode.precision, shared, obstacle)
+                if solver and training and not obstacle:
+                    net.debug_info = solver.debug_info and solver.display > 0
+                    displayed = "; ".join(runner.reasons_not_capturable()) or None
+                    graphs = 1 if solver.iter_size == 1 else 3
+                    on_gpu = replace(on_gpu, graphs=graphs, when_displayed=displayed)
             parameters = sum(blob.count for blob in net.learnable_params)
             infos.append(NetInfo(role, net.name, list(layers_of(net, gpu)), parameters, on_gpu))
     return infos
@@ -194,8 +208,8 @@ def definitions(
     stages: Sequence[str] = (),
     phase: int | None = None,
     to_train: bool = False,
-) -> Iterator[tuple[str, NetParameter, str | None]]:
-    """Yield role, definition in its state, and file of each net of a prototxt.
+) -> Iterator[tuple[str, NetParameter, str | None, SolverParameter | None]]:
+    """Yield role, definition in its state, file, and solver (if any) of each net of a prototxt.
 
     These are all nets of a solver, or a net in each phase that its layers name; with a `phase` only
     those of it. For a solver `to_train`, check also that it can write its snapshots.
@@ -211,21 +225,22 @@ def definitions(
             in_phase = NetParameter()
             in_phase.CopyFrom(net)
             in_phase.state.phase = one  # type: ignore[assignment] # phases are numbers to those who ask
-            yield f"{'TRAIN' if one == TRAIN else 'TEST'} net", in_phase, path
+            yield f"{'TRAIN' if one == TRAIN else 'TEST'} net", in_phase, path, None
         return
     param = read_solver(path, text)
     check_param(param, path)
     if to_train:
         check_max_iter(param, path)
-        try:
-            check_prefix(param, path)
-        except ConfigError as error:
-            log.warning("%s", error)
+        for check in (check_prefix, check_solver_mode):
+            try:
+                check(param, path)
+            except (ConfigError, DeviceError) as error:
+                log.warning("%s", error)
     train, tests = net_sources(param, path)
     roles = ["train net", *(f"test net #{k}" for k in range(len(tests)))]
     for role, source in zip(roles, (train, *tests), strict=True):
         if phase in (None, source.param.state.phase):
-            yield role, source.param, source.path
+            yield role, source.param, source.path, param
 
 
 def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:

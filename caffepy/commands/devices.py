@@ -4,12 +4,14 @@ Each choice is logged in Caffe's words.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from caffepy import ops
 from caffepy.core.errors import DeviceError, UsageError
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
-from caffepy.device.gpus import gpu_numbers
+from caffepy.device.gpus import check_gpu, gpu_numbers
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import locate_field
 
@@ -51,12 +53,31 @@ def choose_for_training(
     """
     _check_one_kind(gpu, cpu)
     _warn_if_empty(gpu)
-    asks_for_gpu = param.HasField("solver_mode") and param.solver_mode == SolverParameter.GPU
-    if gpu or cpu or not asks_for_gpu:
+    index = _solvers_gpu(param)
+    if gpu or cpu or index is None:
         return _logged(_several(gpu, cpu or 1))
-    index = param.device_id if param.HasField("device_id") else 0
-    try:
+    with _asked_for_by(path, index):
         return _logged([CudaDevice(index)])
+
+
+def check_solver_mode(param: SolverParameter, path: str) -> None:
+    """Raise DeviceError if the file `path` asks for a GPU by solver_mode that is not there."""
+    index = _solvers_gpu(param)
+    if index is not None:
+        with _asked_for_by(path, index):
+            check_gpu(index)
+
+
+def _solvers_gpu(param: SolverParameter) -> int | None:
+    if not param.HasField("solver_mode") or param.solver_mode != SolverParameter.GPU:
+        return None
+    return param.device_id if param.HasField("device_id") else 0
+
+
+@contextmanager
+def _asked_for_by(path: str, index: int) -> Iterator[None]:
+    try:
+        yield
     except DeviceError as error:
         raise DeviceError(
             f"solver_mode: GPU asks for GPU {index}, but {error.message}; or set solver_mode: CPU, "

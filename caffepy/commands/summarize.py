@@ -160,7 +160,7 @@ def summarize(
     state it. ConfigError says what is wrong with the prototxt itself.
     """
     nets = []
-    for role, param, origin in definitions(path, level, stages, phase):
+    for role, param, origin, _ in definitions(path, level, stages, phase):
         param = without_data(param, image=image) if synthetic else param
         nets.append(_summary(role, param, origin))
     return nets

@@ -82,6 +82,11 @@ class SyncError(CaffeError):
     exit_code = 7
 
 
+def install(extra: str) -> str:
+    """Return how to install an extra of caffepy, by its name and from a clone."""
+    return f"pip install 'caffepy[{extra}]' (in a clone '.[{extra}]')"
+
+
 STOPPED = 75
 """Exit code of a run that a signal stopped after it wrote its snapshot."""
 

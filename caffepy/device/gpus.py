@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from caffepy.core.errors import DeviceError, UsageError
+from caffepy.core.errors import DeviceError, UsageError, install
 
-INSTALL = "pip install 'caffepy[cuda13]' (or caffepy[cuda12] for a driver of CUDA 12)"
+INSTALL = f"{install('cuda13')}, or cuda12 for a driver of CUDA 12"
 NO_DRIVER = "no NVIDIA driver is found: install one, or give the container access to the GPU"
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -37,7 +37,8 @@ def import_cupy() -> Any:
         import cupy
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
-            raise DeviceError(f"a GPU needs CuPy: {INSTALL} ({error})") from None
+            needs = f"a GPU needs CuPy: {INSTALL} ({error})"
+            raise DeviceError(needs if cuda_of_driver() else f"{NO_DRIVER}; {needs}") from None
         if "libcuda.so" in str(error):
             raise DeviceError(NO_DRIVER) from None
         raise DeviceError(
@@ -70,7 +71,7 @@ def count_gpus() -> int:
 
 def too_old(driver: int, built: int) -> str:
     """Return the remedy if CuPy is built for a newer CUDA than the driver supports."""
-    other = ", or pip uninstall cupy-cuda13x and pip install 'caffepy[cuda12]'"
+    other = f", or pip uninstall cupy-cuda13x and {install('cuda12')}"
     return (
         f"CuPy is built for CUDA {cuda_version(built)}, but the NVIDIA driver goes up to CUDA "
         f"{cuda_version(driver)}: update the driver{other if driver // 1000 == 12 else ''}"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from caffepy import __version__
-from caffepy.core.errors import ConfigError, UsageError
+from caffepy.core.errors import ConfigError, UsageError, install
 from caffepy.device.blob import Array
 from caffepy.export.graph import Body, Graph, Node
 from caffepy.export.write import Dim
@@ -16,9 +16,7 @@ try:
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 except ImportError as error:
-    raise UsageError(
-        f"an ONNX file needs the package onnx ({error}): pip install 'caffepy[onnx]'"
-    ) from None
+    raise UsageError(f"an ONNX file needs the package onnx ({error}): {install('onnx')}") from None
 
 LIMIT = 1 << 31
 """Number of bytes that a protobuf file cannot reach."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.core.errors import UsageError
+from caffepy.core.errors import UsageError, install
 from caffepy.core.files import written
 from caffepy.core.registry import nearest
 from caffepy.report.series import PANELS, Curve, Run, panel_of
@@ -45,7 +45,7 @@ def format_of(path: str) -> str:
     kind = extension_of(path, FORMATS)
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
-            "plots are drawn by matplotlib, which is not installed: pip install 'caffepy[plot]'"
+            f"plots are drawn by matplotlib, which is not installed: {install('plot')}"
         )
     return kind
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from caffepy.core.errors import UsageError, reason
+from caffepy.core.errors import UsageError, install, reason
 from caffepy.device.blob import Array
 from caffepy.report.display_record import DisplayCollector, DisplayRecord, elements
 from caffepy.report.grid import filter_tiles, grid
@@ -64,7 +64,7 @@ class TensorBoard(DisplayCollector):
         if importlib.util.find_spec("tensorboardX") is None:
             raise UsageError(
                 "events for TensorBoard are written by tensorboardX, which is not installed: "
-                "pip install 'caffepy[tensorboard]'"
+                f"{install('tensorboard')}"
             )
         self.folder = folder
         self.every = every

@@ -66,8 +66,12 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: Captur
     assert main.run(["device-query", "-gpu", "all"]) == 6
     assert "this machine has no GPU" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr("caffepy.device.gpus.cuda_of_driver", lambda: 13000)
     assert main.run(["device-query", "-gpu", "all"]) == 6
-    assert "a GPU needs CuPy: pip install 'caffepy[cuda13]'" in capsys.readouterr().err
+    assert "error: a GPU needs CuPy: pip install 'caffepy[cuda13]'" in capsys.readouterr().err
+    monkeypatch.setattr("caffepy.device.gpus.cuda_of_driver", lambda: 0)
+    assert main.run(["device-query", "-gpu", "all"]) == 6
+    assert "error: no NVIDIA driver is found: install one" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

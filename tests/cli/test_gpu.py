@@ -127,10 +127,10 @@ def test_without_cupy(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr("caffepy.device.gpus.cuda_of_driver", lambda: 13000)
     assert main.run([*command.split(), "-gpu", "all"]) == 6
-    assert (
-        "caffepy: error: a GPU needs CuPy: pip install 'caffepy[cuda13]'" in capsys.readouterr().err
-    )
+    needs = "a GPU needs CuPy: pip install 'caffepy[cuda13]' (in a clone '.[cuda13]'), or cuda12"
+    assert f"caffepy: error: {needs}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

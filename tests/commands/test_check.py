@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -223,11 +224,37 @@ def test_what_is_computed_on_the_host_is_told(tmp_path: Path) -> None:
     assert net.gpu.obstacle == 'layer "keep" (Filter) computes on the host'
     assert gpu_of(net, "keep").on_host
     lines = net.table().splitlines()
-    assert (
-        lines[-1]
-        == 'a step is not captured as one graph: layer "keep" (Filter) computes on the host'
-    )
+    assert lines[-1] == 'a step is not captured: layer "keep" (Filter) computes on the host'
     assert gpu_of(net, "conv").converts == {"x_kept": "float32 NCHW to float32 NHWC"}
+
+
+SOLVER = "base_lr: 0.1 max_iter: 1 lr_policy: 'fixed' snapshot_prefix: 'x' %s net_param {%s}"
+
+
+def test_what_a_solver_does_to_capturing_is_told(tmp_path: Path) -> None:
+    def told(settings: str) -> list[str]:
+        text = SOLVER % (settings, NET % "")
+        nets = inspect(write(tmp_path, text), gpu=True, precision="bf16")
+        return [line for net in nets for line in net.table().splitlines() if "captured" in line]
+
+    assert told("") == ["a step is captured as one graph"]
+    three = "a step is captured as three graphs, since iter_size is above 1: begin, pass and close"
+    assert told("iter_size: 2") == [three]
+    displayed = "a step that is displayed is not captured: debug_info shows each layer"
+    assert told("debug_info: true display: 1") == ["a step is captured as one graph", displayed]
+    assert told("debug_info: true") == ["a step is captured as one graph"]
+    with_test = "test_iter: 1 test_interval: 1 debug_info: true"
+    assert told(with_test)[1:] == ["a step is not captured: debug_info shows each layer"]
+
+
+def test_a_gpu_that_is_not_here_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr("caffepy.device.gpus.cuda_of_driver", lambda: 0)
+    assert len(inspect(write(tmp_path, SOLVER % ("solver_mode: GPU", NET % "")))) == 1
+    (told,) = caplog.messages
+    assert "solver_mode: GPU asks for GPU 0, but no NVIDIA driver is found" in told
 
 
 def test_json_has_what_a_gpu_would_do_where_that_was_asked(tmp_path: Path) -> None:
@@ -235,7 +262,12 @@ def test_json_has_what_a_gpu_would_do_where_that_was_asked(tmp_path: Path) -> No
     assert plain["gpu"] is None
     (told,) = json.loads(as_json([on_gpu(tmp_path, NET % "", "fp16")]))
     assert told["gpu"].pop("memory") >= 2 * 288
-    assert told["gpu"] == {"precision": "fp16", "obstacle": None}
+    assert told["gpu"] == {
+        "precision": "fp16",
+        "obstacle": None,
+        "graphs": 1,
+        "when_displayed": None,
+    }
     assert told["layers"][1]["gpu"] == {
         "on_host": False,
         "run": ["conv", "relu"],

@@ -196,6 +196,7 @@ def test_a_solver_for_the_gpu_where_there_is_none(
     digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr("caffepy.device.gpus.cuda_of_driver", lambda: 13000)
     edit(digits / "solver.prototxt", "solver_mode: GPU")
     with pytest.raises(DeviceError) as caught:
         train(TrainOptions("solver.prototxt"))

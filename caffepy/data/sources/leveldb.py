@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 from weakref import finalize
 
-from caffepy.core.errors import DataError
+from caffepy.core.errors import DataError, install
 from caffepy.data.sources.databases import Database, text_of
 
 LINKED = "caffepy-leveldb-"
@@ -99,6 +99,6 @@ def import_plyvel(purpose: str) -> Any:
     try:
         import plyvel
     except ImportError:
-        remedy = "pip install 'caffepy[leveldb]', or use an LMDB"
+        remedy = f"{install('leveldb')}, or use an LMDB"
         raise DataError(f"{purpose} needs plyvel: {remedy}") from None
     return plyvel

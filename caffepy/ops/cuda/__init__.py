@@ -10,11 +10,9 @@ graphs.py (cuDNN), small_convolution.py and columns.py.
 try:
     import cupy as _cupy
 except ImportError as error:
-    from caffepy.core.errors import DeviceError
+    from caffepy.core.errors import DeviceError, install
 
-    raise DeviceError(
-        f"no GPU arithmetic without CuPy ({error}): pip install 'caffepy[cuda13]'"
-    ) from error
+    raise DeviceError(f"no GPU arithmetic without CuPy ({error}): {install('cuda13')}") from error
 
 from caffepy.ops.cuda.bias_relu import add_bias, bias_gradient, relu_bias_backward
 from caffepy.ops.cuda.blas import blas_scope, matmul, set_num_threads

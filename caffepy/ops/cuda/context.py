@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.core.errors import DeviceError
+from caffepy.core.errors import DeviceError, install
 from caffepy.device.streams import is_layer_stream
 
 LARGEST_WORKSPACE = 256 << 20
@@ -146,6 +146,6 @@ def import_cudnn() -> Any:
     try:
         import cudnn
     except Exception as error:  # it raises whatever its search for libcudnn ends with
-        remedy = "pip install 'caffepy[cuda13]' (or cuda12)"
+        remedy = f"{install('cuda13')}, or cuda12"
         raise DeviceError(f"the cuDNN frontend cannot be used ({error}): {remedy}") from error
     return cudnn
