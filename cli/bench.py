@@ -10,14 +10,22 @@ from caffepy.cli.bench_scaling import scaling
 from caffepy.cli.group import Commands
 
 
-@click.group(cls=Commands, short_help="Measure how fast this machine trains.")
-def bench() -> None:
+@click.group(
+    cls=Commands, invoke_without_command=True, short_help="Measure how fast this machine trains."
+)
+@click.pass_context
+def bench(context: click.Context) -> None:
     """Measure the speed of this machine.
 
     \b
     Examples:
+      caffepy bench train --model lenet
       caffepy bench train --model caffenet --gpu 0 --precision bf16
+      caffepy bench scaling --model resnet50 --gpu all
+      caffepy bench allreduce --gpu all
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @bench.command(short_help="Measure the images a second of training a net.")

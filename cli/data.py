@@ -20,7 +20,7 @@ from caffepy.core.errors import DataError
     "--sheet",
     type=click.Path(),
     metavar="FILE.png",
-    help="Draw a contact sheet of up to 100 images.",
+    help="Draw a contact sheet of 100 images from all over the data, or of all if there are fewer.",
 )
 @options.threads
 @options.progress

@@ -49,6 +49,7 @@ from caffepy.collectives.worker_threads import at_work
 from caffepy.core.errors import (
     INTERRUPTED,
     CaffeError,
+    ConfigError,
     DataError,
     DeviceError,
     RecordError,
@@ -60,6 +61,7 @@ from caffepy.core.registry import nearest
 PROGRAM = "caffepy"
 BUG = 70
 MOST_PIXELS = 1 << 28  # of an image; a PNG of all one colour is a thousand times as small
+REINSTALL = "pip install caffepy, or pip install . in a clone, brings all that it needs"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 ENDING = [
     getattr(signal, name)
@@ -227,8 +229,14 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
             remedy = "fewer solvers, or CAFFEPY_NUM_THREADS=1 in the environment, need less"
             _say("the system gives this process no more threads", remedy)
             return DeviceError.exit_code
+        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("caffepy"):
+            _say(f'the package "{error.name}", which caffepy needs, is not installed', REINSTALL)
+            return ConfigError.exit_code
         traceback.print_exc()
-        _say("this is a bug of caffepy, not yours; please report it with the lines above")
+        _say(
+            "this is a bug of caffepy, not yours; please report it, with the lines above and the "
+            "command, to those from whom you have caffepy"
+        )
         return BUG
 
 
@@ -241,13 +249,16 @@ def flags(arguments: Sequence[str] = ()) -> dict[str, bool | None]:
     """Return the names of all commands' flags, without dashes, and whether each takes a value
     (None: it may).
 
-    If commands disagree, the first command among the arguments decides.
+    If commands disagree, the command that the arguments name decides.
     """
-    named = (caffepy.commands.get(command_name(argument)) for argument in arguments)
-    first = next((command for command in named if command), None)
+    named: list[click.Command] = [caffepy]  # a group, then its command
+    for argument in arguments:
+        known = named[-1].commands if isinstance(named[-1], click.Group) else {}
+        if command := known.get(command_name(argument)):
+            named.append(command)
     return {
         name.lstrip("-"): None if options.is_optional(parameter) else not parameter.is_flag
-        for command in [*_all_commands(caffepy), *(_all_commands(first) if first else [])]
+        for command in [*_all_commands(caffepy), *named[1:]]
         for parameter in command.params
         if isinstance(parameter, click.Option)
         for name in (*parameter.opts, *parameter.secondary_opts)
@@ -287,6 +298,8 @@ def hint(error: CaffeError, arguments: Sequence[str]) -> str:
     """Return what to try next, if a flag helps."""
     if isinstance(error, RecordError) and {"train", "test"} & set(arguments):
         return "to skip some such records, add --max-bad-records N"
+    if isinstance(error, DeviceError) and {"device-pairs", "device_pairs"} & set(arguments):
+        return "to see schedules without GPUs, give --cpu N, or --simulate FILE (see --help)"
     given = {argument.lstrip("-").partition("=")[0] for argument in arguments}
     if (
         isinstance(error, DataError)

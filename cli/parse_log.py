@@ -17,25 +17,26 @@ from caffepy.cli import options
 @click.option(
     "--columns",
     is_flag=True,
-    help="The tables of Caffe's parse_log.sh instead of parse_log.py's CSV.",
+    help="Write the tables of Caffe's parse_log.sh, in files of the same names, instead of "
+    "parse_log.py's CSV.",
 )
-@click.option("--verbose", is_flag=True, help="Say what is written.")
+@click.option("--verbose", is_flag=True, hidden=True)
 @options.as_json
 @options.logged(least=1)
 def parse_log(
     log: str, outdir: str, delimiter: str, columns: bool, verbose: bool, as_json: bool
 ) -> None:
     """Write the net outputs in a training log, caffepy's or Caffe's, to LOG.train and LOG.test in
-    the folder OUTDIR.
+    the folder OUTDIR; print their names.
 
     The files are those of Caffe's parse_log.py: iterations, seconds, learning rates and a column
-    for each output. OUTDIR is the current folder if it is not given; with --json nothing is written
-    then, the rows go to stdout.
+    for each output. Files of these names are replaced. OUTDIR is the current folder if it is not
+    given. With --json the rows go to stdout, and files are written only if OUTDIR is given.
 
     \b
     Examples:
       caffepy parse-log caffe.INFO
-      caffepy parse-log train.log tables --delimiter ';' --verbose
+      caffepy parse-log train.log tables --delimiter ';'
       caffepy parse-log train.log --json
     """
     delimiter = delimiter.replace("\\t", "\t")
@@ -52,5 +53,5 @@ def parse_log(
         said = log_tables.save_log_csvs(log, outdir or ".", delimiter)
     if as_json:
         click.echo(log_tables.as_json(log))
-    elif verbose:
+    else:
         click.echo("\n".join(said))

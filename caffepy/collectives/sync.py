@@ -119,6 +119,22 @@ def reason_unavailable(name: str, topology: Topology, gpu: bool) -> str | None:
     return None
 
 
+def fastest(topology: Topology, without_nccl: str | None) -> tuple[Choice, str]:
+    """Return what `--sync auto` takes for these devices, and why; `without_nccl` is the reason if
+    NCCL is not available.
+    """
+    size = topology.size
+    if without_nccl is None:
+        return Choice("nccl", None), "the fastest on GPUs"
+    if schedule := muji(topology):
+        why = f"{without_nccl}; there is a schedule for {size} devices joined like this"
+        return Choice("muji", schedule), why
+    if any(topology.reaches(a, b) for a in range(size) for b in range(a)):
+        why = f"{without_nccl}; muji has no schedule for these devices"
+        return Choice("tree", tree(topology)), why
+    return Choice("flat", flat(topology)), f"{without_nccl}; no device reaches another's memory"
+
+
 def choose(name: str, topology: Topology, gpu: bool) -> Choice:
     """Return what `--sync` means for these devices and log which it is and why.
 
@@ -132,16 +148,7 @@ def choose(name: str, topology: Topology, gpu: bool) -> Choice:
             raise UsageError(f"--sync {name}: {reason}")
         schedule = SCHEDULES[name](topology) if name in SCHEDULES else None
         choice, why = Choice(name, schedule, root_updates=name == "tree"), "as asked for"
-    elif (without := reason_nccl_unavailable(gpu)) is None:
-        choice, why = Choice("nccl", None), "the fastest on GPUs"
-    elif schedule := muji(topology):
-        choice = Choice("muji", schedule)
-        why = f"{without}; there is a schedule for {size} devices joined like this"
-    elif any(topology.reaches(a, b) for a in range(size) for b in range(a)):
-        choice = Choice("tree", tree(topology))
-        why = f"{without}; muji has no schedule for these devices"
     else:
-        choice = Choice("flat", flat(topology))
-        why = f"{without}; no device reaches another's memory"
+        choice, why = fastest(topology, reason_nccl_unavailable(gpu))
     log.info("Synchronizing %d solvers by %s: %s", size, choice.name, why)
     return choice

@@ -8,13 +8,14 @@ from typing import Any
 from caffepy.collectives import links, peers
 from caffepy.collectives.links import Links
 from caffepy.collectives.schedule import Operation, Schedule, flat, muji, tree
-from caffepy.collectives.topology import DevicePair, Topology, device_pairs, draw, show
+from caffepy.collectives.sync import fastest, reason_nccl_unavailable
+from caffepy.collectives.topology import DevicePair, Topology, all_joined, device_pairs, draw, show
 from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.core.registry import nearest
 from caffepy.device.gpus import gpu_numbers
 
 FIELDS = ("devices", "boards", "access", "links")
-DERIVED = ("pairs", "schedules", "speeds")
+DERIVED = ("pairs", "schedules", "sync", "speeds")
 """Fields of `Pairing.json` that follow from the others, or that only a real machine has."""
 
 LEGEND = (
@@ -27,7 +28,8 @@ LEGEND = (
 class Pairing:
     """Devices, their topology and the schedules that follow from it.
 
-    `links` is None if they are unknown, `speeds` is empty unless they were measured.
+    `links` is None if they are unknown, `speeds` is empty unless they were measured. The devices
+    are GPUs, or solvers `on_cpu`. `without_nccl` is why NCCL is not available, if it is not.
     """
 
     topology: Topology
@@ -35,6 +37,8 @@ class Pairing:
     schedules: dict[str, Schedule | None]
     speeds: list[peers.Speed]
     links: Links | None = None
+    on_cpu: bool = False
+    without_nccl: str | None = None
 
     def json(self) -> str:
         """Return one JSON object; steps are [operation, source, destination, through the host]."""
@@ -51,6 +55,7 @@ class Pairing:
                     and [[_step(step, names) for step in level] for level in schedule]
                     for name, schedule in self.schedules.items()
                 },
+                "sync": {"auto": self._auto()[0], "without_nccl": self.without_nccl},
                 "speeds": [
                     {
                         "from": names[speed.source],
@@ -71,8 +76,9 @@ class Pairing:
                 return "+"
             return "P" if self.topology.reaches(a, b) else "-"
 
+        kind = "Solvers" if self.on_cpu else "GPUs"
         parts = [
-            f"GPUs pairs {show(self.pairs) or 'none'}\n{draw(self.pairs)}",
+            f"{kind} pairs {show(self.pairs) or 'none'}\n{draw(self.pairs)}",
             "Peer access (board: +, peer: P, through the host: -)\n" + self._matrix(reach),
         ]
         links = self.links
@@ -93,6 +99,9 @@ class Pairing:
                 ]
                 lines.append(f"  {', '.join(steps)}")
             parts.append("\n".join(lines))
+        way, why = self._auto()
+        parts.append(f"nccl: {self.without_nccl or 'NCCL chooses its own schedule'}")
+        parts.append(f"--sync auto takes {way}: {why}")
         if self.speeds:
             of = {(speed.source, speed.destination): speed for speed in self.speeds}
             parts.append(
@@ -102,6 +111,10 @@ class Pairing:
                 + self._matrix(lambda a, b: f"{of[a, b].microseconds:.1f}")
             )
         return "\n\n".join(parts)
+
+    def _auto(self) -> tuple[str, str]:
+        choice, why = fastest(self.topology, self.without_nccl)
+        return choice.name, why
 
     def _matrix(self, cell: Any) -> str:
         names = [str(device) for device in self.topology.devices]
@@ -116,20 +129,33 @@ def _step(step: Any, names: tuple[int, ...]) -> list[Any]:
     return [step.operation.value, names[step.source], names[step.destination], step.staged]
 
 
-def pairing(topology: Topology, joined: Links | None = None, measured: bool = False) -> Pairing:
+def pairing(
+    topology: Topology,
+    joined: Links | None = None,
+    measured: bool = False,
+    on_cpu: bool = False,
+    without_nccl: str | None = None,
+) -> Pairing:
     """Return the pairing of devices `joined` by these links; `measured`: with their speeds."""
     speeds = []
     if measured and topology.size > 1:
         peers.enable(topology)
         speeds = peers.measure(topology)
     schedules = {"tree": tree(topology), "muji": muji(topology), "flat": flat(topology)}
-    return Pairing(topology, device_pairs(topology), schedules, speeds, joined)
+    pairs = device_pairs(topology)
+    return Pairing(topology, pairs, schedules, speeds, joined, on_cpu, without_nccl)
 
 
 def of_this_machine(gpus: str, measured: bool = False) -> Pairing:
     """Return the pairing of the GPUs that --gpu names, "all" for every one."""
     topology = peers.query(gpu_numbers(gpus))
-    return pairing(topology, links.query(topology.devices), measured)
+    joined, without_nccl = links.query(topology.devices), reason_nccl_unavailable(True)
+    return pairing(topology, joined, measured, without_nccl=without_nccl)
+
+
+def of_cpu(solvers: int) -> Pairing:
+    """Return the pairing of this many solvers on the CPU."""
+    return pairing(all_joined(solvers), on_cpu=True, without_nccl=reason_nccl_unavailable(False))
 
 
 def simulated(path: str) -> Pairing:

@@ -34,7 +34,7 @@ class UsageError(CaffeError):
 
 
 class ConfigError(CaffeError):
-    """A prototxt, weights or state file that does not fit: syntax, names, shapes, values."""
+    """A prototxt, weights, state or log that does not fit: syntax, names, shapes, values."""
 
     exit_code = 3
 

@@ -17,7 +17,7 @@ from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
 
-from caffepy.core.errors import DataError, reason
+from caffepy.core.errors import ConfigError, reason
 from caffepy.core.files import written
 from caffepy.report.text import as_json as to_json
 
@@ -38,12 +38,12 @@ Row = dict[str, float]
 
 
 def read_lines(path: str) -> list[str]:
-    """Return the lines of a log without their ends; DataError if it cannot be read."""
+    """Return the lines of a log without their ends; ConfigError if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             return file.read().split("\n")
     except OSError as error:
-        raise DataError(f'could not open "{path}": {reason(error)}') from None
+        raise ConfigError(f'could not open "{path}": {reason(error)}') from None
 
 
 class Clock:
@@ -119,7 +119,7 @@ def parse_log(path: str) -> tuple[list[Row], list[Row]]:
 
     What ends the script is skipped here: lines of one word or none, outputs that are -nan or -inf,
     dates with a year, and a log without the line `Solving`, whose first line counts as the start. A
-    log without rows is a warning. DataError if the log cannot be read.
+    log without rows is a warning. ConfigError if the log cannot be read.
     """
     lines = read_lines(path)
     clock = Clock(path)
@@ -195,7 +195,7 @@ def _save(path: str, folder: str, tables: Sequence[str]) -> list[str]:
 def log_columns(path: str) -> tuple[str, str]:
     """Return the tables of train and test lines of parse_log.sh, which cuts lines by field numbers.
 
-    Output #0 of the test net counts as accuracy and #1 as loss. DataError if the log cannot be
+    Output #0 of the test net counts as accuracy and #1 as loss. ConfigError if the log cannot be
     read.
     """
     lines = read_lines(path)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 
-from caffepy.core.errors import DataError, UsageError
+from caffepy.core.errors import ConfigError, UsageError
 from caffepy.report.log_tables import Clock, read_lines
 from caffepy.report.metrics import rows_in
 from caffepy.report.series import Run, joined, of_metrics
@@ -43,7 +43,7 @@ def read_runs(logs: Sequence[str], names: Sequence[str] = ()) -> list[Run]:
 def read_run(files: Sequence[str], name: str = "") -> Run:
     """Return the run in these files, in their order: logs, with or without restarts, or metrics.
 
-    DataError if one cannot be read or describes no run.
+    ConfigError if one cannot be read or describes no run.
     """
     parts = []
     for path in files:
@@ -51,7 +51,7 @@ def read_run(files: Sequence[str], name: str = "") -> Run:
         columns, rows = rows_in(line.removeprefix("\ufeff") for line in lines)
         found = [of_metrics(path, columns, rows)] if columns else _LogReader(path, lines).parts
         if not any(part.curves for part in found):
-            raise DataError(
+            raise ConfigError(
                 f'"{path}" is neither a metrics file nor a training log: no line has an iteration '
                 f"and a loss"
             )

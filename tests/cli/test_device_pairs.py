@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,29 @@ def test_the_tree_the_access_and_the_schedules_of_a_simulated_machine(
     assert "tree: 4 levels\n  0 += 1, 2 += 3\n  0 += 2\n  2 = 0\n  1 = 0, 3 = 2\n" in shown
     assert "muji: 4 levels" in shown
     assert "flat: 4 levels" in shown
+
+
+def test_what_auto_takes_is_told(machine, capsys: Captured) -> None:
+    assert main.run(["device-pairs", "--simulate", machine(devices=[0, 1])]) == 0
+    shown = capsys.readouterr().out
+    assert "nccl: NCCL chooses its own schedule\n\n--sync auto takes nccl: the fastest" in shown
+    assert main.run(["device-pairs", "--cpu", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Solvers pairs 0:1, 2:3, 0:2\n")
+    told = "NCCL is for GPUs; there is a schedule for 4 devices joined like this"
+    assert f"nccl: NCCL is for GPUs\n\n--sync auto takes muji: {told}\n" in shown
+    assert main.run(["device-pairs", "--cpu", "3", "--json"]) == 0
+    sync = json.loads(capsys.readouterr().out)["sync"]
+    assert sync == {"auto": "tree", "without_nccl": "NCCL is for GPUs"}
+
+
+def test_without_a_gpu_other_ways_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert main.run(["device-pairs"]) == 6
+    told = "(to see schedules without GPUs, give --cpu N, or --simulate FILE (see --help))\n"
+    assert capsys.readouterr().err.endswith(told)
 
 
 def test_as_json_with_edges_that_go_through_the_host(machine, capsys: Captured) -> None:

@@ -200,6 +200,35 @@ def test_neither_file_nor_bundled_model(capsys: Captured) -> None:
     )
 
 
+def test_groups_alone_show_their_help(capsys: Captured) -> None:
+    for group in main.groups():
+        assert main.run([group]) == 0
+        shown = capsys.readouterr()
+        assert shown.out.startswith(f"Usage: caffepy {group} ")
+        assert shown.err == ""
+
+
+def test_a_flag_of_a_subcommand_is_that_commands_own() -> None:
+    assert main.flags(["bench", "train", "--model", "digits", "--cpu", "--json"])["cpu"] is False
+    assert main.flags(["bench", "scaling", "--model", "digits", "--cpu", "2"])["cpu"] is True
+
+
+def test_a_package_that_is_missing_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setitem(sys.modules, "caffepy.commands.check", None)
+    assert main.run(["check", "digits"]) == 70
+    assert "please report it" in capsys.readouterr().err
+
+    def missing(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'h5py'", name="h5py")
+
+    monkeypatch.setattr("caffepy.cli.options.find_definition", missing)
+    assert main.run(["check", "digits"]) == 3
+    told = 'caffepy: error: the package "h5py", which caffepy needs, is not installed\n(pip install'
+    assert capsys.readouterr().err.startswith(told)
+
+
 @pytest.mark.parametrize(
     "arguments", [["train", "-solver=lenet"], ["test", "-model", "lenet", "-weights", str(WEIGHTS)]]
 )

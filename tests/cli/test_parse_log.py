@@ -22,7 +22,8 @@ def names() -> list[str]:
 def test_files_come_into_the_current_folder(capsys: Captured) -> None:
     assert main.run(["parse_log", LOG]) == 0
     assert names() == ["two_nets.log.test", "two_nets.log.train"]
-    assert capsys.readouterr() == ("", "")
+    wrote = "Wrote ./two_nets.log.train\nWrote ./two_nets.log.test\n"
+    assert capsys.readouterr() == (wrote, "")
 
 
 def test_delimiter_folder_and_words(capsys: Captured) -> None:
@@ -63,8 +64,8 @@ def test_what_is_no_log_is_told(capsys: Captured) -> None:
 
 
 WRONG = {
-    "no log": ("none.log", 4, 'could not open "none.log": no such file or directory'),
-    "a folder": (".", 4, 'could not open "."'),
+    "no log": ("none.log", 3, 'could not open "none.log": no such file or directory'),
+    "a folder": (".", 3, 'could not open "."'),
     "no folder": (f"{LOG} nowhere", 2, 'cannot write "nowhere/two_nets.log.train"'),
     "delimiter": (f"{LOG} --delimiter=ab", 2, "'ab' is not one character"),
     "both": (f"{LOG} --columns --json", 2, "--columns goes with neither"),

@@ -55,8 +55,8 @@ def test_json_needs_no_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: Captu
 
 WRONG = {
     "nothing": ("", 2, "Need a log to draw"),
-    "no log": ("none.log", 4, 'could not open "none.log"'),
-    "no run": (str(GOLDEN / "logs" / "README.md"), 4, "neither a metrics file nor a training log"),
+    "no log": ("none.log", 3, 'could not open "none.log"'),
+    "no run": (str(GOLDEN / "logs" / "README.md"), 3, "neither a metrics file nor a training log"),
     "format": (f"{LOG} --output a.bmp", 2, 'the extension of "a.bmp" must tell the format'),
     "chart and curves": (f"{LOG} --chart 1 --curves loss", 2, "--chart goes without"),
     "no such chart": (f"{LOG} --chart 8", 2, "8 is not in the range 0<=x<=7"),

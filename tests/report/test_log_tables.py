@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.core.errors import DataError, UsageError
+from caffepy.core.errors import ConfigError, UsageError
 from caffepy.report import LogReporter, log_tables, logging_to
 from tests.report import golden, parsers
 
@@ -155,7 +155,7 @@ def test_json_has_null_for_what_is_no_number(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r'could not open ".*none\.log": no such file'):
+    with pytest.raises(ConfigError, match=r'could not open ".*none\.log": no such file'):
         log_tables.parse_log(str(tmp_path / "none.log"))
     with pytest.raises(UsageError, match="cannot write"):
         log_tables.save_log_csvs(

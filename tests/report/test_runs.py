@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caffepy.core.errors import DataError, UsageError
+from caffepy.core.errors import ConfigError, UsageError
 from caffepy.report import Metrics
 from caffepy.report.metrics import rows_in
 from caffepy.report.runs import name_of, read_run, read_runs
@@ -177,11 +177,11 @@ def test_a_name_with_a_comma_is_one_file(tmp_path: Path) -> None:
 
 def test_what_tells_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("nothing\n")
-    with pytest.raises(DataError, match=r'a\.log" is neither a metrics file'):
+    with pytest.raises(ConfigError, match=r'a\.log" is neither a metrics file'):
         read_run([str(tmp_path / "a.log")])
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(ConfigError, match="no such file"):
         read_run([str(tmp_path / "b.log")])
-    with pytest.raises(DataError, match="could not open"):
+    with pytest.raises(ConfigError, match="could not open"):
         read_runs([","])
 
 

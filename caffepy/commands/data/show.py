@@ -55,6 +55,8 @@ class DataInfo(Summary):
         if self.bad_records:
             lines += [f"cannot be read: {self.bad_records:,}", *(f"  {text}" for text in self.bad)]
         if self.bad_records == self.seen > 0 and self.kind == ImageList.kind:
+            if self.path.endswith(".csv"):
+                lines.append("a list of images has a file, a blank and a label in each line")
             lines.append("their names may be relative to another folder: name it with --root")
         if self.labels:
             rows = [["label", "records", "share"]]
@@ -155,12 +157,12 @@ def _show_items(
         info.facts["unfinished"] = note
     if first is not None:
         count = min(count, first)
-    step = -(-count // wanted) if wanted and count else count + 1
+    shown = {i * count // wanted for i in range(wanted)} if wanted < count else range(count)
 
     def look(chunk: tuple[int, Items]) -> list[Look]:
         start, items = chunk
         asked_for = enumerate(items[: count - start], start)
-        return [_look(source, item, i % step == 0) for i, item in asked_for]
+        return [_look(source, item, i in shown) for i, item in asked_for]
 
     chunks = zip(range(0, count, CHUNK), source.once(CHUNK), strict=False)
     looks, pictures = mapped(look, chunks, threads), []
