@@ -11,8 +11,17 @@ from typing import Any
 import numpy as np
 
 from caffepy import ops
+from caffepy.collectives import peers
 from caffepy.collectives.rank_group import RankGroup
-from caffepy.collectives.schedule import Operation, Schedule, adding, copying, part, totals
+from caffepy.collectives.schedule import (
+    Operation,
+    Schedule,
+    adding,
+    copying,
+    part,
+    partners,
+    totals,
+)
 from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.device.gpus import import_cupy
 
@@ -55,6 +64,8 @@ class ScheduleSync(Synchronizer):
         group.on_abort(self._flag.set)
         self._used: set[str] = set()  # directions that ran before
         self._data, self._diff = flats.data, flats.diff
+        devices = all_gather(self.device.index)
+        peers.enable(self.device.index, [devices[other] for other in partners(schedule, rank)])
         with flats.device.scope():
             self._down = self._executors(self._data, copying(schedule)) if root_updates else []
             self._up = self._executors(self._diff, adding(schedule) if root_updates else schedule)

@@ -6,9 +6,10 @@ is no peer access.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,37 +53,56 @@ def query(devices: Sequence[int]) -> Topology:
     return Topology(tuple(devices), tuple(boards), access)
 
 
-def _joined(topology: Topology) -> list[tuple[int, int]]:
-    """Return the places of each two devices that reach each other's memory, in both orders."""
-    return [pair for pair in permutations(range(topology.size), 2) if topology.reaches(*pair)]
+def enable(device: int, others: Iterable[int]) -> list[int]:
+    """Let a GPU use the memory of others; return those whose memory it could not use before.
 
-
-def enable(topology: Topology) -> None:
-    """Enable peer access between all devices that allow it."""
-    cupy = import_cupy()
+    DeviceError if CUDA refuses: without NVSwitch a GPU has 8 such peers at most.
+    """
+    cupy, new = import_cupy(), []
     runtime = cupy.cuda.runtime
-    for a, b in _joined(topology):
-        device, other = topology.devices[a], topology.devices[b]
-        with cupy.cuda.Device(device):
+    with cupy.cuda.Device(device):
+        for other in others:
             try:
                 runtime.deviceEnablePeerAccess(other)
+                new.append(other)
             except runtime.CUDARuntimeError as error:
                 if "PeerAccessAlreadyEnabled" not in str(error):
                     raise DeviceError(
-                        f"GPU {device} cannot use the memory of GPU {other} ({error})"
+                        f"GPU {device} cannot use the memory of GPU {other} ({error}); --sync nccl "
+                        "needs no such access, tree little"
                     ) from error
+    return new
+
+
+@contextmanager
+def _enabled(a: int, b: int) -> Iterator[None]:
+    """Let two GPUs use each other's memory in the block, unless they can anyhow."""
+    cupy = import_cupy()
+    with ExitStack() as stack:
+        for device, other in ((a, b), (b, a)):
+            for peer in enable(device, [other]):
+                stack.enter_context(cupy.cuda.Device(device))
+                stack.callback(cupy.cuda.runtime.deviceDisablePeerAccess, peer)
+        yield
 
 
 def prepare(topology: Topology) -> Topology:
-    """Enable and test peer access; warn of what does not work, return the topology without it."""
-    enable(topology)
+    """Test peer access pair by pair; warn of what does not work, return the topology without it.
+
+    It is enabled for the test only: each schedule enables what it needs.
+    """
     access = [list(row) for row in topology.access]
-    for a, b in _joined(topology):
-        try:
-            verify(topology.devices[a], topology.devices[b])
-        except SyncError as error:
-            log.warning("%s", error)
-            access[a][b] = access[b][a] = False
+    for a, b in combinations(range(topology.size), 2):
+        if not topology.reaches(a, b):
+            continue
+        first, second = topology.devices[a], topology.devices[b]
+        with _enabled(first, second):
+            for pair in ((first, second), (second, first)):
+                try:
+                    verify(*pair)
+                except SyncError as error:
+                    log.warning("%s", error)
+                    access[a][b] = access[b][a] = False
     found = replace(topology, access=tuple(map(tuple, access)))
     if found != topology:
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
@@ -148,7 +168,9 @@ def measure(topology: Topology) -> list[Speed]:
     """Measure bandwidth and latency between each two devices, in both directions."""
     found = []
     for a, b in permutations(range(topology.size), 2):
-        ends = _Ends(topology.devices[a], topology.devices[b], LARGE)
-        fast, slow = ends.seconds(LARGE, TIMES), ends.seconds(SMALL, MANY)
+        pair = topology.devices[a], topology.devices[b]
+        with _enabled(*pair) if topology.reaches(a, b) else nullcontext():
+            ends = _Ends(*pair, LARGE)
+            fast, slow = ends.seconds(LARGE, TIMES), ends.seconds(SMALL, MANY)
         found.append(Speed(a, b, LARGE / fast / 1e9, slow * 1e6))
     return found

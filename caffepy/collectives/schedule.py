@@ -143,6 +143,13 @@ def totals(schedule: Schedule, size: int) -> frozenset[tuple[int, int]]:
     return frozenset(found)
 
 
+def partners(schedule: Schedule, rank: int) -> list[int]:
+    """Return the ranks whose memory a rank uses, or that use its memory."""
+    steps = [step for level in schedule for step in level if not step.staged]
+    pairs = [(step.source, step.destination) for step in steps]
+    return sorted({end for pair in pairs if rank in pair for end in pair} - {rank})
+
+
 Wait = tuple[int, int]
 """(rank, level): wait until the rank has ended its part of a level. Levels count from 1; level 0
 means that the rank has begun.

@@ -139,7 +139,6 @@ def pairing(
     """Return the pairing of devices `joined` by these links; `measured`: with their speeds."""
     speeds = []
     if measured and topology.size > 1:
-        peers.enable(topology)
         speeds = peers.measure(topology)
     schedules = {"tree": tree(topology), "muji": muji(topology), "flat": flat(topology)}
     pairs = device_pairs(topology)
