@@ -15,14 +15,15 @@ from caffepy.core.errors import ConfigError
 from caffepy.data.reader import Reader
 from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.blob import Array
+from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.net import Net
-from caffepy.parallel.manager import P2PManager, SyncOptions
+from caffepy.parallel.manager import P2PManager, SyncOptions, p2p_manager
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from tests.nets import library
 from tests.parallel.faulty import this_rank
-from tests.solver.cases import SETTINGS, solver_of
+from tests.solver.cases import SETTINGS
 
 RECORDS, BATCH = 20, 2
 
@@ -86,11 +87,16 @@ def root_solver(kind: str, folder: Path, interval: int, more: str) -> Solver:
     )
     param = text_format.Parse(settings, SolverParameter())
     solver = Solver(param, device=Device(seed=1), path=str(folder / "solver.prototxt"))
+    give_images(solver, kind, folder)
+    return solver
+
+
+def give_images(solver: Solver, kind: str, folder: Path) -> None:
+    """Give a MemoryData layer its arrays."""
     if kind == "MemoryData":
         for net in (solver.net, *solver.test_nets):
             images, labels = np.load(folder / "images.npy").astype(np.float32), np.arange(RECORDS)
             net.layers[0].reset(images, labels)  # type: ignore[attr-defined]
-    return solver
 
 
 Batch = list[Array]
@@ -204,9 +210,15 @@ def test_a_script_may_run_the_nets_of_the_root_between_steps(kind: str, folder: 
 
 
 @pytest.mark.parametrize("sync", ["tree", "flat"])
-def test_what_a_script_writes_reaches_all_solvers(sync: str) -> None:
+@pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpus(2))])
+def test_what_a_script_writes_reaches_all_solvers(place: str, sync: str) -> None:
     text = library.inputs(x=(4, 3)) + library.dummies("y", 'type: "constant"', y=(4, 2))
+    settings = f"{SETTINGS} net_param {{ {library.regression(text)} }}"
     written = np.random.default_rng(0).standard_normal((3, 4, 3)).astype(np.float32)
+
+    def made(device: Device) -> Solver:
+        param = text_format.Parse(settings, SolverParameter())
+        return Solver(param, device=device, precision="fp32")
 
     def script(root: Solver) -> Array:
         root.param.base_lr = 0.05
@@ -216,15 +228,18 @@ def test_what_a_script_writes_reaches_all_solvers(sync: str) -> None:
             y.host_data[...] += 1
             root.step(1)
             weight.host_data[...] *= 0.5
-        return root.params.data.copy()
+        root.device.flush()
+        return np.array(root.device.on_host(root.params.data))
 
-    text = library.regression(text)
-    alone = script(solver_of("", text))
-    root = solver_of("", text)
-    with P2PManager(root, [Device() for _ in range(3)], all_joined(3), SyncOptions(sync)):
+    alone = script(made(Device(seed=1)))
+    on_gpus = place == "gpu"
+    devices = [CudaDevice(i) for i in range(2)] if on_gpus else [Device() for _ in range(3)]
+    root = made(devices[0])
+    deadlines = {"set-up": 300.0, "step": 60.0}
+    with p2p_manager(root, devices, SyncOptions(sync, deadlines=deadlines)):
         with pytest.raises(ConfigError, match="apply_update updates one solver"):
             root.apply_update()
-        np.testing.assert_allclose(script(root), alone, rtol=1e-6)
+        np.testing.assert_allclose(script(root), alone, rtol=1e-5, atol=1e-6)
 
 
 def test_batches_lie_where_they_are_taken_after_a_restore_too(
@@ -278,3 +293,50 @@ def test_a_shared_layer_serves_one_solver_at_a_time(folder: Path) -> None:
         )
     )
     batches_of(4, "Python", folder, 6)
+
+
+OUTPUT = """
+layer { name: "out" type: "HDF5Output" bottom: "data" bottom: "label"
+  hdf5_output_param { file_name: "out.h5" } }
+"""
+
+
+def learned(
+    kind: str, folder: Path, devices: list[Device], passes: int, more: str = ""
+) -> tuple[Array, dict[str, Array]]:
+    """Weights after three iterations of solvers on these devices, and the rows that were written."""
+    text = f'layer {{ name: "in" type: "{kind}" top: "data" top: "label" {LAYERS[kind]} }} {more}'
+    text += library.inner_product("ip", "data", 21) + library.softmax_loss("ip")
+    settings = f"{SETTINGS} iter_size: {passes} net_param {{ {text} }}"
+    param = text_format.Parse(settings, SolverParameter())
+    param.base_lr = 1e-4
+    path = str(folder / "solver.prototxt")
+    root = Solver(param, device=devices[0], path=path, precision="fp32")
+    give_images(root, kind, folder)
+    deadlines = {"set-up": 300.0, "step": 60.0}
+    with p2p_manager(root, devices, SyncOptions(deadlines=deadlines)):
+        root.step(3)
+    root.device.flush()
+    weights = np.array(root.device.on_host(root.params.data))
+    root.close()
+    rows: dict[str, Array] = {}
+    if more:
+        with h5py.File("out.h5") as file:
+            rows = {name: item[()] for name, item in file.items()}
+    return weights, rows
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("more", ["", OUTPUT], ids=["", "HDF5Output"])
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpus(2))])
+def test_two_solvers_learn_from_any_data_what_one_learns(
+    place: str, kind: str, more: str, passes: int, folder: Path
+) -> None:
+    alone, rows = learned(kind, folder, [Device()], 2 * passes, more)
+    devices = [CudaDevice(i) for i in range(2)] if place == "gpu" else [Device(), Device()]
+    weights, written = learned(kind, folder, devices, passes, more)
+    np.testing.assert_allclose(weights, alone, rtol=1e-3, atol=1e-5)
+    assert written.keys() == rows.keys()
+    for name, array in rows.items():
+        np.testing.assert_allclose(written[name], array, rtol=1e-5)
