@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import TextIO
 
 import click
 
@@ -129,6 +130,7 @@ def main() -> None:
     code = run(sys.argv[1:], PROGRAM if name.endswith(".py") else name.removesuffix(".exe"))
     for number in ENDING:  # the exit code is final; threads and files take a moment to close
         signal.signal(number, signal.SIG_IGN)
+    _tell(end="")  # log lines that could not be written may be left
     if at_work():
         logging.shutdown()
         sys.stdout.flush()
@@ -205,7 +207,7 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
     except click.UsageError as error:
         _say(_unknown_option(error) if isinstance(error, click.NoSuchOption) else _misuse(error))
         if error.ctx is not None:
-            click.echo(error.ctx.get_usage(), err=True)
+            _tell(error.ctx.get_usage())
         return error.exit_code
     except CaffeError as error:
         _say(str(error), hint(error, arguments))
@@ -222,7 +224,7 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
         if _interrupted:
             return INTERRUPTED
         if isinstance(error, OSError) and error.errno in FULL and not error.filename:
-            _abandon_stdout()
+            _abandon(sys.stdout)
             _say(f"cannot write the output: {reason(error)}")
             return UsageError.exit_code
         if isinstance(error, RuntimeError) and "start new thread" in str(error):
@@ -232,7 +234,7 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
         if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("caffepy"):
             _say(f'the package "{error.name}", which caffepy needs, is not installed', REINSTALL)
             return ConfigError.exit_code
-        traceback.print_exc()
+        _tell(traceback.format_exc().rstrip("\n"))
         _say(
             "this is a bug of caffepy, not yours; please report it, with the lines above and the "
             "command, to those from whom you have caffepy"
@@ -240,9 +242,9 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
         return BUG
 
 
-def _abandon_stdout() -> None:
-    """Discard the rest of stdout's buffer, or the end of the process would fail on it again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _abandon(stream: TextIO) -> None:
+    """Discard the rest of a stream's buffer, or the end of the process would fail on it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def flags(arguments: Sequence[str] = ()) -> dict[str, bool | None]:
@@ -325,4 +327,13 @@ def _bundled(arguments: Sequence[str]) -> set[str]:
 
 
 def _say(message: str, further: str = "") -> None:
-    click.echo(f"caffepy: error: {message}" + (f"\n({further})" if further else ""), err=True)
+    _tell(f"caffepy: error: {message}" + (f"\n({further})" if further else ""))
+
+
+def _tell(text: str = "", end: str = "\n") -> None:
+    """Write to stderr, if that can be written: the exit code is the same without."""
+    try:
+        sys.stderr.write(text + end)
+        sys.stderr.flush()
+    except OSError:
+        _abandon(sys.stderr)

@@ -334,6 +334,18 @@ def test_no_memory_is_one_message(failing: Any, capsys: Captured) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["check", "none.prototxt"], 3), (["check", "--nothing"], 2), (["check", "digits"], 0)],
+)
+def test_exit_codes_do_not_depend_on_stderr(arguments: list[str], code: int) -> None:
+    command = [sys.executable, "-m", "caffepy", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=full, check=False)
+    assert done.returncode == code
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
     "arguments", [["--help"], ["device-query"], ["check", "--model", "lenet", "--synthetic"]]
 )
 def test_full_stdout_is_one_message(arguments: list[str]) -> None:
