@@ -32,9 +32,10 @@ log = logging.getLogger(__name__)
 class ResumeState:
     """The snapshots of a solver: saved, restored, owed."""
 
-    def __init__(self, iterations: Iterations, run: dict[str, Any]) -> None:
+    def __init__(self, iterations: Iterations, run: dict[str, Any], folder: str) -> None:
         self.iterations = iterations
         self.run = run  # the identity of the run
+        self._folder = folder  # that names are relative to, wherever layers change to
         self._started = time.time()  # when this part of the run began, in its sidecars
         self.started_at = 0  # the iteration of the state that was restored
         self.workers_positions: list[dict[str, Any]] = []  # of the workers in that state
@@ -90,7 +91,7 @@ class ResumeState:
                 **iterations.display.state(number),
             }
             announce, diff = reporter.snapshotted, param.snapshot_diff
-            snapshot.write(files, step.net, state, sidecar, diff, announce)
+            snapshot.write(files, step.net, state, sidecar, diff, announce, self._folder)
             self._failed_at, self._saved = -1, (number, files.state)
 
     def try_to_save(self) -> None:

@@ -78,11 +78,13 @@ def write(
     more: dict[str, Any],
     diff: bool,
     announce: Callable[[str, str], None],
+    folder: str = "",
 ) -> None:
     """Write a snapshot, every file whole or not at all; ConfigError names one that cannot be
     written.
 
-    `more` goes into the sidecar; `announce` is called before each file.
+    `more` goes into the sidecar; `announce` is called before each file. Names are relative to
+    `folder`.
     """
     name, write_model, write_state = (
         ("HDF5", write_hdf5, _write_hdf5)
@@ -91,8 +93,9 @@ def write(
     )
     at_hand = files.model
     try:
-        with replacing_all([files.model, files.sidecar, files.state]) as names:
-            model_file, sidecar_file, state_file = names
+        names = [files.model, files.sidecar, files.state]
+        with replacing_all([os.path.join(folder, name) for name in names]) as new:
+            model_file, sidecar_file, state_file = new
             announce(f"to {name}", files.model)
             write_model(net, model_file, diff)
             at_hand = files.state

@@ -5,7 +5,9 @@ Read `step` first; then `iteration` for one iteration, `runners` for how a devic
 """
 
 import logging
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 
 from caffepy import ops
@@ -66,6 +68,9 @@ class Solver:
         root: "Solver | None" = None,
         batch_parts: int = 1,
     ) -> None:
+        folder = ""
+        with suppress(OSError):  # the working directory may be gone
+            folder = os.getcwd()
         self.param = param
         self.path = path
         self.precision = precision
@@ -103,7 +108,7 @@ class Solver:
         self.phase_timer: PhaseTimer = self._step.phase_timer  # while there is a synchronizer
         nets = [self.net, *self.test_nets]
         self.iterations = Iterations(self._step, nets, self, is_worker=root is not None)
-        self.resume_state = ResumeState(self.iterations, identity(param, source.param))
+        self.resume_state = ResumeState(self.iterations, identity(param, source.param), folder)
         if param.snapshot > 0:
             check_layers(param, self.net)
         log.info("Solver scaffolding done.")

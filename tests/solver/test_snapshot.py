@@ -514,6 +514,20 @@ def test_an_error_of_one_solver_does_not_cost_what_was_learned(
     np.testing.assert_array_equal(resumed.params.data, whole.params.data)
 
 
+def test_a_layer_that_changes_the_working_directory_moves_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in "here", "there":
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    solver = solver_of('max_iter: 4 snapshot: 2 snapshot_prefix: "s" ')
+    solver.net.before_forward.append(lambda layer: os.chdir(tmp_path / "there"))
+    solver.solve()
+    assert len(list((tmp_path / "here").iterdir())) == 6
+    assert not list((tmp_path / "there").iterdir())
+    assert solver.resume_state.saved_now == "s_iter_4.solverstate"
+
+
 def test_an_infinite_history_is_not_saved(tmp_path: Path) -> None:
     solver = solver_of(f'type: "Adam" momentum: 0.9 snapshot_prefix: "{tmp_path}/s" max_iter: 2 ')
     solver.step(1)
