@@ -22,7 +22,7 @@ def convolution(site: Site) -> None:
     attributes = {
         "kernel_shape": list(kernel or point),
         "strides": list(stride or (1,)),
-        "pads": list((pad or (0,)) * 2),
+        "pads": _pads(site) if op == "Conv" and kernel else list((pad or (0,)) * 2),
         "dilations": list(dilation or (1,)),
         "group": layer.group,
     }
@@ -36,14 +36,22 @@ def convolution(site: Site) -> None:
         site.reshape(site.node(op, images, weight, *bias, **attributes), top_shape, out=y)
 
 
+def _pads(site: Site) -> list[int]:
+    """Return the zeros before and behind each axis of a convolution."""
+    layer, size = site.layer, site.bottom_shapes[0][site.layer.axis + 1 :]
+    grown = layer.window.grown(size)
+    behind = [p + g - n for p, g, n in zip(layer.window.pad, grown, size, strict=True)]
+    return [*layer.window.pad, *behind]
+
+
 @writers("Im2col")
 def im2col(site: Site) -> None:
     """Conv with a kernel for each channel and place in the window: 1 there, 0 elsewhere."""
     layer, shape = site.layer, site.bottom_shapes[0]
-    kernel, stride, pad, dilation = layer.window
+    kernel, stride, _, dilation = layer.window
     channels, places = shape[layer.axis], prod(kernel)
     one = np.tile(np.eye(places).reshape(places, 1, *kernel), (channels, 1) + (1,) * len(kernel))
-    steps = {"strides": list(stride), "pads": list(pad * 2), "dilations": list(dilation)}
+    steps = {"strides": list(stride), "pads": _pads(site), "dilations": list(dilation)}
     weight = site.constant(one, what="places")
     (x,), (y,) = site.bottoms, site.tops
     if layer.axis == 1:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Blobs, Layer, Weighted, layer
 from caffepy.layer.pooling import check_padded
 from caffepy.proto.caffe_pb2 import ConvolutionParameter
@@ -21,17 +21,23 @@ class Window(NamedTuple):
     pad: tuple[int, ...]
     dilation: tuple[int, ...]
 
-    def check_fits(self, size: Sequence[int]) -> None:
-        """ConfigError if the kernel is larger than the padded input of this size."""
-        if any(
-            d * (k - 1) + 1 > n + 2 * p
-            for n, k, p, d in zip(size, self.kernel, self.pad, self.dilation, strict=True)
-        ):
+    def grown(self, size: Sequence[int]) -> tuple[int, ...]:
+        """Return the size of an input with the zeros that the kernel reads behind it.
+
+        There are none unless the kernel is larger than the padded input by less than the stride:
+        then Caffe's division, which truncates, finds one place for it. ConfigError if it is larger.
+        """
+        least = [
+            d * (k - 1) + 1 - 2 * p
+            for k, p, d in zip(self.kernel, self.pad, self.dilation, strict=True)
+        ]
+        if any(m >= n + s for m, n, s in zip(least, size, self.stride, strict=True)):
             dilated = f", dilation {by(self.dilation)}" if max(self.dilation) > 1 else ""
             raise ConfigError(
                 f"kernel {by(self.kernel, False)} does not fit its {by(size, False)} input "
                 f"(pad {by(self.pad)}{dilated})"
             )
+        return tuple(map(max, size, least))
 
 
 def by(sizes: Sequence[int], brief: bool = True) -> str:
@@ -139,7 +145,7 @@ class _Filtering(Weighted):
 class Convolution(_Filtering):
     """(..., C, *in) -> (..., O, *out); weight (O, C/group, *kernel), bias (O,).
 
-    out = (in + 2*pad - (dilation*(kernel - 1) + 1)) // stride + 1.
+    out = (in + 2*pad - (dilation*(kernel - 1) + 1)) / stride + 1, truncated towards 0.
     """
 
     seeks_preferred_layout = True
@@ -150,26 +156,45 @@ class Convolution(_Filtering):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         spatial = self.check_bottoms(bottom)
-        self.window.check_fits(spatial)
-        check_padded(spatial, self.window.pad)
+        grown = self.window.grown(spatial)
+        check_padded(grown, self.window.pad)
         outer = bottom[0].shape[: self.axis]
-        self.plan(prod(outer), self.channels, spatial)
+        self.plan(prod(outer), self.channels, grown)
+        self.inside: tuple[Any, ...] = (..., *map(slice, spatial))
+        self.copies: list[Blob] = []  # of the bottoms, with zeros behind, if they must be grown
+        for b in bottom if grown != spatial else ():
+            self.copies.append(self.buffer((*outer, self.channels, *grown)))
+            if b.layout != self.copies[-1].layout:
+                self.copies[-1].set_layout(b.layout)
         for t in top:
             t.reshape((*outer, self.outputs, *(self.conv.y_shape[2:] if spatial else ())))
-        self.takes_preferred_layout = self.axis == 1 and 1 <= len(spatial) <= 3
+        self.takes_preferred_layout = self.axis == 1 and 1 <= len(spatial) <= 3 and not self.copies
+
+    def whole(self, bottom: Blobs) -> Blobs:
+        """Return what the kernel reads: the bottoms, or their copies with zeros behind."""
+        for x, b in zip(self.copies, bottom, strict=False):
+            self.ops.copy(b.data, x.data[self.inside])
+        return self.copies or bottom
+
+    def backward_data(self, y: Blob, x: Blob, copy: Blob) -> None:
+        """Write the diff of a bottom, by way of its copy if there is one."""
+        self.conv.backward_data(y.diff, self.blobs[0].data, copy.diff)
+        if copy is not x:
+            self.ops.copy(copy.diff[self.inside], x.diff)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        for x, y in zip(bottom, top, strict=True):
+        for x, y in zip(self.whole(bottom), top, strict=True):
             self.conv.forward(x.data, self.blobs[0].data, self.bias, y.data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         dw, db = self.weight_diff, self.bias_diff
-        for y, down, x in zip(top, propagate_down, bottom, strict=True):
+        whole = self.copies or bottom
+        for y, down, x, copy in zip(top, propagate_down, bottom, whole, strict=True):
             if dw is not None or db is not None:
                 with self.side_stream(any(propagate_down)):
-                    self.conv.backward_weight(x.data, y.diff, dw, db)
+                    self.conv.backward_weight(copy.data, y.diff, dw, db)
             if down:
-                self.conv.backward_data(y.diff, self.blobs[0].data, x.diff)
+                self.backward_data(y, x, copy)
 
     def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
         """Each output is a sum over one filter."""
@@ -248,14 +273,14 @@ class Im2col(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shape, axis = bottom[0].shape, self.axis
         outer, channels, spatial = shape[:axis], shape[axis], shape[axis + 1 :]
-        self.window.check_fits(spatial)
-        check_padded(spatial, self.window.pad)
+        grown = self.window.grown(spatial)
+        check_padded(grown, self.window.pad)
         kernel, _, pad, _ = self.window
         self.out = tuple(
             (n + 2 * p - (d * (k - 1) + 1)) // s + 1
-            for n, k, s, p, d in zip(spatial, *self.window, strict=True)
+            for n, k, s, p, d in zip(grown, *self.window, strict=True)
         )
-        padded = [n + 2 * p for n, p in zip(spatial, pad, strict=True)]
+        padded = [n + 2 * p for n, p in zip(grown, pad, strict=True)]
         self.pad_buffer = self.buffer((prod(outer), channels, *padded))
         inside = [slice(p, p + n) for n, p in zip(spatial, pad, strict=True)]
         self.within: tuple[Any, ...] = (..., *inside)

@@ -58,20 +58,22 @@ class ConvolutionReLU:
 
     def forward(self) -> None:
         layer, w = self.layer, self.layer.blobs[0].data
-        layer.conv.forward(self.bottom.data, w, layer.bias, self.top.data, relu=True)
+        (x,) = layer.whole([self.bottom])
+        layer.conv.forward(x.data, w, layer.bias, self.top.data, relu=True)
 
     def backward(self) -> None:
         layer, dy = self.layer, self.top.diff
         dw, db = layer.weight_diff, layer.bias_diff
+        (x,) = layer.copies or [self.bottom]
         rows = self.top.data, dy
         if layer.axis != 1:  # (N, O, ...), also where several axes stand for N
             rows = rows[0].reshape(layer.conv.y_shape), dy.reshape(layer.conv.y_shape)
         layer.ops.relu_bias_backward(*rows, db)
         if dw is not None:
             with layer.side_stream(self.propagate_down):
-                layer.conv.backward_weight(self.bottom.data, dy, dw, None)
+                layer.conv.backward_weight(x.data, dy, dw, None)
         if self.propagate_down:
-            layer.conv.backward_data(dy, layer.blobs[0].data, self.bottom.diff)
+            layer.backward_data(self.top, self.bottom, x)
 
 
 class PoolingReLU:

@@ -66,6 +66,11 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([(2, 3, 4, 5, 6)], 1, "convolution_param { num_output: 2 kernel_size: 3 axis: 2 }"),
         ([(4, 3)], 1, "convolution_param { num_output: 2 kernel_size: 1 }"),
         ([IMAGE, IMAGE], 2, "convolution_param { num_output: 4 kernel_size: 3 }"),
+        (
+            [(2, 3, 6, 11)],
+            1,
+            "convolution_param { num_output: 2 kernel_size: 4 dilation: 2 stride: 2 }",
+        ),
     ],
     "Deconvolution": [
         ([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 4 pad: 1 stride: 2 }"),
@@ -83,6 +88,7 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
     "Im2col": [
         ([IMAGE], 1, "convolution_param { kernel_h: 3 kernel_w: 2 pad: 1 stride: 2 }"),
         ([(2, 3, 4, 5, 6)], 1, "convolution_param { kernel_size: 2 axis: 2 }"),
+        ([(2, 3, 6, 11)], 1, "convolution_param { kernel_size: 4 dilation: 2 stride: 2 }"),
     ],
     "InnerProduct": [
         ([IMAGE], 1, "inner_product_param { num_output: 4 }"),

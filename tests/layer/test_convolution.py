@@ -33,6 +33,8 @@ CASES = {
         (2, 4, 4, 4),
         "num_output: 6 kernel_size: 3 group: 2 pad: 1 bias_term: false",
     ),
+    "larger than its input": ((2, 3, 6, 11), "num_output: 4 kernel_size: 4 dilation: 2 stride: 2"),
+    "larger and padded": ((2, 2, 3, 3), "num_output: 2 kernel_size: 6 stride: 3 pad: 1"),
     "1x1": ((2, 3, 3, 4), "num_output: 2 kernel_size: 1"),
     "1 axis": ((2, 3, 9), "num_output: 2 kernel_size: 3"),
     "3 axes": ((1, 2, 3, 4, 3), "num_output: 2 kernel_size: 2 pad: 1"),
@@ -92,7 +94,30 @@ def test_only_what_is_wanted_is_computed():
     assert np.isnan(single.bottom[0].diff).all()
 
 
+@pytest.mark.parametrize("pad", [0, 1])
+def test_a_larger_kernel_reads_zeros_behind_its_input(pad):
+    """As in Caffe, whose division of a negative number by the stride gives 0."""
+    x, param = (
+        random(2, 3, 6 - 2 * pad, 11),
+        f"num_output: 4 kernel_size: 4 dilation: 2 stride: 2 pad: {pad}",
+    )
+    single = Single(text(param), x)
+    padded = Single(text(param), np.pad(x, [(0, 0), (0, 0), (0, 1), (0, 0)]))
+    (y,), (z,) = single.forward(), padded.forward()
+    assert y.shape == z.shape == (2, 4, 1, 3 + pad)
+    np.testing.assert_array_equal(y, z)
+    dy = random(*y.shape, seed=3)
+    ((dx,), dws), ((dz,), dvs) = single.backward([dy]), padded.backward([dy])
+    np.testing.assert_array_equal(dx, dz[:, :, :-1])
+    for dw, dv in zip(dws, dvs, strict=True):
+        np.testing.assert_array_equal(dw, dv)
+
+
 ERRORS = {
+    "kernel larger by a stride": (
+        "num_output: 1 kernel_h: 5 kernel_w: 4 stride: 2",
+        r"kernel 5x4 does not fit its 3x4 input \(pad 0\)",
+    ),
     "num_output": ("kernel_size: 3", "num_output must be 1 or more"),
     "kernel beyond input": (
         "num_output: 1 kernel_size: 5",

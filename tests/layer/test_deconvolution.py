@@ -27,6 +27,7 @@ WINDOWS = {
     "basic": ((2, 3, 5, 4), "kernel_size: 3"),
     "pad, stride": ((2, 2, 6, 5), "kernel_size: 3 pad: 1 stride: 2"),
     "dilation": ((1, 2, 7, 6), "kernel_size: 2 dilation: 2 pad: 1"),
+    "larger than its input": ((2, 3, 6, 11), "kernel_size: 4 dilation: 2 stride: 2"),
     "1 axis": ((2, 3, 9), "kernel_size: 3"),
     "axis 2": ((2, 2, 3, 5, 4), "kernel_size: 3 axis: 2"),
 }

@@ -19,6 +19,7 @@ CASES = {
     "basic": ((2, 3, 6, 5), "num_output: 4 kernel_size: 3"),
     "no bias": ((2, 3, 6, 5), "num_output: 4 kernel_size: 3 bias_term: false"),
     "group": ((2, 4, 6, 5), "num_output: 6 kernel_size: 3 group: 2 pad: 1"),
+    "larger than its input": ((2, 3, 6, 11), "num_output: 4 kernel_size: 4 dilation: 2 stride: 2"),
     "1 axis": ((2, 3, 9), "num_output: 4 kernel_size: 3"),
     "no spatial axis": ((4, 3), "num_output: 2 kernel_size: 1"),
     "axis 2": ((2, 2, 3, 5, 4), "num_output: 4 kernel_size: 3 axis: 2 pad: 1"),
