@@ -37,14 +37,16 @@ WAITS_PER_LINE = 1000
 
 
 _threads: "weakref.WeakKeyDictionary[threading.Thread, _Producer]" = weakref.WeakKeyDictionary()
+# The last to use a loader releases its source, so the exit of the process waits for each thread,
+# also for one that is ending.
+_alive: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
-    threads = list(_threads.items())
-    for _, producer in threads:
+    for producer in list(_threads.values()):
         producer.stop()
-    for thread, _ in threads:
+    for thread in list(_alive):
         _join(thread, EXIT_WAIT)
 
 
@@ -87,7 +89,9 @@ class _Producer:
             fill_threads = FILL_THREADS if num_threads() >= MIN_THREADS else 0
             make = self._reserve if fill_threads else self._load
             for _ in range(fill_threads):
-                threading.Thread(target=self._fill, name="caffepy-fill", daemon=True).start()
+                filling = threading.Thread(target=self._fill, name="caffepy-fill", daemon=True)
+                _alive.add(filling)
+                filling.start()
             for free in cycle(self.free):
                 # a batch is full, or none can be reserved before one is handed over
                 while self._reserved and (
@@ -239,6 +243,7 @@ class Reader:
         try:
             self._thread = thread
             _threads[thread] = self._producer
+            _alive.add(thread)
             thread.start()
         except BaseException:  # an interruption
             self.stop()

@@ -129,6 +129,7 @@ class Database(Source):
             handle.cursors[id(self._cursor)] = self._cursor
             _open[identity] = handle
         self._finalizer = finalize(self, _forget, *self._use)
+        self._finalizer.atexit = False  # a thread may still read, and the system closes files
         self.path = path
         self._index = 0
         self._has_warned = False

@@ -2,16 +2,16 @@
 
 import os
 import re
-import shutil
 import tempfile
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 from weakref import finalize
 
 from caffepy.core.errors import DataError, install
+from caffepy.core.files import temporary
 from caffepy.data.sources.databases import Database, text_of
 
-LINKED = "caffepy-leveldb-"
+LINKED = "caffepy-leveldb"
 OWN_FILES = ("LOCK", "LOG", "LOG.old")  # of a process that has a LevelDB open
 
 
@@ -48,7 +48,7 @@ class LevelDB(Database):
 
     def _text_of(self, error: Exception) -> str:
         """The error's message with the path that the user gave, not that of the links."""
-        links = f"{re.escape(tempfile.gettempdir())}/{LINKED}\\w+"
+        links = re.escape(os.path.dirname(_links())) + rf"/\.{LINKED}\.\w+\.tmp"
         return re.sub(links, lambda _: self.path, text_of(error))
 
     def _first(self) -> None:
@@ -65,14 +65,19 @@ class LevelDB(Database):
         return bool(self._cursor.valid() and self._cursor.key() == key)
 
 
+def _links() -> str:
+    return os.path.join(tempfile.gettempdir(), LINKED)
+
+
 class _Linked:
     """A LevelDB opened through links in a folder of its own, which LevelDB locks and rewrites."""
 
     def __init__(self, path: str) -> None:
         import plyvel
 
-        folder = tempfile.mkdtemp(prefix=LINKED)
-        self._finalizer = finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        stack = ExitStack()
+        folder = stack.enter_context(temporary(_links(), is_folder=True))
+        self._finalizer = finalize(self, stack.close)
         for name in os.listdir(path):
             if name not in OWN_FILES:
                 os.symlink(os.path.join(os.path.abspath(path), name), os.path.join(folder, name))

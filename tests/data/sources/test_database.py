@@ -200,6 +200,47 @@ def test_a_leveldb_stays_as_it_is_and_others_may_read_it_at_the_same_time(tmp_pa
     } == before
 
 
+DROPPED = """
+import shutil, sys, time
+import caffepy
+
+remove = shutil.rmtree
+
+def slowly(*args, **kwargs):
+    time.sleep(0.3)
+    remove(*args, **kwargs)
+
+shutil.rmtree = slowly
+for _ in range(2):
+    net = caffepy.Net(sys.argv[1], caffepy.TRAIN)
+    net.forward()
+del net
+"""
+
+
+def test_links_to_a_leveldb_go_with_the_process_or_with_the_next(tmp_path):
+    """A thread that reads ahead is the last user of a net's data."""
+    pytest.importorskip("plyvel", reason="plyvel is not installed")
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "net.prototxt").write_text(
+        'layer { name: "d" type: "Data" top: "x" top: "y" data_param { batch_size: 2 '
+        f'source: "{GOLDEN}/raw_leveldb" backend: LEVELDB }} }}'
+    )
+    environment = {**os.environ, "TMPDIR": f"{tmp_path}/temporary", "CAFFEPY_NUM_THREADS": "4"}
+    call = [sys.executable, "-c", DROPPED, f"{tmp_path}/net.prototxt"]
+    root = Path(__file__).parents[3]
+    subprocess.run(call, check=True, cwd=root, env=environment)
+    assert not os.listdir(tmp_path / "temporary")
+    killed = (
+        "import os; from caffepy.data.sources import open_database\n"
+        f"source = open_database('{GOLDEN}/raw_leveldb'); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", killed], check=False, cwd=root, env=environment)
+    assert len(os.listdir(tmp_path / "temporary")) == 1
+    subprocess.run(call, check=True, cwd=root, env=environment)
+    assert not os.listdir(tmp_path / "temporary")
+
+
 @pytest.mark.parametrize("missing", ["CURRENT", "MANIFEST-000002"])
 def test_a_damaged_leveldb_is_told_by_its_name(missing, tmp_path):
     pytest.importorskip("plyvel", reason="plyvel is not installed")
