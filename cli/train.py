@@ -20,6 +20,12 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     help="Solver state to resume; auto: the newest good one of the solver's prefix, if there "
     "is one.",
 )
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Keep only the last N snapshots of this run; by default all.",
+)
 @options.gpus
 @options.cpus
 @options.sync

@@ -53,6 +53,7 @@ class TrainOptions:
     weights: caffemodels to start from.
     snapshot: a solverstate to resume, or "auto" for the newest good one under the solver's
         snapshot_prefix; if there is none, the run starts from `weights` or from scratch.
+    keep: number of snapshots of this run that are kept, the last ones; None: all.
     gpu: numbers of GPUs such as "0,1", or "all"; one solver each, which train as one.
     cpu: number of solvers on the CPU, even if the file says solver_mode: GPU.
     sync: how several solvers average gradients: "auto", "nccl", "tree", "muji" or "flat".
@@ -81,6 +82,7 @@ class TrainOptions:
     solver: str
     weights: Sequence[str] = ()
     snapshot: str | None = None
+    keep: int | None = None
     gpu: str | None = None
     cpu: int | None = None
     sync: str = "auto"
@@ -168,6 +170,7 @@ def train(options: TrainOptions) -> TrainResult:
             signals.listen()
             monitor.solver = solver
             solver.action = signals.poll
+            solver.resume_state.keep = options.keep
             solver.capture, solver.fuse = options.capture, options.fuse
             looked_at = param.debug_info or options.bn_stats == "sync"
             if solver.capture and solver.fuse and not looked_at:

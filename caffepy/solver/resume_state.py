@@ -4,6 +4,7 @@
 """
 
 import logging
+import os
 import threading
 import time
 from typing import Any
@@ -37,6 +38,8 @@ class ResumeState:
         self.run = run  # the identity of the run
         self._folder = folder  # that names are relative to, wherever layers change to
         self._started = time.time()  # when this part of the run began, in its sidecars
+        self._begun = self._started  # the same of its first part
+        self.keep: int | None = None  # number of snapshots of this run to keep; None: all
         self.started_at = 0  # the iteration of the state that was restored
         self.workers_positions: list[dict[str, Any]] = []  # of the workers in that state
         self.lock = threading.Lock()  # of `faults`, which may save from any thread
@@ -85,6 +88,7 @@ class ResumeState:
                 "iteration": number,
                 "run": self.run,
                 "started": self._started,
+                "begun": self._begun,
                 "settings": format_text(param),
                 "positions": {**iterations.positions(), "workers": workers.positions()},
                 "control": step.update_state.state(),
@@ -93,6 +97,9 @@ class ResumeState:
             announce, diff = reporter.snapshotted, param.snapshot_diff
             snapshot.write(files, step.net, state, sidecar, diff, announce, self._folder)
             self._failed_at, self._saved = -1, (number, files.state)
+            if self.keep:
+                prefix = os.path.join(self._folder, param.snapshot_prefix)
+                snapshot.remove_old(prefix, self._begun, self.keep)
 
     def try_to_save(self) -> None:
         """Write a snapshot; if that fails, log it and let training go on.
@@ -163,6 +170,7 @@ class ResumeState:
                 self.workers_positions = workers
                 # parts of a run follow each other even if the clock was set back
                 self._started = max(time.time(), float(content.get("started", 0)))
+                self._begun = float(content.get("begun", self._started))
         except CaffeError:
             set_positions(before, nets, device)
             raise

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from caffepy.core.errors import CaffeError, ConfigError
+from caffepy.core.errors import CaffeError, ConfigError, reason
 from caffepy.core.files import find_stale, remove_stale, replacing_all
 from caffepy.core.hdf5 import check_contents
 from caffepy.device.blob import Array, shape_string
@@ -342,7 +342,8 @@ class Found(NamedTuple):
     """A snapshot that lies under a prefix; in their order, the newest is the last.
 
     `started` is when the part of a run that wrote it began; without a sidecar it is the time of the
-    file. `run` is the `identity` of its run, empty if that is not known.
+    file. `begun` is when the first part did, and `run` the `identity` of the run; 0 and empty if
+    they are not known.
     """
 
     started: float
@@ -350,6 +351,7 @@ class Found(NamedTuple):
     written: float
     state: str
     run: dict[str, Any]
+    begun: float
 
 
 def under(prefix: str) -> list[Found]:
@@ -360,12 +362,26 @@ def under(prefix: str) -> list[Found]:
         if files and files.prefix == prefix:
             written = os.lstat(path).st_mtime
             content = sidecar.head(files.sidecar)
-            started, run = written, {}
+            started, run, begun = written, {}, 0.0
             with suppress(KeyError, TypeError, ValueError):
                 if content["state"]["name"] == os.path.basename(path):
                     started, run = float(content["started"]), dict(content["run"])
-            found.append(Found(started, files.iteration, written, path, run))
+                    begun = float(content["begun"])
+            found.append(Found(started, files.iteration, written, path, run, begun))
     return sorted(found, key=lambda snapshot: snapshot[:4], reverse=True)
+
+
+def remove_old(prefix: str, begun: float, keep: int) -> None:
+    """Remove all but the newest `keep` snapshots of the run that began then; the state goes first,
+    since it stands for the others.
+    """
+    ours = [snapshot for snapshot in under(prefix) if snapshot.begun == begun]
+    for files in map(Files.of_state, (snapshot.state for snapshot in ours[keep:])):
+        for path in (files.state, files.sidecar, files.model) if files else ():
+            try:
+                os.unlink(path)
+            except OSError as error:
+                log.warning("%s, an old snapshot, cannot be removed: %s", path, reason(error))
 
 
 def check_models(prefix: str, weights: Sequence[str]) -> None:

@@ -466,3 +466,19 @@ def test_two_runs_of_one_prefix_are_refused(digits: Path) -> None:
     )
     assert run_to(digits, 1) == "digits_iter_1.solverstate"
     assert not Path(".digits.lock").exists()
+
+
+def test_the_last_snapshots_of_a_run_are_kept(digits: Path) -> None:
+    def iterations() -> list[int]:
+        names = [p.name for p in digits.iterdir() if p.name.startswith("digits_iter")]
+        found = sorted({int(name.split("_")[2].split(".")[0]) for name in names})
+        assert len(names) == 3 * len(found)
+        return found
+
+    run_to(digits, 5)
+    run_to(digits, 8, keep=2)
+    assert iterations() == [5, 6, 8], "5 is of another run, though of the same settings"
+    run_to(digits, 9, keep=2, snapshot="auto")
+    assert iterations() == [5, 8, 9]
+    run_to(digits, 12, keep=1, snapshot="auto")
+    assert iterations() == [5, 12]
