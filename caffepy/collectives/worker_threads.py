@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Generic, TypeVar
 
 from caffepy.collectives.rank_group import RankGroup
-from caffepy.device.device import any_abandoned
+from caffepy.core.abandoned import any_abandoned
 
 Member = TypeVar("Member")
 

@@ -10,18 +10,6 @@ from numpy.typing import NDArray
 from caffepy.core.errors import CaffeError
 from caffepy.device.math_mode import MathMode
 
-_abandoned: list[object] = []
-
-
-def abandon(*things: object) -> None:
-    """Keep these things until the process ends: their device hangs, and freeing them would too."""
-    _abandoned.extend(things)
-
-
-def any_abandoned() -> bool:
-    """True if a device was abandoned, so that the process must end without waiting for it."""
-    return bool(_abandoned)
-
 
 def set_twister(twister: np.random.BitGenerator, state: dict[str, Any]) -> None:
     """Restore the state of a Mersenne Twister; ValueError for a position outside of its words,

@@ -12,7 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.worker_threads import WorkerThreads
-from caffepy.device.device import Device, abandon
+from caffepy.core.abandoned import abandon
+from caffepy.device.device import Device
 from caffepy.device.threads import num_threads, share
 from caffepy.layer import Layer
 from caffepy.layer.python import Python

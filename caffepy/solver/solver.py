@@ -11,9 +11,10 @@ from contextlib import suppress
 from functools import cached_property
 
 from caffepy import ops
+from caffepy.core.abandoned import abandon
 from caffepy.core.errors import ConfigError
 from caffepy.core.events import Output, Reporter
-from caffepy.device.device import Device, abandon
+from caffepy.device.device import Device
 from caffepy.net import Net, memory
 from caffepy.ops.objects import PhaseTimer
 from caffepy.proto.caffe_pb2 import SolverParameter

@@ -134,7 +134,7 @@ lstm = cpu.LSTM(steps, streams, size, np.float32)
 a, w = normal(steps, streams, 4 * size), normal(4 * size, size)
 cont = np.ones((steps, streams), np.float32)
 kept, h, c, da = (np.zeros((steps, streams, n), np.float32) for n in (size, size, size, 4 * size))
-lstm.forward(a, w, cont, normal(streams, size), normal(streams, size), kept, h, c)
+lstm.forward(a, w, cont, (normal(streams, size), normal(streams, size)), kept, h, c)
 lstm.backward(a, w, cont, normal(streams, size), c, normal(steps, streams, size), da)
 print(hashlib.sha256(h.tobytes() + c.tobytes() + da.tobytes()).hexdigest())
 """
