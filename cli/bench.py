@@ -32,7 +32,7 @@ def bench(context: click.Context) -> None:
 @options.solver
 @click.option("--model", metavar="NAME", default="", help="A bundled model, instead of a solver.")
 @options.gpu
-@click.option("--cpu", is_flag=True, help="Compute on the CPU, as without --gpu.")
+@click.option("--cpu", is_flag=True, help="Compute on the CPU, which is the default.")
 @options.precision
 @click.option(
     "--batch",

@@ -5,7 +5,7 @@ import click
 from caffepy.cli import options
 
 
-@click.command(short_help="Show the layers of a solver's nets without running them.")
+@click.command(short_help="Check a solver or net and show its layers, without training.")
 @click.argument("file", default="", metavar="[FILE|NAME]")
 @options.solver
 @options.model

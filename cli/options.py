@@ -112,8 +112,8 @@ def _trained_weights(*further: str) -> Decorator:
         type=click.Path(),
         default="",
         callback=names,
-        help="Trained weights (.caffemodel or .h5), several separated by commas; layers are "
-        "matched by name.",
+        help="Files of weights (.caffemodel or .h5), separated by commas; each layer takes those "
+        "of the layer of its name.",
     )
 
 
@@ -133,7 +133,7 @@ gpu = _gpus("; only the first computes. Default: the CPU.")
 gpus_measured = _gpus(". Default: all.")
 gpus_if_named = _gpus(". Default: the CPU.")
 gpus_in_turn = _gpus("; they share the batches. Default: the CPU.")
-gpus = _gpus("; they train as one. Default: the solver's, with solver_mode: GPU, else the CPU.")
+gpus = _gpus("; they train as one. Default: what solver_mode and device_id of the solver say.")
 gpu_if_any: Decorator = click.option(
     "--gpu",
     is_flag=False,
@@ -158,29 +158,30 @@ sync: Decorator = click.option(
     type=click.Choice(["auto", "tree", "muji", "flat", "nccl"]),
     default="auto",
     show_default=True,
-    help="How several solvers average gradients; tree updates only the root's parameters, as "
-    "in Caffe.",
+    help="How several solvers average gradients; caffepy device-pairs shows each way. With tree, "
+    "only the first solver updates parameters, as in Caffe.",
 )
 batch_mode: Decorator = click.option(
     "--batch-mode",
     type=click.Choice(["per-gpu", "global"]),
     default="per-gpu",
     show_default=True,
-    help="batch_size is that of each solver, or of all together, as in NVCaffe.",
+    help="What batch_size in the net means: the batch of each solver, as in Caffe, or of all "
+    "solvers together (global), as in NVCaffe.",
 )
 bn_stats: Decorator = click.option(
     "--bn-stats",
     type=click.Choice(["average", "root", "sync"]),
     default="average",
     show_default=True,
-    help="Statistics of BatchNorm in tests and snapshots: the average of all solvers, or the "
-    "root's, as in Caffe; "
-    "sync: solvers normalize their batches as one, in training too, which makes GPUs much slower.",
+    help="BatchNorm's mean and variance in tests and snapshots: the average of all solvers, or "
+    "those of the first (root), as in Caffe. sync: solvers normalize their batches as one in "
+    "training, too; GPUs are much slower then.",
 )
 deterministic: Decorator = click.option(
     "--deterministic",
     is_flag=True,
-    help="Two runs give the same numbers: a fixed seed, fixed orders of sums.",
+    help="Give the same numbers in each run: fix the seed and the order of sums.",
 )
 deadlines: Decorator = click.option(
     "--deadlines",
@@ -194,17 +195,21 @@ deadlines: Decorator = click.option(
 precision: Decorator = click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
-    help="Precision of a GPU: tf32 rounds factors of products to 10 bits, bf16 and fp16 keep "
-    "activations in 16 bits. "
-    "Default: the net's, CAFFEPY_PRECISION, else tf32.",
+    help="Precision on a GPU: fp32 rounds nothing, tf32 rounds the factors of products to 10 bits, "
+    "bf16 and fp16 keep activations in 16 bits. Default: the net's, else that of "
+    "CAFFEPY_PRECISION, else tf32.",
 )
 capture: Decorator = click.option(
     "--capture/--no-capture",
     default=True,
-    help="Replay the training step as a CUDA graph, or run layer by layer.",
+    help="On a GPU, capture the training step as a CUDA graph and replay it, or run layer by "
+    "layer (slower, for debugging). Default: capture.",
 )
 fuse: Decorator = click.option(
-    "--fuse/--no-fuse", default=True, help="Compute layers of a GPU together where possible."
+    "--fuse/--no-fuse",
+    default=True,
+    help="On a GPU, compute layers such as Convolution and ReLU in one kernel, or each by itself. "
+    "Default: fuse.",
 )
 windows: Decorator = click.option(
     "--windows",
@@ -221,14 +226,18 @@ iterations: Decorator = click.option(
     help="Number of batches.",
 )
 level: Decorator = click.option(
-    "--level", type=int, default=0, show_default=True, help="Level of the net's state."
+    "--level",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Level of the net, for min_level and max_level in the rules of layers.",
 )
 stage: Decorator = click.option(
     "--stage",
     "stages",
     default="",
     callback=_split,
-    help="Stages of the net's state, separated by commas.",
+    help="Stages of the net, separated by commas, for stage and not_stage in the rules of layers.",
 )
 threads: Decorator = click.option(
     "--threads",
@@ -251,7 +260,7 @@ max_bad_records: Decorator = click.option(
     default=0,
     show_default=True,
     metavar="N",
-    help="Skip up to N unreadable records or images of each source, each with a warning.",
+    help="Skip up to N records or images of each source that cannot be read, each with a warning.",
 )
 as_json: Decorator = click.option(
     "--json", "as_json", is_flag=True, help="Print the result to stdout as JSON."
@@ -273,7 +282,7 @@ image: Decorator = click.option(
     "--image",
     callback=_shape,
     metavar="C,H,W",
-    help="Shape of the images, if the net does not state it.",
+    help="Shape of the random images: channels, height and width, if the net does not say.",
 )
 
 
@@ -358,7 +367,7 @@ def prepared(command: Command) -> Command:
 
 def synthetic(command: Command) -> Command:
     """Add --synthetic and --image, which replaces the data layers of a net even without it."""
-    help = "Replace the data by random images and labels."
+    help = "Use random images and labels instead of the net's data, which need not be there."
     return _with(command, click.option("--synthetic", is_flag=True, help=help), image)
 
 
@@ -383,7 +392,7 @@ def logged(least: int = 0) -> Decorator:
                 type=click.Path(),
                 default="",
                 envvar="GLOG_log_dir",
-                help="Folder for a log file.",
+                help="Folder for a log file, which gets what is logged to stderr, too.",
             ),
             click.option(
                 "--minloglevel",
@@ -391,14 +400,14 @@ def logged(least: int = 0) -> Decorator:
                 default=least,
                 show_default=True,
                 envvar="GLOG_minloglevel",
-                help="Least severity to log: 0 information, 1 warnings, 2 errors, 3 fatal errors.",
+                help="What to log: 0 all, 1 warnings and errors, 2 errors, 3 fatal errors.",
             ),
             click.option(
                 "--logtostderr/--no-logtostderr",
                 envvar="GLOG_logtostderr",
                 help="Log to stderr only.",
             ),
-            click.option("--v", type=int, default=0, envvar="GLOG_v", help="1: log more."),
+            click.option("--v", type=int, default=0, envvar="GLOG_v", help="1: log details."),
             *(click.option(flag, hidden=True, expose_value=False) for flag in GLOGS_OTHERS),
         )
 

@@ -17,8 +17,8 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     "--snapshot",
     type=click.Path(),
     default="",
-    help="Solver state to resume; auto: the newest good one of the solver's prefix, if there "
-    "is one.",
+    help="A .solverstate to resume from; auto: the newest whole one of this run under "
+    "snapshot_prefix, or a start from scratch if there is none.",
 )
 @click.option(
     "--keep",
@@ -83,7 +83,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 def train(solver: options.Definition | None, **values: Any) -> int:
     """Train the net of a solver prototxt, or of a bundled model.
 
-    Computes on the GPUs of --gpu, else on the solver's with solver_mode: GPU, else on the CPU.
+    Without --gpu and --cpu it computes where solver_mode of the solver says, by default on the CPU.
     Several GPUs train as one with a larger batch; the data is read once for all of them. SIGTERM,
     SIGUSR1, SIGUSR2, SIGXCPU and SIGQUIT take a snapshot and stop; a second signal ends the run at
     once. A stopped run ends with exit code 75; --snapshot auto resumes it. A run also writes

@@ -47,7 +47,6 @@ DEVELOPERS = [
 CREATES_ENVIRONMENT = "makes an environment and installs into it"
 STARTS_SHELL = "is for the reader's shell"
 NEEDS_GPUS = "needs GPUs"
-VIEWER = "starts a server"
 NOT_RUN = {
     "python3 -m venv .venv && .venv/bin/pip install '.[plot]' && .venv/bin/caffepy train --solver digits": (
         CREATES_ENVIRONMENT
@@ -56,7 +55,7 @@ NOT_RUN = {
     "pip install '.[plot,tensorboard,onnx]' onnxruntime": CREATES_ENVIRONMENT,
     "pip install '.[cuda13]'": CREATES_ENVIRONMENT,
     ". .venv/bin/activate": STARTS_SHELL,
-    "tensorboard --logdir events": VIEWER,
+    "mkdir -p ~/caffepy-tour && cd ~/caffepy-tour": STARTS_SHELL,
     "caffepy doctor": "tells what is broken on this machine by its exit code",
     "caffepy train --solver digits --gpu 0": NEEDS_GPUS,
     "caffepy train --solver digits --gpu all": NEEDS_GPUS,

@@ -22,8 +22,8 @@ Point = tuple[float, float]
 SCALE = 2.0
 """Pixels for one of the SVG."""
 
-MOST = 6e7
-"""Most pixels of a bitmap; a larger graph is drawn smaller."""
+MOST, LONGEST = 6e7, 16_000
+"""Most pixels of a bitmap and of its longer side; a larger graph is drawn smaller."""
 
 TIP, SPREAD = 8.0, pi / 7
 """Length of an arrow's head in pixels of the SVG, and half its angle."""
@@ -31,7 +31,7 @@ TIP, SPREAD = 8.0, pi / 7
 FRACTION = 4
 """Bits after the binary point of the coordinates for OpenCV."""
 
-BLACK = (0, 0, 0)
+BLACK, WHITE = (0, 0, 0), (255, 255, 255)
 STEPS = 12
 NUMBER = re.compile(r"-?[\d.]+")
 
@@ -52,7 +52,8 @@ class _Canvas:
     def __init__(self, picture: ElementTree.Element) -> None:
         self.picture = picture
         width, height = (float(picture.attrib[side]) for side in ("width", "height"))
-        self.scale = min(SCALE, (MOST / max(width * height, 1)) ** 0.5)
+        area, side = max(width * height, 1), max(width, height, 1)
+        self.scale = min(SCALE, (MOST / area) ** 0.5, LONGEST / side)
         size = [max(round(side * self.scale), 1) for side in (height, width)]
         self.pixels: Bitmap = np.full((*size, 3), 255, np.uint8)
         self.font_size = float(picture.attrib["font-size"])
@@ -61,7 +62,7 @@ class _Canvas:
         for element in self.picture:
             kind = element.tag.rpartition("}")[2]
             if kind == "path":
-                self._arrow(list(_curve(element.attrib["d"])))
+                self._arrow(list(_curve(element.attrib["d"])), _colour(element.attrib["stroke"]))
             elif kind == "polygon":
                 points = _points(element.attrib["points"])
                 self._fill(points, _colour(element.attrib["fill"]))
@@ -74,17 +75,17 @@ class _Canvas:
     def _fixed(self, points: Iterable[Point]) -> Any:
         return np.round(np.array(list(points)) * self.scale * (1 << FRACTION)).astype(np.int32)
 
-    def _line(self, points: Iterable[Point]) -> None:
+    def _line(self, points: Iterable[Point], colour: tuple[int, ...] = BLACK) -> None:
         import cv2
 
-        cv2.polylines(self.pixels, [self._fixed(points)], False, BLACK, 1, cv2.LINE_AA, FRACTION)
+        cv2.polylines(self.pixels, [self._fixed(points)], False, colour, 1, cv2.LINE_AA, FRACTION)
 
     def _fill(self, points: Iterable[Point], colour: tuple[int, ...]) -> None:
         import cv2
 
         cv2.fillPoly(self.pixels, [self._fixed(points)], colour, cv2.LINE_AA, FRACTION)
 
-    def _arrow(self, points: list[Point]) -> None:
+    def _arrow(self, points: list[Point], colour: tuple[int, ...]) -> None:
         end = u, v = points[-1]
         x, y = next((point for point in reversed(points) if point != end), end)
         angle = atan2(v - y, u - x)
@@ -92,8 +93,8 @@ class _Canvas:
             (u - TIP * cos(angle + turn), v - TIP * sin(angle + turn)) for turn in (-SPREAD, SPREAD)
         )
         line = [(x, y) for x, y in points if hypot(x - u, y - v) > TIP / 2]
-        self._line([*line, ((a[0] + b[0]) / 2, (a[1] + b[1]) / 2)])
-        self._fill([end, a, b], BLACK)
+        self._line([*line, ((a[0] + b[0]) / 2, (a[1] + b[1]) / 2)], colour)
+        self._fill([end, a, b], colour)
 
     def _text(self, line: ElementTree.Element, whole: ElementTree.Element) -> None:
         import cv2
@@ -101,10 +102,14 @@ class _Canvas:
         text = (line.text or "").encode("ascii", "replace").decode()
         size = float(whole.get("font-size", self.font_size)) * self.scale
         font, factor = cv2.FONT_HERSHEY_SIMPLEX, size / 32
-        (width, _), _ = cv2.getTextSize(text, font, factor, 1)
+        (width, height), _ = cv2.getTextSize(text, font, factor, 1)
         x, y = float(line.attrib["x"]) * self.scale, float(line.attrib["y"]) * self.scale
         left = x if whole.get("text-anchor") == "start" else x - width / 2
-        cv2.putText(self.pixels, text, (round(left), round(y)), font, factor, BLACK, 1, cv2.LINE_AA)
+        place = round(left), round(y)
+        if "stroke" in whole.attrib:  # white between the letters, too, and an edge
+            corner = round(left + width), round(y - height)
+            cv2.rectangle(self.pixels, place, corner, WHITE, cv2.FILLED)
+        cv2.putText(self.pixels, text, place, font, factor, BLACK, 1, cv2.LINE_AA)
 
 
 def _colour(text: str) -> tuple[int, ...]:

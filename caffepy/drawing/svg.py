@@ -21,6 +21,9 @@ MARGIN, GAP, ROOM = 12, 14, 34
 
 SWEEPS = 12
 
+INKS = ("#000000", "#1f5fa8", "#a83232", "#2f7d32", "#7a4ca0", "#a86a00")
+"""Colours of edges: black from a rank to the next one, else the others in turn by their start."""
+
 
 class Node(NamedTuple):
     """The look of a node; `shape` is "box" or "octagon"."""
@@ -67,9 +70,11 @@ def svg(graph: Graph) -> str:
         chains[i] = [start, *bends, end]
     rows = _ordered(graph, ranks, chains)
     across = _across(rows, chains, sizes)
-    labels = [len(label) for *_, label in graph.edges]
-    room = ROOM + (max(labels, default=0) * LETTER * 0.85 if lies else 0)
-    along, length = _along(rows, sizes, room)
+    rooms = [float(ROOM)] * len(rows)
+    for start, end, label in graph.edges if lies else ():
+        rank = min(ranks[start], ranks[end])
+        rooms[rank] = max(rooms[rank], ROOM + len(label) * LETTER * 0.85)
+    along, length = _along(rows, sizes, rooms)
     ends = (across[place] + _half(place, sizes) for row in rows for place in row)
     width = max(ends, default=0.0) + MARGIN
 
@@ -79,6 +84,9 @@ def svg(graph: Graph) -> str:
 
     shown = point(length, width) if graph.rankdir in ("LR", "TB") else point(0, width)
     parts: list[str] = []
+    labels: list[str] = []
+    far = dict.fromkeys(graph.edges[i][0] for i, chain in chains.items() if len(chain) > 2)
+    inks = {start: INKS[1 + i % (len(INKS) - 1)] for i, start in enumerate(far)}
     for i, (start, end, label) in enumerate(graph.edges):
         sign, beside = (1, 0.0) if i in chains else (-1, GAP / 2)  # back, beside the way there
         stops = [(along[ranks[start]] + sign * sizes[start][0] / 2, across[start] + beside)]
@@ -86,7 +94,9 @@ def svg(graph: Graph) -> str:
             if isinstance(bend, _Bend):
                 stops.append((along[bend.rank], across[bend]))
         stops.append((along[ranks[end]] - sign * sizes[end][0] / 2, across[end] + beside))
-        parts += _arrow(stops, label, point, lies)
+        parts.append(_arrow(stops, point, inks[start] if len(stops) > 2 else INKS[0]))
+        if label:
+            labels.append(_label(stops, label, point, lies))
     for name, node in graph.nodes.items():
         parts.append(_box(node, sizes[name], point(along[ranks[name]], across[name]), lies))
     return (
@@ -94,10 +104,17 @@ def svg(graph: Graph) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{shown[0]:.0f}" height="{shown[1]:.0f}" '
         f'font-family="sans-serif" font-size="{FONT}" text-anchor="middle">\n'
         f"<title>{_text(graph.name)}</title>\n"
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" '
-        'markerHeight="8" orient="auto">'
-        '<path d="M0 0L8 4L0 8z"/></marker></defs>\n'
-        '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        f"<defs>{''.join(map(_tip, INKS))}</defs>\n"
+        '<rect width="100%" height="100%" fill="white"/>\n'
+        + "\n".join(parts + labels)
+        + "\n</svg>\n"
+    )
+
+
+def _tip(ink: str) -> str:
+    return (
+        f'<marker id="tip{ink[1:]}" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" '
+        f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="{ink}"/></marker>'
     )
 
 
@@ -227,32 +244,38 @@ def _apart(row: Sequence[_Place], wanted: Sequence[float], sizes: _Sizes) -> lis
     return [(a + b) / 2 for a, b in zip(left, right, strict=True)]
 
 
-def _along(rows: _Rows, sizes: _Sizes, room: float) -> tuple[list[float], float]:
-    """Return the middle of each rank along the arrows, and the length of all of them."""
-    middles, end = [], float(MARGIN)
-    for row in rows:
+def _along(rows: _Rows, sizes: _Sizes, rooms: Sequence[float]) -> tuple[list[float], float]:
+    """Return the middle of each rank along the arrows, and the length of all of them; `rooms` is
+    the room behind each.
+    """
+    middles, end, room = [], float(MARGIN), 0.0
+    for row, room in zip(rows, rooms, strict=True):
         size = max((sizes[place][0] for place in row if isinstance(place, str)), default=0.0)
         middles.append(end + size / 2)
         end += size + room
     return middles, max(end - room, 0) + MARGIN
 
 
-def _arrow(
-    stops: Sequence[_Point], label: str, point: Callable[[float, float], _Point], lies: bool
-) -> Iterator[str]:
-    """Yield a curve through these points, with its label beside the first stretch."""
+def _arrow(stops: Sequence[_Point], point: Callable[[float, float], _Point], ink: str) -> str:
+    """Return a curve through these points."""
     path = "M%.1f %.1f" % point(*stops[0])
     for (u, v), (x, y) in pairwise(stops):
         middle = (u + x) / 2
         corners = (*point(middle, v), *point(middle, y), *point(x, y))
         path += "C%.1f %.1f %.1f %.1f %.1f %.1f" % corners
-    yield f'<path d="{path}" fill="none" stroke="black" marker-end="url(#tip)"/>'
-    if label:
-        (u, v), (x, y) = stops[:2]
-        x, y = point((u + x) / 2, (v + y) / 2)
-        beside = (x, y - 3, "middle") if lies else (x + 5, y + 3, "start")
-        style = 'x="%.1f" y="%.1f" text-anchor="%s"' % beside
-        yield f'<text {style} font-size="{FONT - 2}">{_text(label)}</text>'
+    return f'<path d="{path}" fill="none" stroke="{ink}" marker-end="url(#tip{ink[1:]})"/>'
+
+
+def _label(
+    stops: Sequence[_Point], label: str, point: Callable[[float, float], _Point], lies: bool
+) -> str:
+    """Return a label beside the first stretch, with white around its letters."""
+    (u, v), (x, y) = stops[:2]
+    x, y = point((u + x) / 2, (v + y) / 2)
+    beside = (x, y - 3, "middle") if lies else (x + 5, y + 3, "start")
+    style = 'x="%.1f" y="%.1f" text-anchor="%s"' % beside
+    halo = 'stroke="white" stroke-width="4" paint-order="stroke"'
+    return f'<text {style} font-size="{FONT - 2}" {halo}>{_text(label)}</text>'
 
 
 def _box(node: Node, size: _Point, middle: _Point, lies: bool) -> str:

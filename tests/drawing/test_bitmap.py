@@ -71,3 +71,12 @@ def test_empty_graphs_and_files() -> None:
     np.testing.assert_array_equal(
         cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR), bitmap(graph())
     )
+
+
+def test_no_side_is_too_long_for_viewers() -> None:
+    graph = Graph("long")
+    for i in range(200):
+        graph.nodes[f"n{i}"] = Node("a label of a node", "box", "#ffffff")
+        if i:
+            graph.edges.append((f"n{i - 1}", f"n{i}", ""))
+    assert bitmap(graph).shape[1] == 16_000

@@ -81,6 +81,30 @@ def test_an_edge_ends_at_its_nodes() -> None:
     assert paths[2].count("C") == 2  # around the node between
 
 
+def test_labels_lie_on_edges_with_white_around_them() -> None:
+    elements = list(ElementTree.fromstring(svg(graph_of("a>B B>c c>D B>D"))))
+    kinds = [element.tag.rpartition("}")[2] for element in elements]
+    labels = [i for i, element in enumerate(elements) if element.get("paint-order") == "stroke"]
+    assert len(labels) == 4
+    assert min(labels) > max(i for i, kind in enumerate(kinds) if kind in ("path", "polygon"))
+    assert {elements[i].attrib["stroke"] for i in labels} == {"white"}
+
+
+def test_long_edges_are_told_apart_by_colours() -> None:
+    picture = ElementTree.fromstring(svg(graph_of("a>B B>c c>D D>e a>D B>e")))
+    inks = [p.attrib["stroke"] for p in picture.iter(NAME % "path") if "marker-end" in p.attrib]
+    assert inks[:4] == ["#000000"] * 4
+    assert len({*inks}) == 3
+
+
+def test_a_long_label_makes_room_only_where_it_is() -> None:
+    graph = graph_of("a>B B>c c>D")
+    narrow = float(ElementTree.fromstring(svg(graph)).attrib["width"])
+    graph.edges[0] = ("a", "B", "a-B" + "x" * 100)
+    wide = float(ElementTree.fromstring(svg(graph)).attrib["width"])
+    assert wide - narrow == pytest.approx(100 * 7 * 0.85, abs=1)
+
+
 def test_labels_are_shown_and_escaped() -> None:
     graph = graph_of("a>b")
     graph.name = "<it>"
