@@ -189,8 +189,8 @@ deadlines: Decorator = click.option(
     envvar="CAFFEPY_DEADLINES",
     callback=_seconds,
     metavar="PHASE=S,...",
-    help="Seconds after which a solver that others wait for counts as hung: "
-    "set-up=900,step=300,test=900,snapshot=900.",
+    help="Seconds without progress after which a solver counts as hung: "
+    "set-up=900,step=300,test=900,snapshot=900. One solver alone is ended only if this is given.",
 )
 precision: Decorator = click.option(
     "--precision",

@@ -7,16 +7,15 @@ threads.
 
 import logging
 import math
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
 from caffepy.core.errors import CaffeError, DivergenceError, SyncError
+from caffepy.core.hangs import stacks
 
 log = logging.getLogger(__name__)
 
@@ -287,14 +286,3 @@ def named(rank: int, error: BaseException) -> BaseException:
     if not str(error).startswith("rank "):
         told.where = f"{place}: {error.where}" if error.where else place
     return told.with_traceback(error.__traceback__)
-
-
-def stacks(threads: Mapping[int, int]) -> str:
-    """Return the stack of every thread; `threads` has the thread of each rank."""
-    ranks = {thread: f"rank {rank}" for rank, thread in threads.items()}
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = []
-    for ident, frame in sys._current_frames().items():
-        name = ranks.get(ident, names.get(ident, str(ident)))
-        found.append(f"{name}:\n{''.join(traceback.format_stack(frame)).rstrip()}")
-    return "\n".join(found)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from caffepy import ops
+from caffepy.collectives.rank_group import DEADLINES
 from caffepy.commands.devices import choose_for_training
 from caffepy.core.errors import STOPPED, ConfigError, UsageError
 from caffepy.core.events import Output
@@ -24,7 +25,7 @@ from caffepy.report import Reporters, TensorBoard, logging_to, open_report
 from caffepy.report.speed import BaselineRecorder, baseline_key, known_baseline
 from caffepy.solver import Monitor, Signals, Solver, StopError, Watch, newest_good
 from caffepy.solver.check import at_field, check_max_iter
-from caffepy.solver.monitor import GRACE
+from caffepy.solver.monitor import GRACE, Heartbeat
 from caffepy.solver.snapshot import check_models, clean, under
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ class TrainOptions:
     sync: how several solvers average gradients: "auto", "nccl", "tree", "muji" or "flat".
     bn_stats: statistics of BatchNorm in tests and snapshots: the "average" of all solvers or those
         of the "root"; with "sync" the solvers normalize their batches as one, in training too.
-    deadlines: seconds after which a solver counts as hung, by phase.
+    deadlines: seconds after which a solver counts as hung, by phase; a run of one solver ends only
+        if they are given, else the log says what hangs.
     batch_mode: the net's batch_size is that of each solver, or of all together ("global").
     deterministic: two runs give the same numbers.
     max_bad_records: number of unreadable records of each source that are skipped.
@@ -146,6 +148,8 @@ def train(options: TrainOptions) -> TrainResult:
         param = read_solver(options.solver)
         check_max_iter(param, options.solver)
         devices = choose_for_training(options.gpu, options.cpu, param, options.solver)
+        ends = bool(options.deadlines) or len(devices) > 1
+        monitor.begin({**DEADLINES, **options.deadlines}, ends)
         _set_up(options, param, devices[0])
         clean(param.snapshot_prefix)
         snapshot = _starting_point(options, param)
@@ -176,8 +180,9 @@ def train(options: TrainOptions) -> TrainResult:
             if solver.capture and solver.fuse and not looked_at:
                 solver.save_memory()
             for net in (solver.net, *solver.test_nets):
-                net.before_forward.append(signals.check)
-                net.before_backward.append(signals.check)
+                heartbeat = Heartbeat(monitor, net)
+                net.before_forward.append(heartbeat)
+                net.before_backward.append(heartbeat)
             if snapshot == AUTO:
                 snapshot = newest_good(param.snapshot_prefix, solver.resume_state.run)
             if snapshot:

@@ -8,19 +8,32 @@ that does not return. What it does if the main thread does not do it by itself:
                             saves the last complete iteration; after LAST_PATIENCE, saves it here,
                             and ends the process
     second request          ends the process LAST_PATIENCE later
+    no progress for the     names the last layer that began, with the stacks of all threads. With
+    deadline of the phase   `ends`, raises SyncError as above, else training goes on. Solvers that
+                            train as one find that out by themselves, see `RankGroup`
+    code keeps Python's     the same, by a loop that needs no lock (`ops/cpu/lock_watch.py`); with
+    lock that long          `ends` it ends the process, and nothing is saved
 """
 
+import faulthandler
 import logging
+import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from caffepy.core.errors import INTERRUPTED, STOPPED
+import numpy as np
+
+from caffepy.core import hangs
+from caffepy.core.errors import INTERRUPTED, STOPPED, SyncError
 from caffepy.core.events import asked_to_end
+from caffepy.net import Net
+from caffepy.proto.text import where
 from caffepy.solver.faults import rescue
 from caffepy.solver.signals import Action, Requests, Signals, StopError
 from caffepy.solver.solver import Solver
@@ -34,6 +47,25 @@ LAST_PATIENCE = 3.0
 """Seconds that the main thread has to end once it is told to."""
 
 POLL = 0.25
+
+MOST_COUNTED = 2 * POLL
+"""Seconds that one poll adds to a wait at most: if more have passed, the process was stopped."""
+
+LOCK_HELD = b"caffepy: error: the run made no progress, since some code keeps Python's lock:\n"
+
+
+class Heartbeat:
+    """The callback of a net before each of its layers: signals are checked, the layer is noted."""
+
+    capturable = adds_nothing = True  # a replayed step is polled instead
+
+    def __init__(self, monitor: "Monitor", net: Net) -> None:
+        self._monitor, self._net, self._check = monitor, net, monitor.signals.check
+
+    def __call__(self, layer: int) -> None:
+        """Note that this layer begins."""
+        self._monitor.last_layer = self._net, layer
+        self._check()
 
 
 class Monitor:
@@ -49,13 +81,21 @@ class Monitor:
         grace: float = GRACE,
         last_resort: Callable[[BaseException], object] | None = None,
     ) -> None:
+        self.signals = signals
         self.solver: Solver | None = None
+        self.last_layer: tuple[Net, int] | None = None
+        self._deadlines: Mapping[str, float] = {}
+        self._ends = False
+        self._progress: object = None  # what was seen of the run at the last poll
+        self._waited, self._looked = 0.0, time.monotonic()  # seconds without progress; last poll
+        self._lock_state = np.zeros(hangs.SIZE, np.int64)
+        self._error: BaseException | None = None  # what was raised in the main thread
         self.exit_code = INTERRUPTED  # of a process that is ended here
-        self._signals, self._grace = signals, grace
+        self._grace = grace
         self._last_resort = last_resort or (lambda error: None)
         self._requests = Requests()
         self._saves = False  # a signal asked for a snapshot
-        self._answered = threading.Event()  # the main thread has got the StopError
+        self._answered = threading.Event()  # the main thread has got the error
         self._told: float | None = None  # when it was raised there
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -70,12 +110,26 @@ class Monitor:
             self._thread.start()
         return self
 
+    def begin(self, deadlines: Mapping[str, float], ends: bool) -> None:
+        """Look for progress from now on: `deadlines` are seconds by phase; `ends` is true if a run
+        without progress is to end.
+        """
+        if self._thread and sys.platform == "linux":
+            watch = threading.Thread(target=self._watch_lock, name="caffepy lock", daemon=True)
+            watch.start()
+            while ends and watch.is_alive() and not self._lock_state[hangs.STARTED]:
+                time.sleep(0.005)  # what is set up next may keep the lock
+        self._waited = 0.0
+        self._deadlines, self._ends = deadlines, ends
+        self._beat()
+
     def __exit__(self, *_: object) -> None:
         if self._thread:
             signal.set_wakeup_fd(self._before)
             self._ended.set()
             os.write(self._write, b"\0")
             self._thread.join()
+            self._lock_state[hangs.ENDED] = 1
             os.close(self._read)
             os.close(self._write)
 
@@ -85,11 +139,14 @@ class Monitor:
             with suppress(BlockingIOError):
                 for number in os.read(self._read, 1024):
                     self._count(number)
-            self._look(time.monotonic())
+            now = time.monotonic()
+            self._look(now)
+            if self._told is None:
+                self._look_for_progress(now)
 
     def _count(self, number: int) -> None:
-        action = self._signals.effects.get(number, Action.NONE)
-        starts = number in self._signals.effects and not self._signals.listening
+        action = self.signals.effects.get(number, Action.NONE)
+        starts = number in self.signals.effects and not self.signals.listening
         if self._told is None and (Action.STOP in action or starts):
             asked_to_end.set()
             self._saves |= Action.SNAPSHOT in action
@@ -98,35 +155,82 @@ class Monitor:
 
     def _look(self, now: float) -> None:
         first, second = self._requests.first, self._requests.second
-        if not self._signals.listening:
+        if not self.signals.listening:
             second = first
         if second is not None:
             if now > second + LAST_PATIENCE:
                 what = "a signal ended the run"
                 self._last_resort(StopError(what, exit_code=self.exit_code))
-        elif first is None or self._signals.ended or self._answered.is_set():
-            return
-        elif self._told is not None:
+        elif self._told is not None and not self._answered.is_set():
             if now > self._told + LAST_PATIENCE:
                 self._answered.set()
                 threading.Thread(target=self._rescue, name="caffepy rescue", daemon=True).start()
-        elif not self._signals.polled and now > first + self._grace and not self._saving:
-            self._told = now
-            self._signals.fail(self._error(), self._answered.set)
+        elif first is not None and now > first + self._grace and not self._stops:
+            what = f"The run has not stopped {self._grace:g} s after a signal asked it to"
+            self._give_up(StopError(what, self._saves))
+
+    def _give_up(self, error: BaseException) -> None:
+        self._error, self._told = error, time.monotonic()
+        self.signals.fail(error, self._answered.set)
 
     @property
-    def _saving(self) -> bool:
-        return self.solver is not None and self.solver.workers.phase == "snapshot"
+    def _stops(self) -> bool:
+        """True if the stop is under way, or waits for a snapshot that is being written."""
+        under_way = self.signals.polled or self.signals.ended or self._told is not None
+        return under_way or self._phase == "snapshot"
 
-    def _error(self) -> StopError:
-        what = f"The run has not stopped {self._grace:g} s after a signal asked it to"
-        return StopError(what, self._saves)
+    @property
+    def _phase(self) -> str:
+        return self.solver.workers.phase if self.solver else "set-up"
+
+    def _look_for_progress(self, now: float) -> None:
+        """Find a run without progress. Polls count, not time: one that was stopped has not hung."""
+        phase, calls = self._phase, self.signals.calls
+        progress = phase, calls, self.solver and self.solver.iter
+        seconds = self._deadlines.get(phase, math.inf)
+        self._beat()
+        before = self._waited
+        self._waited += min(now - self._looked, MOST_COUNTED)
+        if progress != self._progress or (self.solver and self.solver.workers.size > 1):
+            self._waited = 0.0
+        self._progress, self._looked = progress, now
+        if before <= seconds < self._waited:
+            at = ""
+            if self.last_layer and phase in ("step", "test"):
+                net, layer = self.last_layer
+                at = f"; the last layer that began is {where(net.path, net.param.layer[layer])}"
+            error = SyncError(f"the run made no progress for {seconds:g} s ({phase}){at}")
+            log.warning("%s\n%s", error, hangs.stacks({}))
+            if self._ends:
+                self._give_up(error)
+
+    def _beat(self) -> None:
+        """Tell the loop without a lock that Python runs, and how long it may not. The deadline is
+        that of the phase at the last poll; between phases that of the set-up.
+        """
+        state, phase = self._lock_state, self._phase
+        seconds = self._deadlines.get("set-up" if phase == "idle" else phase, math.inf)
+        state[hangs.LIMIT] = max(1, seconds * hangs.POLLS_PER_S) if math.isfinite(seconds) else 0
+        state[hangs.CODE] = SyncError.exit_code if self._ends else -1
+        state[hangs.BEATS] += 1
+
+    def _watch_lock(self) -> None:
+        """Run the loop that finds code that keeps Python's lock; without numba there is none."""
+        state, number = self._lock_state, signal.SIGRTMAX - 1
+        state[[hangs.SIGNAL, hangs.DESCRIPTOR]] = number, self._read
+        text = np.frombuffer(LOCK_HELD, np.uint8)
+        with suppress(Exception):
+            from caffepy.ops.cpu.lock_watch import watch
+
+            faulthandler.register(number, file=2, all_threads=True)
+            watch(state, np.zeros(1, np.int32), text, INTERRUPTED)
 
     def _rescue(self) -> None:
         """Save and end the process in place of the main thread."""
-        error = self._error()
+        error = self._error
+        assert error is not None
         if self.solver is not None:
             rescue(self.solver.resume_state, error)
-            if self.solver.resume_state.saved_now:
+            if isinstance(error, StopError) and self.solver.resume_state.saved_now:
                 error.exit_code = STOPPED
         self._last_resort(error)

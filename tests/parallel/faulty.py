@@ -1,5 +1,6 @@
 """Injected faults: in a user's layer, as its `python_param` says, or in caffepy, by `arrange`."""
 
+import ctypes
 import faulthandler
 import importlib
 import json
@@ -67,6 +68,8 @@ def go_wrong(what, within=None, **_):
         raise RuntimeError("it went wrong")
     if what == "hang":
         time.sleep(60)
+    if what == "keeps the lock":
+        ctypes.PyDLL(None).sleep(60)
     if what == "deaf":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         time.sleep(60)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import caffepy as caffe
-from caffepy.collectives.rank_group import stacks
+from caffepy.core.hangs import stacks
 from caffepy.pycaffe.nccl import take_turns
 from tests.net.nets import net_of
 from tests.parallel.faults import still_there

@@ -1,0 +1,27 @@
+"""What is known of a process that hangs: the stacks of its threads, and the numbers that
+`ops.cpu.lock_watch` shares with Python.
+"""
+
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+
+BEATS, LIMIT, CODE, SIGNAL, DESCRIPTOR, STARTED, ENDED, SIZE = range(8)
+"""Places in these numbers: one that Python keeps changing; polls without a change until the stacks
+are written (0: never); the exit code then, or -1 to go on; the signal by which faulthandler writes
+stacks; the pipe with signals that Python has not read; 1: the loop has begun; 1: it is to end.
+"""
+
+POLLS_PER_S = 4
+
+
+def stacks(threads: Mapping[int, int]) -> str:
+    """Return the stack of every thread; `threads` has the thread of each rank."""
+    ranks = {thread: f"rank {rank}" for rank, thread in threads.items()}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = []
+    for ident, frame in sys._current_frames().items():
+        name = ranks.get(ident, names.get(ident, str(ident)))
+        found.append(f"{name}:\n{''.join(traceback.format_stack(frame)).rstrip()}")
+    return "\n".join(found)

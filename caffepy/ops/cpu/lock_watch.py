@@ -1,0 +1,53 @@
+"""A loop without Python's lock that ends a process in which other code never gives the lock back,
+so that no thread of Python's runs any more. Linux only.
+"""
+
+from typing import Any
+
+from numba import types
+
+from caffepy.core.hangs import (
+    BEATS,
+    CODE,
+    DESCRIPTOR,
+    ENDED,
+    LIMIT,
+    POLLS_PER_S,
+    SIGNAL,
+    STARTED,
+)
+from caffepy.ops.cpu.compiler import kernel
+
+PATIENCE = 3 * POLLS_PER_S  # polls without a beat after which two signals end the process
+FIONREAD = 0x541B
+
+_external: Any = types.ExternalFunction
+_usleep = _external("usleep", types.int32(types.uint32))
+_write = _external("write", types.intp(types.int32, types.uintp, types.uintp))
+_ioctl = _external("ioctl", types.int32(types.int32, types.uintp, types.uintp))
+_raise = _external("raise", types.int32(types.int32))
+_exit = _external("_exit", types.void(types.int32))
+
+
+@kernel
+def watch(state: Any, unread: Any, text: Any, interrupted: int) -> None:
+    """Watch until `state` says that the loop is to end. `unread` is an int32 of the loop's own;
+    `text` is written before the stacks; `interrupted` is the exit code after two signals.
+    """
+    last, stale = -1, 0
+    state[STARTED] = 1
+    while state[ENDED] == 0:
+        _usleep(1_000_000 // POLLS_PER_S)
+        if state[BEATS] != last:
+            last, stale = state[BEATS], 0
+            continue
+        stale += 1  # polls, not time: a process that was stopped has not hung
+        if stale >= PATIENCE:
+            _ioctl(state[DESCRIPTOR], FIONREAD, unread.ctypes.data)
+            if unread[0] >= 2:
+                _exit(interrupted)
+        if stale == state[LIMIT]:
+            _write(2, text.ctypes.data, text.size)
+            _raise(state[SIGNAL])
+            if state[CODE] >= 0:
+                _exit(state[CODE])
