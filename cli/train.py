@@ -1,5 +1,7 @@
 """caffepy train"""
 
+import faulthandler
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -101,6 +103,9 @@ def train(solver: options.Definition | None, **values: Any) -> int:
         raise click.UsageError(
             "Need a solver definition to train: give --solver FILE or the name of a bundled model."
         )
+    if not faulthandler.is_enabled():
+        with suppress(OSError, ValueError, AttributeError):  # a stderr that is no file
+            faulthandler.enable()  # a process that is aborted tells which thread did it
     from caffepy.commands.train import TrainOptions
     from caffepy.commands.train import train as run
 

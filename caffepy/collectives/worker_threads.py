@@ -76,6 +76,11 @@ class WorkerThreads(Generic[Member]):
         self._awaited = False
 
     @property
+    def idents(self) -> list[int]:
+        """Identifiers of the threads, in the order of their ranks, as in a dump of stacks."""
+        return [thread.ident or 0 for thread in self._threads.values()]
+
+    @property
     def left(self) -> list[int]:
         """Number of items in each rank's queue."""
         return [len(work) for work in self._work.values()]

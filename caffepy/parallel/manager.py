@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -157,6 +158,8 @@ class P2PManager(WorkerGroup):
         for rank, device in enumerate(self.devices, start=1):
             place = f"GPU {device.index}" if device.kind == "cuda" else "the CPU"
             log.info("Solver %d (of 0 to %d) is ready on %s", rank, self.size - 1, place)
+        idents = ", ".join(f"0x{ident:016x}" for ident in (get_ident(), *self._threads.idents))
+        log.info("Threads of solvers 0 to %d: %s", self.size - 1, idents)  # to read an abort by
         threads = None if root.device.is_cuda else num_threads()
         performance = Performance(self.seconds, self._baseline, threads)
         root.join(self, Reporters(root.reporter, performance))

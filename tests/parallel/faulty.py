@@ -64,6 +64,8 @@ def go_wrong(what, within=None, **_):
     """Fail; the process is ended after `within` seconds."""
     if within:
         faulthandler.dump_traceback_later(within, exit=True)
+    if what == "abort":
+        os.abort()
     if what == "raise":
         raise RuntimeError("it went wrong")
     if what == "hang":

@@ -12,6 +12,7 @@ import gc
 import math
 import re
 import shutil
+import signal
 import threading
 import time
 import weakref
@@ -583,3 +584,12 @@ def test_what_comes_of_giving_a_rank_up_is_no_error_of_its_own(what: str, tmp_pa
         assert root.iter == 5
         assert np.isfinite(root.iterations.display.window.smoothed)
     assert Path(f"{tmp_path}/s_iter_5.solverstate").exists()
+
+
+def test_an_abort_tells_which_solver_it_was(folder: Path) -> None:
+    write(folder, {"what": "abort", "at": 3, "rank": 2})
+    run = caffepy()
+    assert run.returncode == -signal.SIGABRT
+    threads = re.search(r"Threads of solvers 0 to 2: (\w+), (\w+), (\w+)", run.stderr)
+    assert threads
+    assert f"Current thread {threads[3]} (most recent call first):" in run.stderr
