@@ -3,12 +3,15 @@
 Devices are named by their numbers; `access[a][b]` is True if a can read and write b's memory.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
 
 from caffepy.core.errors import ConfigError, UsageError
+
+log = logging.getLogger(__name__)
 
 NO_PARENT = -1
 
@@ -72,10 +75,18 @@ def device_pairs(topology: Topology) -> list[DevicePair]:
     """
     remaining = list(range(topology.size))
     pairs: list[tuple[int, int]] = []
-    for joined in (topology.same_board, lambda a, b: topology.access[a][b], lambda a, b: True):
-        _pair(remaining, pairs, joined)
-    (root,) = remaining
     named = topology.devices
+    for how, joined in (
+        ("by boards", topology.same_board),
+        ("by P2P access", lambda a, b: topology.access[a][b]),
+        ("regardless of that", lambda a, b: True),
+    ):
+        before = len(pairs)
+        _pair(remaining, pairs, joined)
+        paired = ", ".join(f"{named[a]}:{named[b]}" for a, b in pairs[before:]) or "none"
+        rest = ", ".join(str(named[device]) for device in remaining)
+        log.debug("GPUs paired %s: %s, remaining: %s", how, paired, rest)
+    (root,) = remaining
     below = [DevicePair(named[parent], named[child]) for parent, child in pairs]
     return [DevicePair(NO_PARENT, named[root]), *below]
 

@@ -85,8 +85,10 @@ def _take_tops(node: Node, root: Node) -> None:
     """Copy the shapes and first values of the tops that a layer of the root net made."""
     with node.layer.forward_lock:
         log.info("Sharing layer %s from root net", node.name)
-        for own, theirs in zip(node.tops, root.tops, strict=True):
+        for i, (own, theirs) in enumerate(zip(node.tops, root.tops, strict=True)):
             own.reshape_like(theirs)
+            created = "Created top blob %d (shape: %s) for shared layer %s"
+            log.info(created, i, shape_string(own.shape), node.name)
             if theirs.data_memory.touched:
                 own.host_data[...] = theirs.host_data
         node.keep_shapes()

@@ -103,6 +103,8 @@ class P2PManager(WorkerGroup):
         on_gpus = devices[0].kind == "cuda"
         log.info("%s pairs %s", "GPUs" if on_gpus else "Solvers", show(device_pairs(topology)))
         self._sync = choose(sync_options.sync, topology, on_gpus)
+        for rank in range(topology.size):
+            log.debug("Starting sync %d (of total %d)", rank, topology.size)
         over_nccl = self._sync.name == "nccl"
         self._factored = choose_factored(root, devices) if over_nccl else ()
         if self._bn_stats == "sync" and on_gpus and batch_norm.normalizing(root.net):

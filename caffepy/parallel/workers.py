@@ -180,7 +180,7 @@ def _is_of_root(record: logging.LogRecord) -> bool:
     return (
         not (record.threadName or "").startswith(WorkerThreads.NAME)
         or record.levelno >= logging.ERROR
-        or record.getMessage().startswith("Sharing layer")
+        or record.getMessage().startswith(("Sharing layer", "Created top blob"))
     )
 
 

@@ -1,3 +1,4 @@
+import logging
 import random
 
 import pytest
@@ -49,6 +50,17 @@ def test_devices_of_a_board_come_first_then_peers_then_the_rest() -> None:
     pairs = device_pairs(Topology((0, 1, 2, 3, 4, 5), boards, tuple(map(tuple, access))))
     assert [(p.parent, p.device) for p in pairs[1:3]] == [(0, 2), (1, 4)]
     assert pairs[0] == (NO_PARENT, 0)
+
+
+def test_the_log_says_what_paired_which(caplog: pytest.LogCaptureFixture) -> None:
+    access = tuple(tuple({a, b} == {2, 3} for b in range(5)) for a in range(5))
+    with caplog.at_level(logging.DEBUG, "caffepy"):
+        device_pairs(Topology((0, 1, 2, 3, 4), (0, 0, None, None, None), access))
+    assert caplog.messages == [
+        "GPUs paired by boards: 0:1, remaining: 0, 2, 3, 4",
+        "GPUs paired by P2P access: 2:3, remaining: 0, 2, 4",
+        "GPUs paired regardless of that: 0:2, 0:4, remaining: 0",
+    ]
 
 
 def test_the_first_device_that_is_given_is_the_root() -> None:

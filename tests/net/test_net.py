@@ -307,7 +307,9 @@ def test_a_worker_takes_shared_layers_from_the_root(caplog: pytest.LogCaptureFix
     assert worker.layers[1] is not root.layers[1]
     assert worker.blobs["x"] is not root.blobs["x"]
     assert worker.blobs["x"].shape == (2, 3)
-    assert "Sharing layer d from root net" in caplog.messages
+    place = caplog.messages.index("Sharing layer d from root net")
+    created = "Created top blob 0 (shape: 2 3 (6)) for shared layer d"
+    assert caplog.messages[place + 1] == created
     root.forward()
     before = root.blobs["x"].data.copy()
     worker.forward()
