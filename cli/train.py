@@ -1,6 +1,7 @@
 """caffepy train"""
 
 import faulthandler
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -63,6 +64,15 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     help="Seconds from a signal that stops the run to its snapshot, at most: an iteration, or a "
     "wait for data, that takes longer is given up.",
 )
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Start a run again that crashes, hangs or loses a device, from its newest snapshot: up to "
+    "N times without a new snapshot in between.",
+)
 @options.progress
 @click.option(
     "--tensorboard",
@@ -82,7 +92,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 @options.threads
 @options.logged()
 @options.ignoring("model", "phase", "iterations")
-def train(solver: options.Definition | None, **values: Any) -> int:
+def train(solver: options.Definition | None, max_restarts: int, **values: Any) -> int:
     """Train the net of a solver prototxt, or of a bundled model.
 
     Without --gpu and --cpu it computes where solver_mode of the solver says, by default on the CPU.
@@ -106,6 +116,10 @@ def train(solver: options.Definition | None, **values: Any) -> int:
     if not faulthandler.is_enabled():
         with suppress(OSError, ValueError, AttributeError):  # a stderr that is no file
             faulthandler.enable()  # a process that is aborted tells which thread did it
+    if max_restarts:
+        from caffepy.commands.restart import supervise
+
+        return supervise([*sys.argv[1:], "--max-restarts", "0"], solver.path, max_restarts)
     from caffepy.commands.train import TrainOptions
     from caffepy.commands.train import train as run
 
