@@ -19,6 +19,7 @@ from pathlib import Path
 
 from caffepy.core.errors import ConfigError, reason
 from caffepy.core.files import written
+from caffepy.proto.sniff import sniff
 from caffepy.report.text import as_json as to_json
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ Row = dict[str, float]
 
 def read_lines(path: str) -> list[str]:
     """Return the lines of a log without their ends; ConfigError if it cannot be read."""
+    if sniff(path) == "a device":  # it may have no end
+        raise ConfigError(f'"{path}" is a device, not a log')
     try:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             return file.read().split("\n")

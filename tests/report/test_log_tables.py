@@ -161,3 +161,8 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
         log_tables.save_log_csvs(
             write(tmp_path, "Solving net", *outputs(0), *outputs(1)), str(tmp_path / "nowhere")
         )
+
+
+def test_a_device_is_no_log() -> None:
+    with pytest.raises(ConfigError, match='"/dev/zero" is a device, not a log'):
+        log_tables.parse_log("/dev/zero")

@@ -230,6 +230,8 @@ def lines_of(path: str) -> Iterator[str]:
 
     Bytes that are not UTF-8 are kept as in names of files. DataError: no such file, or not a text.
     """
+    if (kind := sniff(path)) == "a device":  # it may have no end
+        raise DataError(f'source "{path}" is {kind}, not a list as UTF-8 text')
     try:
         with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
             for line in file:

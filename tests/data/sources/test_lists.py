@@ -111,3 +111,8 @@ def test_an_image_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_path_with_a_nul() -> None:
     with pytest.raises(DataError, match="cannot be read: embedded null byte"):
         read_list("a\0b")
+
+
+def test_a_device_is_no_list() -> None:
+    with pytest.raises(DataError, match='source "/dev/zero" is a device, not a list'):
+        read_list("/dev/zero")
