@@ -88,6 +88,7 @@ class LMDB(Database):
 
     # LMDB crashes on damaged pages: check a leaf before the cursor reaches it
     def _first(self) -> None:
+        self._pages.check_unchanged()
         if not self._pages.records and not self._pages.whole:
             self._pages.check_more()
         if not self._cursor.first():
@@ -99,6 +100,7 @@ class LMDB(Database):
         return bool(self._cursor.next())
 
     def _find(self, key: bytes, index: int) -> bool:
+        self._pages.check_unchanged()
         here = self._in_file(max(index, 0), 1)
         if not here or here[0][0] != key:
             while not self._pages.whole:
