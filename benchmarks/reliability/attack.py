@@ -3,7 +3,7 @@
 usage: python benchmarks/reliability/attack.py [--kills 10] [--signals 10] [--disks 10] [--text 200]
 [--binary 200] [--lmdb 100] [--seed 1] [--folder FOLDER]
 
-Each trial is a process. Found is what ends by a crash or a traceback, takes more than 15 seconds,
+Each attempt is a process. Found is what ends by a crash or a traceback, takes more than 15 seconds,
 loads a damaged snapshot, or resumes to other bytes than those of the run that nothing disturbed.
 Exit code 1 if anything is found; FOLDER keeps the inputs.
 """
@@ -80,7 +80,7 @@ Findings = Counter[str]
 ends: Counter[int | str] = Counter()  # of the trials of an attack
 
 
-class Trial:
+class Attempt:
     """A process that runs a function, or a command, in a folder; its output goes to `out`."""
 
     def __init__(self, folder: Path, work: list[str] | Callable[[], object]) -> None:
@@ -132,11 +132,11 @@ def _run(work: list[str] | Callable[[], object]) -> int:
     return 0
 
 
-def judge(trial: Trial, what: str, found: Findings) -> int | str:
-    """Wait for a trial; note what is no known end."""
-    code = trial.outcome()
+def check_end(attempt: Attempt, what: str, found: Findings) -> int | str:
+    """Wait for an attempt; note what is no known end."""
+    code = attempt.outcome()
     if code not in KNOWN:
-        last = trial.out.read_text(errors="replace").strip().splitlines()[-2:]
+        last = attempt.out.read_text(errors="replace").strip().splitlines()[-2:]
         found[f"{what}: {code} {' '.join(last)[:200]}"] += 1
     return code
 
@@ -156,7 +156,7 @@ def result(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in names if (folder / name).exists()]
 
 
-def undisturbed(folder: Path) -> tuple[list[bytes], float]:
+def uninterrupted(folder: Path) -> tuple[list[bytes], float]:
     """What a run gives that nothing disturbs, and its seconds: of the second run, whose kernels
     are compiled.
     """
@@ -164,7 +164,7 @@ def undisturbed(folder: Path) -> tuple[list[bytes], float]:
         shutil.rmtree(folder, ignore_errors=True)
         workplace(folder)
         start = time.monotonic()
-        code = Trial(folder, TRAIN).outcome(600)
+        code = Attempt(folder, TRAIN).outcome(600)
         assert code == 0, (folder / "out").read_text()
     return result(folder), time.monotonic() - start
 
@@ -179,13 +179,13 @@ def interrupt(
     while done < trials:
         here = workplace(folder / str(done))
         while True:
-            trial = Trial(here, TRAIN)
+            attempt = Attempt(here, TRAIN)
             if done < trials:
                 time.sleep(random.uniform(0, seconds))
                 with suppress(ProcessLookupError):
-                    os.kill(trial.process, number := random.choice(signals))
+                    os.kill(attempt.process, number := random.choice(signals))
                 done += 1
-            code = trial.outcome()
+            code = attempt.outcome()
             if code == 0:
                 break
             if code not in (75, 130, -number):
@@ -212,13 +212,13 @@ def fill_disk(folder: Path, trials: int, whole: tuple[list[bytes], float]) -> Fi
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             os._exit(_run(TRAIN))
 
-        judge(Trial(here, limited), f"files of {limit} bytes", found)
+        check_end(Attempt(here, limited), f"files of {limit} bytes", found)
         with suppress(CaffeError):  # none is whole
             newest_good(str(here / "s"))
         for path in here.glob("s_iter*"):
             if path.stat().st_size == 0:
                 found[f"{path.name} is empty"] += 1
-        if judge(Trial(here, TRAIN), "resumed", found) == 0 and result(here) != expected:
+        if check_end(Attempt(here, TRAIN), "resumed", found) == 0 and result(here) != expected:
             found["resumed to other bytes"] += 1
     return found
 
@@ -259,7 +259,7 @@ def attack_text(folder: Path, trials: int) -> Findings:
         (here / "solver.prototxt").write_text(SOLVER)
         name = random.choice(("net.prototxt", "net.prototxt", "solver.prototxt"))
         (here / name).write_text(spoil_text((here / name).read_text()), errors="surrogateescape")
-        judge(Trial(here, ["check", "--solver", "solver.prototxt"]), name, found)
+        check_end(Attempt(here, ["check", "--solver", "solver.prototxt"]), name, found)
     return found
 
 
@@ -309,7 +309,7 @@ def attack_binary(folder: Path, trials: int, whole: tuple[list[bytes], float]) -
     here = workplace(folder)
     for form in ("HDF5", "BINARYPROTO"):
         (here / "solver.prototxt").write_text(SOLVER + f"snapshot_format: {form}")
-        assert Trial(here, TRAIN[:-2]).outcome(600) == 0
+        assert Attempt(here, TRAIN[:-2]).outcome(600) == 0
     files = list(readers(here))
     middle = f"s_iter_{END - 3}"
     resume = [*TRAIN[:-1], f"{middle}.solverstate"]
@@ -319,12 +319,12 @@ def attack_binary(folder: Path, trials: int, whole: tuple[list[bytes], float]) -
             what, path, command = files[i // 2 % len(files)]
             good = path.read_bytes()
             path.write_bytes(spoil(good))
-            judge(Trial(here, command), what, found)
+            check_end(Attempt(here, command), what, found)
         else:
             path = parts[i // 2 % 3]
             good = path.read_bytes()
             path.write_bytes(spoil(good))
-            code = judge(Trial(here, resume), path.suffix, found)
+            code = check_end(Attempt(here, resume), path.suffix, found)
             if code == 0 and result(here) != whole[0]:
                 found[f"{path.suffix}: a damaged snapshot was loaded"] += 1
         path.write_bytes(good)
@@ -364,14 +364,14 @@ def attack_lmdb(folder: Path, trials: int) -> Findings:
         if random.random() < 0.1:
             del data[random.randrange(len(data)) :]
         (folder / "damaged" / "data.mdb").write_bytes(data)
-        judge(Trial(folder, lambda: read_all("damaged")), "LMDB", found)
+        check_end(Attempt(folder, lambda: read_all("damaged")), "LMDB", found)
     return found
 
 
 def attack(arguments: argparse.Namespace, folder: Path) -> bool:
     """Run all attacks; print and return what was found."""
     random.seed(arguments.seed)
-    whole = undisturbed(folder / "whole")
+    whole = uninterrupted(folder / "whole")
     gentle = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     attacks: dict[str, Callable[[Path, int], Findings]] = {
         "kills": lambda place, n: interrupt(place, n, [signal.SIGKILL], whole),
