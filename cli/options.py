@@ -12,13 +12,18 @@ import click
 from caffepy import models
 from caffepy.core.errors import ConfigError
 from caffepy.core.registry import nearest
-from caffepy.device.math_mode import PRECISIONS
 
 log = logging.getLogger(__name__)
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 PHASES = ("set-up", "step", "test", "snapshot")
+PRECISIONS = (
+    "fp32",
+    "tf32",
+    "bf16",
+    "fp16",
+)  # those of device.math_mode, imported later
 SOLVERS = click.IntRange(1, 256)
 """Number of solvers on the CPU: each has a net of its own, and more are a typing error."""
 GLOGS_OTHERS = (

@@ -1,6 +1,5 @@
 """caffepy train"""
 
-import faulthandler
 import sys
 from contextlib import suppress
 from typing import Any
@@ -113,6 +112,8 @@ def train(solver: options.Definition | None, max_restarts: int, **values: Any) -
         raise click.UsageError(
             "Need a solver definition to train: give --solver FILE or the name of a bundled model."
         )
+    import faulthandler
+
     if not faulthandler.is_enabled():
         with suppress(OSError, ValueError, AttributeError):  # a stderr that is no file
             faulthandler.enable()  # a process that is aborted tells which thread did it

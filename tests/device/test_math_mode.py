@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from caffepy import ops
+from caffepy.cli import options
 from caffepy.core.errors import ConfigError
 from caffepy.device import math_mode
 from caffepy.device.cuda import CudaDevice
@@ -38,6 +39,10 @@ def test_the_default_is_tf32_or_what_the_environment_says(monkeypatch: pytest.Mo
         ConfigError, match='unknown precision "fp8"; choose from fp32, tf32, bf16, fp16'
     ):
         default()
+
+
+def test_the_command_line_offers_the_precisions_that_there_are() -> None:
+    assert options.PRECISIONS == math_mode.PRECISIONS
 
 
 def test_a_mode_holds_in_its_block_and_its_thread() -> None:
