@@ -46,7 +46,7 @@ from caffepy.cli.upgrade_net import upgrade_net
 from caffepy.cli.upgrade_solver import upgrade_solver
 from caffepy.cli.visualize import visualize
 from caffepy.cli.weights import weights
-from caffepy.collectives.worker_threads import at_work
+from caffepy.core.abandoned import at_work
 from caffepy.core.errors import (
     INTERRUPTED,
     CaffeError,

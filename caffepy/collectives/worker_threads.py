@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Generic, TypeVar
 
 from caffepy.collectives.rank_group import RankGroup
-from caffepy.core.abandoned import any_abandoned
+from caffepy.core.abandoned import RANK_THREAD
 
 Member = TypeVar("Member")
 
@@ -16,20 +16,11 @@ AHEAD = 4
 """Most items in a member's queue; the root waits while it has more."""
 
 
-def at_work() -> bool:
-    """True if a worker thread still runs or a device was abandoned: exiting might wait for it."""
-    return any_abandoned() or any(
-        thread.name.startswith(WorkerThreads.NAME) for thread in threading.enumerate()
-    )
-
-
 class WorkerThreads(Generic[Member]):
     """Threads of ranks 1, 2, ..., each with a member that `make` makes in it, inside `within`.
 
     An error in a thread stops the group; the root gets it wherever it waits for the group.
     """
-
-    NAME = "caffepy rank"
 
     def __init__(
         self,
@@ -48,7 +39,7 @@ class WorkerThreads(Generic[Member]):
         self._end: float | None = None  # when the threads must have ended
         self._threads: dict[int, threading.Thread] = {}
         for rank in self._work:
-            name = f"{self.NAME} {rank}"
+            name = f"{RANK_THREAD} {rank}"
             thread = threading.Thread(target=self._serve, args=(rank,), name=name, daemon=True)
             self._threads[rank] = thread
 

@@ -2,6 +2,11 @@
 ends.
 """
 
+import threading
+
+RANK_THREAD = "caffepy rank"
+"""First words of the name of a thread that runs a rank."""
+
 _things: list[object] = []
 
 
@@ -10,6 +15,7 @@ def abandon(*things: object) -> None:
     _things.extend(things)
 
 
-def any_abandoned() -> bool:
-    """True if a device was abandoned, so that the process must end without waiting for it."""
-    return bool(_things)
+def at_work() -> bool:
+    """True if a rank's thread still runs or a device was abandoned: exiting might wait for it."""
+    names = (thread.name for thread in threading.enumerate())
+    return bool(_things) or any(name.startswith(RANK_THREAD) for name in names)

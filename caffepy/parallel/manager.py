@@ -309,7 +309,6 @@ class P2PManager(WorkerGroup):
 
     def _bring_params(self) -> None:
         """Let workers that do not update their parameters get those of the last update."""
-
         self._threads.give(WorkerSolver.pull)
         self._synchronizers[0].on_start()
 

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.worker_threads import WorkerThreads
-from caffepy.core.abandoned import abandon
+from caffepy.core.abandoned import RANK_THREAD, abandon
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads, share
 from caffepy.layer import Layer
@@ -178,7 +178,7 @@ def _is_of_root(record: logging.LogRecord) -> bool:
     shared: the rest repeats what the root has logged.
     """
     return (
-        not (record.threadName or "").startswith(WorkerThreads.NAME)
+        not (record.threadName or "").startswith(RANK_THREAD)
         or record.levelno >= logging.ERROR
         or record.getMessage().startswith(("Sharing layer", "Created top blob"))
     )

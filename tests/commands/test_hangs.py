@@ -3,7 +3,6 @@ lock. tests/parallel has those of ranks.
 """
 
 import logging
-import shutil
 import signal
 import sys
 import threading
@@ -28,13 +27,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def compiled() -> None:
     """Compile what the CPU runs, so that no deadline passes meanwhile."""
     Run(2, net(3), until=2)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(Path(__file__).parent.parent / "parallel/faulty.py", tmp_path)
-    return tmp_path
 
 
 def test_the_set_up_of_the_root(folder: Path) -> None:

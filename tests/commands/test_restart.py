@@ -1,18 +1,8 @@
 """A run that is killed goes on from its newest snapshot, and is not started for ever."""
 
-import shutil
 from pathlib import Path
 
-import pytest
-
 from tests.parallel.faults import caffepy, write
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(Path(__file__).parent.parent / "parallel/faulty.py", tmp_path)
-    return tmp_path
 
 
 def test_a_killed_run_goes_on_from_its_newest_snapshot(folder: Path) -> None:

@@ -5,7 +5,6 @@ one at once.
 import array
 import fcntl
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,13 +18,6 @@ from caffepy.core.events import asked_to_end
 from caffepy.report import progress
 from tests.parallel.faults import NOTHING, caffepy, goes_on_exactly, write
 from tests.solver.cases import ENVIRONMENT, NET
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(Path(__file__).parent.parent / "parallel/faulty.py", tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize("what", ["asked to stop", "asked to stop, and deaf"])
