@@ -13,6 +13,7 @@ from caffepy.device.math_mode import MathMode, current, default, new, using
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import NetParameter
 from caffepy.proto.text import parse
+from tests.nets import library
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +69,12 @@ def test_a_new_mode_is_the_default_of_its_time() -> None:
 @pytest.mark.gpu
 def test_nets_of_one_gpu_compute_each_in_its_precision() -> None:
     """Their passes alternate, so that each finds plans of the other."""
-    definition = parse(
-        """input: "x" input_shape { dim: 8 dim: 16 dim: 12 dim: 12 }
-        layer { name: "y" type: "Convolution" bottom: "x" top: "y" convolution_param {
-          num_output: 24 kernel_size: 3 weight_filler { type: "gaussian" std: 1 } } }""",
-        NetParameter(),
+    shape = (8, 16, 12, 12)
+    body = library.inputs(x=shape) + library.convolution(
+        "y", "x", 24, 3, filler='type: "gaussian" std: 1'
     )
-    x = np.random.default_rng(0).standard_normal((8, 16, 12, 12)).astype(np.float32)
+    definition = parse(body, NetParameter())
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
     def built(precision: str) -> Net:
         device = CudaDevice(0, seed=1)

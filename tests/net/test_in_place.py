@@ -245,6 +245,7 @@ def test_bundled_nets_stay_as_they_are(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("case", ["Python", *(name for name in CHAINS if "Dropout" not in name)])
 def test_on_a_gpu(case: str, channels_last: bool, tmp_path: Path) -> None:
