@@ -265,6 +265,32 @@ def test_batches_lie_where_they_are_taken_after_a_restore_too(
     assert all(rank == batch_rank for rank, batch_rank in places)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in ONCE if kind != "Python"])
+@pytest.mark.parametrize("sizes", [(4, 3), (2, 4), (3, 1), (1, 2)])
+def test_another_number_of_solvers_goes_on_with_the_batches_that_nobody_had(
+    sizes: tuple[int, int], kind: str, folder: Path
+) -> None:
+    labels: list[float] = []
+    state = ""
+    for size in sizes:
+        root = root_solver(kind, folder, 100, "")
+        root.param.snapshot_prefix = f"{folder}/s"
+        if state:
+            root.restore(state)
+        devices = [root.device, *(Device() for _ in range(size - 1))]
+        together = p2p_manager(root, devices, SyncOptions("flat" if size > 1 else "auto"))
+        with together as manager:
+            seen = [watch(s.net) for s in (root, *(manager.workers if manager else ()))]
+            root.step(2)
+            root.snapshot()
+        state = str(root.resume_state.saved_now)
+        root.close()
+        for k in range(2 * 2 * size):
+            labels += seen[k % size][k // size][1].reshape(-1).tolist()
+    (alone, _) = batches_of(1, kind, folder, 2 * sum(sizes), 100)
+    assert labels == [label for _, batch in alone for label in batch.reshape(-1).tolist()]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_rows_are_written_in_the_order_of_batches(size: int, folder: Path) -> None:
     more = """
