@@ -448,6 +448,44 @@ def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) ->
     np.testing.assert_array_equal(resumed, whole)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.usefixtures("deterministic")
+def test_stop_and_resume_changes_nothing(sync: str, size: int, tmp_path: Path) -> None:
+    """A run in parts, each in new solvers, has the parameters, losses and tests of one in a piece,
+    to the last bit.
+    """
+    every = ONCE.replace("test_interval: 20", "test_interval: 4")
+    settings = f'{every} snapshot_prefix: "{tmp_path}/s" '
+
+    def run(ends: list[int]) -> Ran:
+        losses, tests, data, state = list[float](), list[dict[str, Array]](), list[Array](), None
+        for until in ends:
+            devices = [CudaDevice(i) for i in range(size)]
+            root, recorder = train(settings, LOSSY, devices[0])
+            if state:
+                root.restore(state)
+            before = params(root)
+            joined = peers.prepare(peers.query(range(size)))
+            with P2PManager(
+                root, devices, joined, SyncOptions(sync, deadlines=DEADLINES)
+            ) as manager:
+                root.step(until - root.iter)
+                root.snapshot()
+                data = [params(solver) for solver in (root, *manager.workers)]
+            state = root.resume_state.saved_now
+            root.close()
+            losses, tests = losses + recorder.losses, tests + recorder.tests
+        return Ran(losses, tests, before, data)
+
+    whole, parts = run([13]), run([3, 8, 13])
+    np.testing.assert_array_equal(parts.data[0], whole.data[0])
+    assert parts.losses == whole.losses
+    assert [float(test["loss"]) for test in parts.tests] == [
+        float(test["loss"]) for test in whole.tests
+    ]
+
+
 class KilledError(Exception):
     """Ends a worker."""
 

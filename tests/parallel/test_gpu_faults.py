@@ -1,12 +1,14 @@
-"""A fault on one of two GPUs ends the run on both: within seconds, with the right exit code, with
-the snapshot that is due, and with the memory freed.
+"""A fault on one of several GPUs ends the run on all: within seconds, with the right exit code,
+with the snapshot that is due, and with the memory freed. No GPU needs a reset after that.
 """
 
 import re
 import shutil
+import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -24,7 +26,7 @@ from caffepy.device.gpus import gpu_memory
 from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.solver import Solver, newest_good
+from caffepy.solver import Solver, newest_good, snapshot
 from tests.parallel.cases import net
 from tests.parallel.faults import EVERY, PLACES, KilledError, Killer, caffepy, write
 
@@ -35,6 +37,21 @@ SYNCS = ("nccl", "tree", "flat", "muji")
 SECONDS = 10
 """Seconds that a process may last after a fault."""
 DEADLINE = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sound() -> Iterator[None]:
+    """After all these faults the driver asks for no more resets than before."""
+
+    def recovery() -> list[str]:
+        if not shutil.which("nvidia-smi"):
+            return []
+        said = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, check=True)
+        return re.findall(r"GPU Recovery Action\s*: (.*)", said.stdout)
+
+    before = recovery()
+    yield
+    assert recovery() == before
 
 
 @pytest.fixture
@@ -71,10 +88,10 @@ def is_good(iteration: int) -> None:
 
 
 @cache
-def straight(sync: str) -> Array:
+def straight(sync: str, size: int) -> Array:
     """Return the parameters after ten iterations without a fault."""
     root = solver("")
-    with together(root, sync):
+    with together(root, sync, size):
         root.step(10)
     return end(root)
 
@@ -87,11 +104,14 @@ def solver(prefix: str) -> Solver:
     return Solver(param, device=CudaDevice(0), precision="fp32")
 
 
-def together(root: Solver, sync: str) -> P2PManager:
-    devices = [root.device, CudaDevice(1)]
+def together(root: Solver, sync: str, size: int) -> P2PManager:
+    devices = [root.device, *(CudaDevice(i) for i in range(1, size))]
     deadlines = {"step": 60.0, "set-up": 300.0, "test": 60.0}
     return P2PManager(
-        root, devices, peers.prepare(peers.query([0, 1])), SyncOptions(sync, deadlines=deadlines)
+        root,
+        devices,
+        peers.prepare(peers.query(range(size))),
+        SyncOptions(sync, deadlines=deadlines),
     )
 
 
@@ -145,16 +165,17 @@ def kill(worker: WorkerSolver, place: str, iteration: int) -> None:
 REPLAYED = ("before replay", "after replay", "feeding", "test", "totals")
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.gpus(4))])
 @pytest.mark.parametrize("seed", range(24))
-def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
+def test_the_work_of_a_worker_is_killed(seed: int, size: int, tmp_path: Path) -> None:
     places = PLACES + REPLAYED
     place, sync = places[seed % len(places)], SYNCS[seed % len(SYNCS)]
     iteration = int(np.random.default_rng(seed).integers(1, 9))
     threads = set(threading.enumerate())
 
     def run(root: Solver) -> None:
-        with together(root, sync) as manager:
-            kill(manager.workers[0], place, iteration)
+        with together(root, sync, size) as manager:
+            kill(manager.workers[seed % (size - 1)], place, iteration)
             root.solve()
 
     with closing(solver(f"{tmp_path}/s")) as root:
@@ -174,9 +195,40 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
     assert not [name for name in left if name.startswith("caffepy rank")]
     resumed = solver("")
     resumed.restore(f"{tmp_path}/s_iter_{reached}.solverstate")
-    with together(resumed, sync):
+    with together(resumed, sync, size):
         resumed.step(10 - resumed.iter)
-    np.testing.assert_allclose(end(resumed), straight(sync), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(end(resumed), straight(sync, size), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.gpus(4))])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_waits_end_then_the_snapshot_is_written_then_synchronizers_close(
+    sync: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No GPU waits for another while the root's memory is read, and what ranks share is freed when
+    nothing uses it any more.
+    """
+    order: list[str] = []
+
+    def note(name: str) -> Callable[[], None]:
+        return lambda: order.append(name)
+
+    def run(root: Solver) -> None:
+        with together(root, sync, size) as manager:
+            manager.group.on_abort(note("waits end"))  # after the callbacks of the synchronizers
+            for synchronizer in manager._synchronizers.values():
+                close = before(synchronizer.close, note("close"))
+                monkeypatch.setattr(synchronizer, "close", close)
+            kill(manager.workers[-1], "before replay", 6)
+            root.solve()
+
+    monkeypatch.setattr(snapshot, "write", before(snapshot.write, note("write")))
+    with closing(solver(f"{tmp_path}/s")) as root:
+        start = time.monotonic()
+        with pytest.raises(KilledError):
+            run(root)
+        assert time.monotonic() - start < 60 + SECONDS  # with the set-up, before the deadline
+    assert order == ["waits end", "write", *["close"] * size]
 
 
 # processes
@@ -298,6 +350,21 @@ def test_a_worker_that_hangs_is_found_by_its_deadline(sync: str, what: str) -> N
     is_good(5)
 
 
+BALLAST = """
+import cupy
+with cupy.cuda.Device(1):
+    ballast = cupy.zeros({}, cupy.uint8)
+"""
+
+
+def memory_comes_back(free: int, total: int) -> None:
+    """Wait until about so much of GPU 1 is free again."""
+    until = time.monotonic() + SECONDS
+    while gpu_memory(1)[0] < free - total // 8:
+        assert time.monotonic() < until, "the memory is not back"
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize("what", ["raise", "illegal address", "hang"])
 @pytest.mark.usefixtures("folder")
 def test_the_memory_comes_back(what: str) -> None:
@@ -306,17 +373,26 @@ def test_the_memory_comes_back(what: str) -> None:
     """
     free, total = gpu_memory(1)
     plain()
-    ballast = f"""
-import cupy
-with cupy.cuda.Device(1):
-    ballast = cupy.zeros({total // 4}, cupy.uint8)
-"""
-    code = ballast + arranged(
+    code = BALLAST.format(total // 4) + arranged(
         "caffepy.solver.runners:CapturedRunner.enqueue", what, 6, 1, DEADLINE + SECONDS
     )
     run = caffepy("--deadlines", f"step={DEADLINE}", on=GPUS, code=code)
     assert run.returncode not in (0, 1), run.stderr
-    until = time.monotonic() + SECONDS
-    while gpu_memory(1)[0] < free - total // 8:
-        assert time.monotonic() < until, "the memory is not back"
-        time.sleep(0.1)
+    memory_comes_back(free, total)
+
+
+@pytest.mark.parametrize("phase", PHASE)
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGABRT"])
+@pytest.mark.usefixtures("folder")
+def test_a_run_that_is_killed_leaves_gpus_that_work(number: str, phase: str) -> None:
+    """Its memory comes back, and the same command goes on with the same GPUs."""
+    free, total = gpu_memory(1)
+    plain("snapshot: 3 max_iter: 8")
+    where, at, rank = PHASE[phase]
+    code = BALLAST.format(total // 4) + arranged(where, number, at, rank)
+    run = caffepy(on=GPUS, code=code)
+    assert run.returncode == -getattr(signal, number), run.stderr
+    memory_comes_back(free, total)
+    again = caffepy("--snapshot", "auto", on=GPUS)
+    assert again.returncode == 0, again.stderr
+    is_good(8)
