@@ -106,7 +106,8 @@ class NetInfo:
         rows = [("layer", "type", "computed", "top formats", "converted")]
         for layer in self.layers:
             if gpu := layer.gpu:
-                fused = f"with {gpu.run[0]}" if gpu.run else ""
+                others = gpu.run[1:] if layer.name in gpu.run[:1] else gpu.run[:1]
+                fused = f"with {', '.join(others)}" if others else ""
                 formats = ", ".join(gpu.formats.values())
                 converted = ", ".join(f"{name}: {how}" for name, how in gpu.converts.items())
                 where = "on the host" if gpu.on_host else fused

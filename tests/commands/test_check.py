@@ -191,6 +191,8 @@ def test_what_a_gpu_would_do_is_told_without_one(tmp_path: Path) -> None:
     ]
     (line,) = [line.split() for line in table if line.startswith("relu") and "with" in line]
     assert line == ["relu", "ReLU", "with", "conv", "bfloat16", "NHWC"]
+    (line,) = [line.split() for line in table if line.startswith("conv") and "with" in line]
+    assert line[:4] == ["conv", "Convolution", "with", "relu"]
 
 
 def test_in_fp32_blobs_lie_as_in_caffe(tmp_path: Path) -> None:
