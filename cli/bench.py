@@ -28,7 +28,7 @@ def bench(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-@bench.command(short_help="Measure the images a second of training a net.")
+@bench.command(short_help="Measure the training speed of a net in images/s.")
 @options.solver
 @click.option("--model", metavar="NAME", default="", help="A bundled model, instead of a solver.")
 @options.gpu
@@ -67,8 +67,8 @@ def train(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Train a net in windows of some iterations; print the median, the spread, memory, and where
-    the time goes.
+    """Train a net for a few windows of iterations; print the median speed, its spread, the memory,
+    and where the time goes.
 
     \b
     Examples:

@@ -38,7 +38,7 @@ def scaling(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Train a net on synthetic data with 1, 2, 4... devices; print images a second and what
+    """Train a net on synthetic data with 1, 2, 4... devices; print images/s and what
     synchronization adds.
 
     \b

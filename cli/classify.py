@@ -74,11 +74,11 @@ def classify(
     """Print the best classes of images: files, folders, or .npy arrays (N, H, W, channels) of
     values from 0 to 1.
 
-    The net is a deploy net. Images are prepared as by Caffe's classify.py: images in RGB and 0 to
-    1 are resized, turned to BGR, multiplied by --raw-scale, less the mean, multiplied by
-    --input-scale. As there, scores go to a second argument that ends in .npy, and replace those of
-    an earlier run; a file of images stays an input.
-    Images that cannot be read are named; the exit code is 4 then.
+    The net is a deploy net. Images are prepared as by Caffe's classify.py: RGB values of 0 to 1
+    are resized, turned to BGR and multiplied by --raw-scale; then the mean is subtracted, and
+    --input-scale applied. As there, scores go to a second argument that ends in .npy, and replace
+    those of an earlier run; a .npy file of images stays an input. Images that cannot be read are
+    named; the exit code is 4 then.
 
     \b
     Examples:

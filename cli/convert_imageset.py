@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
     "--check-size/--no-check-size", help="Stop at an image whose size differs from the first."
 )
 @click.option(
-    "--encoded/--no-encoded", help="Store image files, not pixels; unchanged if possible."
+    "--encoded/--no-encoded", help="Store image files instead of pixels, unchanged if possible."
 )
 @click.option("--encode-type", default="", help="Store image files of this type: jpg, png...")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run from DB_NAME.partial.")
 @click.option(
     "--check",
     is_flag=True,
-    help="Compare all records with the images at the end; only that if DB_NAME exists.",
+    help="Compare all records with the images at the end; if DB_NAME exists, do only that.",
 )
 @options.threads
 @options.progress
@@ -70,9 +70,9 @@ def convert_imageset(
     """Write the images of LISTFILE to the new database DB_NAME, with the keys and bytes of Caffe's
     tool.
 
-    A line of LISTFILE is the path of an image behind ROOTFOLDER/, a blank and a label. Images that
-    cannot be read are left out, each with a message, and the exit code is 0 as long as there is
-    one.
+    A line of LISTFILE is the path of an image below ROOTFOLDER/, a blank and a label. Images that
+    cannot be read are left out, each with a message; the exit code is 0 if at least one could be
+    read.
 
     \b
     Examples:

@@ -39,7 +39,7 @@ def show(
     read.
 
     PATH is an LMDB, a LevelDB, an HDF5 file, a list of such files or of images, a window file or a
-    mean file; which one shows from its content. The exit code is 4 if none of its records can be
+    mean file, recognized by its content. The exit code is 4 if none of its records can be
     read.
 
     \b

@@ -5,7 +5,7 @@ import click
 from caffepy.cli import options
 
 
-@click.command(short_help="Show the links between GPUs, and the schedules.")
+@click.command(short_help="Show how GPUs are linked, and how they synchronize.")
 @options.gpus_measured
 @click.option(
     "--cpu", type=options.SOLVERS, metavar="N", help="Show N solvers on the CPU instead of GPUs."
@@ -28,7 +28,7 @@ def device_pairs(
     """Print how GPUs are paired and joined, the schedule of each way to synchronize (train --sync),
     and which of them --sync auto takes, to stdout.
 
-    Links have the names of nvidia-smi, if the driver reports them.
+    Links have nvidia-smi's names, if the driver reports them.
 
     \b
     Examples:

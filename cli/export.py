@@ -22,7 +22,7 @@ def _batch(
     "--onnx",
     is_flag=True,
     default=True,
-    help="The format to write: ONNX, the only one so far, also without this flag.",
+    help="Write ONNX, the default and the only format so far.",
 )
 @click.option(
     "--output",
@@ -55,7 +55,7 @@ def _batch(
 )
 @options.level
 @options.stage
-@options.image
+@options.input_image
 @click.option(
     "--probabilities",
     is_flag=True,

@@ -19,7 +19,7 @@ CAFFES = "WEIGHTS PROTO BLOB[,BLOB] DB[,DB] NUM_BATCHES DB_TYPE [CPU|GPU [DEVICE
     "blobs",
     multiple=True,
     callback=options.names,
-    help="A blob to write; several: again, or separated by commas.",
+    help="A blob to write. For several, repeat the flag or separate names by commas.",
 )
 @click.option(
     "--output",
@@ -27,7 +27,7 @@ CAFFES = "WEIGHTS PROTO BLOB[,BLOB] DB[,DB] NUM_BATCHES DB_TYPE [CPU|GPU [DEVICE
     multiple=True,
     callback=options.names,
     metavar="PATH",
-    help="Target: one for each blob, or one .h5 file for all; .h5 and .npy choose the kind.",
+    help="Output: one for each blob, or one .h5 file for all; .h5 and .npy choose the kind.",
 )
 @click.option(
     "--backend",
@@ -55,12 +55,12 @@ def extract_features(
     gpu: str | None,
     **values: Any,
 ) -> None:
-    """Run a trained net over the data of its data layers and write the values of blobs, a record or
-    row an item.
+    """Run a trained net over the data of its data layers and write the values of blobs, one record
+    or row per item.
 
     Databases are those of Caffe's tool: keys 0000000000, 0000000001, ..., Datums of float_data. An
-    HDF5 file has a dataset for each blob, so that an HDF5Data layer can read it. What exists
-    already is not touched. Takes options, or the arguments of Caffe's tool, in their order.
+    HDF5 file has a dataset for each blob, so that an HDF5Data layer can read it. Nothing
+    that exists is overwritten. Takes options, or the arguments of Caffe's tool in their order.
 
     \b
     Examples:

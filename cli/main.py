@@ -236,8 +236,8 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
             return ConfigError.exit_code
         _tell(traceback.format_exc().rstrip("\n"))
         _say(
-            "this is a bug of caffepy, not yours; please report it, with the lines above and the "
-            "command, to those from whom you have caffepy"
+            "this is a bug of caffepy, not yours; please report it where you got caffepy, with the "
+            "lines above and the command"
         )
         return BUG
 
@@ -292,7 +292,7 @@ def _misuse(error: click.UsageError) -> str:
     message = error.format_message()
     command = error.ctx.command if error.ctx else None
     if command in (train, test, time) and message.startswith("Got unexpected extra argument"):
-        message += f"; its file goes to {'--solver' if command is train else '--model'}"
+        message += f"; give the file as {'--solver' if command is train else '--model'} FILE"
     return message
 
 
@@ -300,9 +300,9 @@ def hint(error: CaffeError, arguments: Sequence[str]) -> str:
     """Return what to try next, if a flag helps."""
     if isinstance(error, RecordError) and {"train", "test"} & set(arguments):
         return "to skip some such records, add --max-bad-records N"
-    if isinstance(error, DeviceError) and {"device-pairs", "device_pairs"} & set(arguments):
-        return "to see schedules without GPUs, give --cpu N, or --simulate FILE (see --help)"
     given = {argument.lstrip("-").partition("=")[0] for argument in arguments}
+    if isinstance(error, DeviceError):
+        return _without_gpus(str(error), given)
     if (
         isinstance(error, DataError)
         and {"time", "check", "draw"} & given
@@ -320,6 +320,21 @@ def hint(error: CaffeError, arguments: Sequence[str]) -> str:
     if isinstance(error, DataError) and "export" in arguments:
         return "to go without the data, give --image C,H,W, or a deploy net"
     return ""
+
+
+def _without_gpus(message: str, given: set[str]) -> str:
+    """Return what a command does on a machine without GPUs."""
+    from caffepy.device.gpus import NO_CUPY, NO_DRIVER, NO_GPU
+
+    if {"device-pairs", "device_pairs"} & given:
+        return "without GPUs, --cpu N or --simulate FILE shows schedules"
+    if not any(reason in message for reason in (NO_CUPY, NO_DRIVER, NO_GPU)):
+        return ""
+    if "allreduce" in given:
+        return "without GPUs, --cpu N measures threads of the CPU"
+    if "gpu" not in given or {"device-query", "device_query"} & given:
+        return ""
+    return f"{'with --cpu instead of' if 'train' in given else 'without'} --gpu, the CPU computes"
 
 
 def _bundled(arguments: Sequence[str]) -> set[str]:

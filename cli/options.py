@@ -117,8 +117,8 @@ def _trained_weights(*further: str) -> Decorator:
         type=click.Path(),
         default="",
         callback=names,
-        help="Files of weights (.caffemodel or .h5), separated by commas; each layer takes those "
-        "of the layer of its name.",
+        help="Files of weights (.caffemodel or .h5), separated by commas; matched to the "
+        "layers by name.",
     )
 
 
@@ -186,7 +186,7 @@ bn_stats: Decorator = click.option(
 deterministic: Decorator = click.option(
     "--deterministic",
     is_flag=True,
-    help="Give the same numbers in each run: fix the seed and the order of sums.",
+    help="Give the same numbers in every run: fix the seed and the order of sums.",
 )
 deadlines: Decorator = click.option(
     "--deadlines",
@@ -194,14 +194,14 @@ deadlines: Decorator = click.option(
     envvar="CAFFEPY_DEADLINES",
     callback=_seconds,
     metavar="PHASE=S,...",
-    help="Seconds without progress after which a solver counts as hung: "
-    "set-up=900,step=300,test=900,snapshot=900. One solver alone is ended only if this is given.",
+    help="Seconds without progress after which a solver counts as hung: step=300, test=900, "
+    "snapshot=900, set-up=900. One solver alone is ended only if this is given.",
 )
 precision: Decorator = click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
-    help="Precision on a GPU: fp32 rounds nothing, tf32 rounds the factors of products to 10 bits, "
-    "bf16 and fp16 keep activations in 16 bits. Default: the net's, else that of "
+    help="Precision on a GPU: fp32 rounds nothing, tf32 rounds the inputs of matrix products to 10 "
+    "bits, bf16 and fp16 store activations in 16 bits. Default: the net's, else that of "
     "CAFFEPY_PRECISION, else tf32.",
 )
 capture: Decorator = click.option(
@@ -247,7 +247,7 @@ stage: Decorator = click.option(
 threads: Decorator = click.option(
     "--threads",
     type=click.IntRange(min=1),
-    help="Number of CPU threads. Default: one a core.",
+    help="Number of CPU threads. Default: one per core.",
 )
 backend: Decorator = click.option(
     "--backend",
@@ -283,12 +283,12 @@ def _shape(
     return tuple(map(int, sizes))
 
 
-image: Decorator = click.option(
-    "--image",
-    callback=_shape,
-    metavar="C,H,W",
-    help="Shape of the random images: channels, height and width, if the net does not say.",
-)
+def _image(help: str) -> Decorator:
+    return click.option("--image", callback=_shape, metavar="C,H,W", help=help)
+
+
+image = _image("Shape of the random images: channels, height and width, if the net does not say.")
+input_image = _image("Replace the data layers by an input of this shape: channels, height, width.")
 
 
 def _numbers(
@@ -372,7 +372,7 @@ def prepared(command: Command) -> Command:
 
 def synthetic(command: Command) -> Command:
     """Add --synthetic and --image, which replaces the data layers of a net even without it."""
-    help = "Use random images and labels instead of the net's data, which need not be there."
+    help = "Use random images and labels instead of the net's data, which need not exist."
     return _with(command, click.option("--synthetic", is_flag=True, help=help), image)
 
 
@@ -397,7 +397,7 @@ def logged(least: int = 0) -> Decorator:
                 type=click.Path(),
                 default="",
                 envvar="GLOG_log_dir",
-                help="Folder for a log file, which gets what is logged to stderr, too.",
+                help="Folder for a log file: a copy of the log on stderr.",
             ),
             click.option(
                 "--minloglevel",

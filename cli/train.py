@@ -19,7 +19,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     "--snapshot",
     type=click.Path(),
     default="",
-    help="A .solverstate to resume from; auto: the newest whole one of this run under "
+    help="A .solverstate to resume from; auto: this run's newest complete one under "
     "snapshot_prefix, or a start from scratch if there is none.",
 )
 @click.option(
@@ -52,7 +52,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     type=EFFECTS,
     default="stop",
     show_default=True,
-    help="What SIGUSR1 does; it stops with a snapshot, as SIGTERM does.",
+    help="What SIGUSR1 does; stop takes a snapshot first, as SIGTERM does.",
 )
 @click.option(
     "--grace",
@@ -60,8 +60,8 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     default=25.0,
     show_default=True,
     metavar="S",
-    help="Seconds from a signal that stops the run to its snapshot, at most: an iteration, or a "
-    "wait for data, that takes longer is given up.",
+    help="Most seconds from a signal that stops the run to its snapshot; an iteration or a wait for "
+    "data that takes longer is given up.",
 )
 @click.option(
     "--max-restarts",
@@ -69,7 +69,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     default=0,
     show_default=True,
     metavar="N",
-    help="Start a run again that crashes, hangs or loses a device, from its newest snapshot: up to "
+    help="Restart a run that crashes, hangs or loses a device from its newest snapshot, up to "
     "N times without a new snapshot in between.",
 )
 @options.progress
@@ -94,7 +94,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 def train(solver: options.Definition | None, max_restarts: int, **values: Any) -> int:
     """Train the net of a solver prototxt, or of a bundled model.
 
-    Without --gpu and --cpu it computes where solver_mode of the solver says, by default on the CPU.
+    Without --gpu and --cpu, the solver's solver_mode says where to compute, by default on the CPU.
     Several GPUs train as one with a larger batch; the data is read once for all of them. SIGTERM,
     SIGUSR1, SIGUSR2, SIGXCPU and SIGQUIT take a snapshot and stop; a second signal ends the run at
     once. A stopped run ends with exit code 75; --snapshot auto resumes it. A run also writes

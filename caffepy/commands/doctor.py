@@ -74,7 +74,7 @@ def _kernel_cache() -> Iterator[Finding]:
     try:
         yield Finding(name, OK, FunctionCache(ops.backend(Device()).relu_forward).cache_path)  # type: ignore[no-untyped-call]
     except RuntimeError:
-        told = "there is no folder where compiled kernels could be kept: every start compiles anew"
+        told = "no folder to keep compiled kernels in: every start compiles them anew"
         yield Finding(name, MISSING, told, "set NUMBA_CACHE_DIR to a folder that can be written")
 
 
@@ -86,7 +86,7 @@ def _driver() -> Iterator[Finding]:
         )
         yield Finding("NVIDIA driver", OK, told)
     else:
-        yield Finding("NVIDIA driver", MISSING, gpus.NO_DRIVER, "nothing, to compute on the CPU")
+        yield Finding("NVIDIA driver", MISSING, gpus.NO_DRIVER, "only GPUs need it; the CPU works without")
 
 
 def _cupy() -> Iterator[Finding]:
@@ -156,7 +156,7 @@ def _gpus() -> Iterator[Finding]:
         count = gpus.count_gpus()
     except Exception as error:
         if importlib.util.find_spec("cupy") is None:
-            yield Finding("GPUs", MISSING, "not looked for: that needs CuPy")
+            yield Finding("GPUs", MISSING, "unknown without CuPy")
         else:
             yield Finding(
                 "GPUs", WRONG if gpus.cuda_of_driver() else MISSING, gpus.last_line(error)

@@ -54,7 +54,7 @@ def test_without_a_gpu_other_ways_are_told(
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert main.run(["device-pairs"]) == 6
-    told = "(to see schedules without GPUs, give --cpu N, or --simulate FILE (see --help))\n"
+    told = "(without GPUs, --cpu N or --simulate FILE shows schedules)\n"
     assert capsys.readouterr().err.endswith(told)
 
 

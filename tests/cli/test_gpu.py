@@ -121,16 +121,24 @@ def test_a_gpu_twice_and_words_are_refused(
 
 
 @pytest.mark.parametrize(
-    "command", ["test -model digits -weights w", "time -model digits", "train -solver digits"]
+    ("command", "instead"),
+    [
+        ("test -model digits -weights w", "(without --gpu, the CPU computes)"),
+        ("time -model digits", "(without --gpu, the CPU computes)"),
+        ("train -solver digits", "(with --cpu instead of --gpu, the CPU computes)"),
+        ("bench allreduce", "(without GPUs, --cpu N measures threads of the CPU)"),
+    ],
 )
 def test_without_cupy(
-    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    command: str, instead: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr("caffepy.device.gpus.cuda_of_driver", lambda: 13000)
     assert main.run([*command.split(), "-gpu", "all"]) == 6
     needs = "a GPU needs CuPy: pip install 'caffepy[cuda13]' (in a clone '.[cuda13]'), or cuda12"
-    assert f"caffepy: error: {needs}" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"caffepy: error: {needs}" in told
+    assert told.endswith(f"\n{instead}\n")
 
 
 @pytest.mark.parametrize(

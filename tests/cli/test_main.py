@@ -107,6 +107,32 @@ def test_help_has_an_example(command: str, capsys: Captured) -> None:
     assert f"  caffepy {command}" in capsys.readouterr().out
 
 
+COMMANDS = [
+    (name, *([further] if further else []))
+    for name, command in main.caffepy.commands.items()
+    for further in ("", *getattr(command, "commands", ()))
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_line_of_the_help_ends_within_a_word(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """A flag or phase that is cut at its hyphen cannot be read or copied."""
+    for columns in ("80", "110", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main.run([*command, "--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert not [line for line in lines if line.endswith("-")]
+
+
+def test_the_shape_for_an_export_is_that_of_its_input(capsys: Captured) -> None:
+    assert main.run(["export", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--image C,H,W Replace the data layers by an input of this shape" in told
+    assert "random" not in told
+
+
 def test_no_command_shows_the_help(capsys: Captured) -> None:
     assert main.run([]) == 0
     assert capsys.readouterr().out.startswith("Usage: caffepy")
@@ -144,11 +170,11 @@ TYPOS = {
     "nothing to check": ("check", "Need one definition to check"),
     "argument of another": (
         "time lenet",
-        "Got unexpected extra argument (lenet); its file goes to --model",
+        "Got unexpected extra argument (lenet); give the file as --model FILE",
     ),
     "argument": (
         "train digits",
-        "Got unexpected extra argument (digits); its file goes to --solver",
+        "Got unexpected extra argument (digits); give the file as --solver FILE",
     ),
 }
 
