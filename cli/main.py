@@ -324,11 +324,11 @@ def hint(error: CaffeError, arguments: Sequence[str]) -> str:
 
 def _without_gpus(message: str, given: set[str]) -> str:
     """Return what a command does on a machine without GPUs."""
-    from caffepy.device.gpus import NO_CUPY, NO_DRIVER, NO_GPU
+    from caffepy.device.gpus import NO_DRIVER, NO_GPU
 
     if {"device-pairs", "device_pairs"} & given:
         return "without GPUs, --cpu N or --simulate FILE shows schedules"
-    if not any(reason in message for reason in (NO_CUPY, NO_DRIVER, NO_GPU)):
+    if not any(reason in message for reason in ("CuPy", NO_DRIVER, NO_GPU)):
         return ""
     if "allreduce" in given:
         return "without GPUs, --cpu N measures threads of the CPU"

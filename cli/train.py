@@ -60,8 +60,8 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     default=25.0,
     show_default=True,
     metavar="S",
-    help="Most seconds from a signal that stops the run to its snapshot; an iteration or a wait for "
-    "data that takes longer is given up.",
+    help="Most seconds from a signal that stops the run to its snapshot; an iteration or a wait "
+    "for data that takes longer is given up.",
 )
 @click.option(
     "--max-restarts",

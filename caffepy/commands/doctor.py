@@ -86,7 +86,7 @@ def _driver() -> Iterator[Finding]:
         )
         yield Finding("NVIDIA driver", OK, told)
     else:
-        yield Finding("NVIDIA driver", MISSING, gpus.NO_DRIVER, "only GPUs need it; the CPU works without")
+        yield Finding("NVIDIA driver", MISSING, gpus.NO_DRIVER, "not needed on the CPU")
 
 
 def _cupy() -> Iterator[Finding]:

@@ -13,7 +13,6 @@ from caffepy.core.errors import DeviceError, UsageError, install
 INSTALL = f"{install('cuda13')}, or cuda12 for a driver of CUDA 12"
 NO_DRIVER = "no NVIDIA driver is found: install one, or give the container access to the GPU"
 NO_GPU = "this machine has no GPU"
-NO_CUPY = "a GPU needs CuPy"
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 LEFT_OUT = {"clockRate": 13, "deviceOverlap": 15, "kernelExecTimeoutEnabled": 17, "memPitch": 11}
@@ -39,7 +38,7 @@ def import_cupy() -> Any:
         import cupy
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
-            needs = f"{NO_CUPY}: {INSTALL} ({error})"
+            needs = f"a GPU needs CuPy: {INSTALL} ({error})"
             raise DeviceError(needs if cuda_of_driver() else f"{NO_DRIVER}; {needs}") from None
         if "libcuda.so" in str(error):
             raise DeviceError(NO_DRIVER) from None
