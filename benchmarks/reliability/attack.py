@@ -1,10 +1,11 @@
 """Attack caffepy as disks, schedulers and strangers do, and count what it does not survive.
 
-usage: python benchmarks/reliability/attack.py [--kills 10] [--signals 10] [--disks 10] [--text 200]
-[--binary 200] [--lmdb 100] [--seed 1] [--folder FOLDER]
+usage: python benchmarks/reliability/attack.py [--kills 10] [--signals 10] [--disks 10] [--tmpfs 10]
+[--text 200] [--binary 20] [--lmdb 100] [--seed 1] [--folder FOLDER] [--gpu 0]
 
 Each attempt is a process. Found is what ends by a crash or a traceback, takes more than 15 seconds,
 loads a damaged snapshot, or resumes to other bytes than those of the run that nothing disturbed.
+With --gpu runs train there and the other attacks, which need no GPU, are left out; 60 seconds.
 Exit code 1 if anything is found; FOLDER keeps the inputs.
 """
 
@@ -15,14 +16,17 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -32,7 +36,9 @@ import caffepy.commands.check
 import caffepy.commands.data.show
 import caffepy.commands.train
 import caffepy.commands.weights
+import caffepy.data.datum_kernels
 import caffepy.ops.cpu
+import caffepy.ops.cpu.lock_watch
 from caffepy.cli import main
 from caffepy.core.errors import CaffeError
 from caffepy.data.sources import open_source
@@ -40,10 +46,12 @@ from caffepy.data.write import write_database
 from caffepy.pycaffe import io
 from caffepy.solver import newest_good
 
-DEADLINE = 15.0  # seconds
+with suppress(ImportError):
+    import_module("matplotlib.figure")
+    import_module("matplotlib.backends.backend_agg")
+
 KNOWN = {0, 2, 3, 4, 5, 6, 75}  # exit codes that tell the user's fault, or none
-MEMORY = 8 << 30  # bytes of addresses that a process may take
-END = 30  # iterations of a run
+MEMORY = 8 << 30  # bytes of addresses that a process without a GPU may take
 MODELS = Path(caffepy.commands.__file__).parents[2] / "models"
 NET = """
 layer { name: "data" type: "Data" top: "data" top: "label"
@@ -57,11 +65,38 @@ layer { name: "ip" type: "InnerProduct" bottom: "conv" top: "ip"
   inner_product_param { num_output: 10 weight_filler { type: "xavier" } } }
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
 """
-SOLVER = f"""
+SOLVER = """
 net: "net.prototxt" type: "Adam" base_lr: 0.001 lr_policy: "step" gamma: 0.5 stepsize: 10
-max_iter: {END} snapshot: 3 display: 5 snapshot_prefix: "s" random_seed: 3
+max_iter: END snapshot: EVERY display: 5 snapshot_prefix: "s" random_seed: 3
 """
-TRAIN = ["train", "--solver", "solver.prototxt", "--no-progress", "--snapshot", "auto"]
+
+
+class Run(NamedTuple):
+    """A run: how it is started, its iterations, those between snapshots, the seconds after which a
+    process of it hangs, and the bytes of addresses that it may take.
+    """
+
+    command: list[str]
+    end: int = 30
+    every: int = 3
+    deadline: float = 15.0
+    memory: int = MEMORY
+
+    @property
+    def solver(self) -> str:
+        return SOLVER.replace("END", str(self.end)).replace("EVERY", str(self.every))
+
+
+TRAIN = ["train", "--solver", "solver.prototxt", "--no-progress"]
+ON_CPU = Run(TRAIN)
+
+
+def on_gpus(gpus: str) -> Run:
+    """A run there, long enough to be met while it trains."""
+    command = [*TRAIN, "--gpu", gpus, "--deterministic"]
+    return Run(command, 1200, 20, 60.0, resource.RLIM_INFINITY)
+
+
 NUMBERS = [
     "0",
     "-1",
@@ -77,14 +112,16 @@ NUMBERS = [
 ]
 
 Findings = Counter[str]
-ends: Counter[int | str] = Counter()  # of the trials of an attack
+ends: defaultdict[str, Counter[int | str]] = defaultdict(Counter)  # of an attack, by what it was
 
 
 class Attempt:
     """A process that runs a function, or a command, in a folder; its output goes to `out`."""
 
-    def __init__(self, folder: Path, work: list[str] | Callable[[], object]) -> None:
-        self.out = folder / "out"
+    def __init__(
+        self, folder: Path, work: list[str] | Callable[[], object], run: Run = ON_CPU
+    ) -> None:
+        self.out, self._deadline = folder / "out", run.deadline
         sys.stdout.flush()
         self.process = os.fork()
         if not self.process:
@@ -95,26 +132,39 @@ class Attempt:
                 os.dup2(target, 1)
                 os.dup2(target, 2)
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+                resource.setrlimit(resource.RLIMIT_AS, (run.memory, run.memory))
                 code = _run(work)
                 sys.stdout.flush()
             finally:
                 os._exit(code)
 
-    def outcome(self, seconds: float = DEADLINE) -> int | str:
-        """The exit code, minus a signal's number, or "hang"."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    @property
+    def at_work(self) -> bool:
+        """True if the process has not ended."""
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.process, look) is None
+
+    def outcome(self, what: str, seconds: float | None = None) -> int | str:
+        """The exit code, minus a signal's number, or "hang"; counted as an end of `what`."""
+        end = time.monotonic() + (seconds or self._deadline)
+        code: int | str = "hang"
+        while code == "hang" and time.monotonic() < end:
             done, status = os.waitpid(self.process, os.WNOHANG)
             if done:
                 code = os.waitstatus_to_exitcode(status)
-                ends[code] += 1
-                return code
-            time.sleep(0.002)
-        os.kill(self.process, signal.SIGKILL)
-        os.waitpid(self.process, 0)
-        ends["hang"] += 1
-        return "hang"
+            else:
+                time.sleep(0.002)
+        if code == "hang":
+            os.kill(self.process, signal.SIGKILL)
+            os.waitpid(self.process, 0)
+        ends[what][code] += 1
+        return code
+
+    @property
+    def last_words(self) -> str:
+        """The end of the output."""
+        lines = self.out.read_text(errors="replace").strip().splitlines()[-2:]
+        return " ".join(lines)[:200]
 
 
 def _run(work: list[str] | Callable[[], object]) -> int:
@@ -134,92 +184,147 @@ def _run(work: list[str] | Callable[[], object]) -> int:
 
 def check_end(attempt: Attempt, what: str, found: Findings) -> int | str:
     """Wait for an attempt; note what is no known end."""
-    code = attempt.outcome()
+    code = attempt.outcome(what)
     if code not in KNOWN:
-        last = attempt.out.read_text(errors="replace").strip().splitlines()[-2:]
-        found[f"{what}: {code} {' '.join(last)[:200]}"] += 1
+        found[f"{what}: {code} {attempt.last_words}"] += 1
     return code
 
 
-def workplace(folder: Path) -> Path:
+def workplace(folder: Path, run: Run = ON_CPU) -> Path:
     """A folder with the data, the net and the solver of a run."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "digits_train_lmdb").symlink_to(MODELS / "digits" / "digits_train_lmdb")
     (folder / "net.prototxt").write_text(NET)
-    (folder / "solver.prototxt").write_text(SOLVER)
+    (folder / "solver.prototxt").write_text(run.solver)
     return folder
 
 
-def result(folder: Path) -> list[bytes]:
+class Whole(NamedTuple):
+    """What a run gives that nothing disturbs, its seconds, and those until its first snapshot."""
+
+    run: Run
+    result: list[bytes]
+    seconds: float
+    first: float
+
+    @property
+    def again(self) -> list[str]:
+        """The command that goes on from the newest snapshot."""
+        return [*self.run.command, "--snapshot", "auto"]
+
+    def moment(self) -> float:
+        """A random time to wait; each second one falls into the part with snapshots."""
+        return random.uniform(random.choice((0, self.first)), self.seconds)
+
+
+def result(folder: Path, run: Run) -> list[bytes]:
     """The last snapshot of a run: model and state."""
-    names = (f"s_iter_{END}.{kind}" for kind in ("caffemodel", "solverstate"))
+    names = (f"s_iter_{run.end}.{kind}" for kind in ("caffemodel", "solverstate"))
     return [(folder / name).read_bytes() for name in names if (folder / name).exists()]
 
 
-def uninterrupted(folder: Path) -> tuple[list[bytes], float]:
-    """What a run gives that nothing disturbs, and its seconds: of the second run, whose kernels
-    are compiled.
-    """
+def uninterrupted(folder: Path, run: Run) -> Whole:
+    """A run without an attack: the second one, whose kernels are compiled."""
     for _ in range(2):
         shutil.rmtree(folder, ignore_errors=True)
-        workplace(folder)
-        start = time.monotonic()
-        code = Attempt(folder, TRAIN).outcome(600)
-        assert code == 0, (folder / "out").read_text()
-    return result(folder), time.monotonic() - start
+        workplace(folder, run)
+        start, since = time.monotonic(), time.time()
+        attempt = Attempt(folder, run.command, run)
+        assert attempt.outcome("undisturbed", 600) == 0, attempt.out.read_text()
+    seconds = time.monotonic() - start
+    first = (folder / f"s_iter_{run.every}.solverstate").stat().st_mtime - since
+    return Whole(run, result(folder, run), seconds, min(max(first, 0.0), seconds))
 
 
-def interrupt(
-    folder: Path, trials: int, signals: list[signal.Signals], whole: tuple[list[bytes], float]
-) -> Findings:
+def interrupt(folder: Path, trials: int, signals: list[signal.Signals], whole: Whole) -> Findings:
     """Runs that signals interrupt at random moments, each resumed until it ends."""
-    expected, seconds = whole
     found: Findings = Counter()
     done = 0
     while done < trials:
-        here = workplace(folder / str(done))
+        here = workplace(folder / str(done), whole.run)
         while True:
-            attempt = Attempt(here, TRAIN)
+            attempt, number, what = Attempt(here, whole.again, whole.run), None, "undisturbed"
             if done < trials:
-                time.sleep(random.uniform(0, seconds))
-                with suppress(ProcessLookupError):
-                    os.kill(attempt.process, number := random.choice(signals))
-                done += 1
-            code = attempt.outcome()
+                time.sleep(whole.moment())
+                if attempt.at_work:
+                    number, done = random.choice(signals), done + 1
+                    what = number.name
+                    os.kill(attempt.process, number)
+            code = attempt.outcome(what)
             if code == 0:
                 break
-            if code not in (75, 130, -number):
-                last = (here / "out").read_text(errors="replace").strip().splitlines()[-2:]
-                found[f"{number.name}: {code} {' '.join(last)[:200]}"] += 1
+            if number is None or code not in (75, 130, -number):
+                found[f"{what}: {code} {attempt.last_words}"] += 1
                 break
-        if code == 0 and result(here) != expected:
+        if code == 0 and result(here, whole.run) != whole.result:
             found["resumed to other bytes"] += 1
         if left := list(here.glob(".s*.tmp")):
             found[f"{len(left)} temporary files are left"] += 1
+        if not found:
+            shutil.rmtree(here)
     return found
 
 
-def fill_disk(folder: Path, trials: int, whole: tuple[list[bytes], float]) -> Findings:
+def check_resumed(here: Path, whole: Whole, found: Findings) -> None:
+    """Look at what a run left whose disk was full, and let it go on now that there is room."""
+    with suppress(CaffeError):  # none is whole
+        newest_good(str(here / "s"))
+    for path in here.glob("s_iter*"):
+        if path.stat().st_size == 0:
+            found[f"{path.name} is empty"] += 1
+    code = check_end(Attempt(here, whole.again, whole.run), "resumed", found)
+    if code:
+        found[f"not resumed: {code}"] += 1
+    elif result(here, whole.run) != whole.result:
+        found["resumed to other bytes"] += 1
+
+
+def limit_files(folder: Path, trials: int, whole: Whole) -> Findings:
     """Runs whose files may have so many bytes only; then the limit is gone, and they resume."""
-    expected, _ = whole
-    largest = sum(map(len, expected))
+    largest = sum(map(len, whole.result))
     found: Findings = Counter()
     for i in range(trials):
-        here = workplace(folder / str(i))
+        here = workplace(folder / str(i), whole.run)
         limit = random.randrange(largest)
 
         def limited(limit: int = limit) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            os._exit(_run(TRAIN))
+            os._exit(_run(whole.again))
 
-        check_end(Attempt(here, limited), f"files of {limit} bytes", found)
-        with suppress(CaffeError):  # none is whole
-            newest_good(str(here / "s"))
-        for path in here.glob("s_iter*"):
-            if path.stat().st_size == 0:
-                found[f"{path.name} is empty"] += 1
-        if check_end(Attempt(here, TRAIN), "resumed", found) == 0 and result(here) != expected:
-            found["resumed to other bytes"] += 1
+        check_end(Attempt(here, limited, whole.run), "files of limited size", found)
+        check_resumed(here, whole, found)
+    return found
+
+
+MOUNT = ["mount", "-t", "tmpfs", "-o"]
+
+
+def can_mount(folder: Path) -> bool:
+    """True if this process may mount file systems, as root outside containers may."""
+    if not all(map(shutil.which, ("mount", "umount"))):
+        return False
+    tried = subprocess.run([*MOUNT, "size=4096", "caffepy", folder], capture_output=True)
+    return tried.returncode == 0 and subprocess.run(["umount", folder]).returncode == 0
+
+
+def fill_disk(folder: Path, trials: int, whole: Whole) -> Findings:
+    """Runs in a small file system of their own, which they fill, with the log; then it grows, and
+    they resume.
+    """
+    found: Findings = Counter()
+    pages = sum(-(-len(part) // 4096) for part in whole.result) * (whole.run.end // whole.run.every)
+    for i in range(trials):
+        here = folder / str(i)
+        here.mkdir(parents=True)
+        room = 4096 * random.randrange(4, 4 + pages)
+        subprocess.run([*MOUNT, f"size={room}", "caffepy", here], check=True)
+        try:
+            workplace(here, whole.run)
+            check_end(Attempt(here, whole.again, whole.run), "full disk", found)
+            subprocess.run(["mount", "-o", f"remount,size={64 << 20}", here], check=True)
+            check_resumed(here, whole, found)
+        finally:
+            subprocess.run(["umount", here], check=True)
     return found
 
 
@@ -256,7 +361,7 @@ def attack_text(folder: Path, trials: int) -> Findings:
     here = workplace(folder)
     for _ in range(trials):
         (here / "net.prototxt").write_text(NET)
-        (here / "solver.prototxt").write_text(SOLVER)
+        (here / "solver.prototxt").write_text(ON_CPU.solver)
         name = random.choice(("net.prototxt", "net.prototxt", "solver.prototxt"))
         (here / name).write_text(spoil_text((here / name).read_text()), errors="surrogateescape")
         check_end(Attempt(here, ["check", "--solver", "solver.prototxt"]), name, found)
@@ -264,7 +369,14 @@ def attack_text(folder: Path, trials: int) -> Findings:
 
 
 def spoil(content: bytes) -> bytes:
-    """A file with a few random changes."""
+    """A file with a few random changes; never the same."""
+    while (spoiled := spoil_once(content)) == content:
+        pass
+    return spoiled
+
+
+def spoil_once(content: bytes) -> bytes:
+    """The file after a few random changes, which may leave it as it was."""
     data = bytearray(content)
     kind = random.randrange(6)
     place = random.randrange(len(data))
@@ -283,51 +395,81 @@ def spoil(content: bytes) -> bytes:
     return bytes(data)
 
 
-def readers(here: Path) -> Iterator[tuple[str, Path, list[str]]]:
-    """Kind of file, the file to spoil, and the command that reads it."""
+class Reader(NamedTuple):
+    """Something that reads a file: its name, the file, the command; and if it resumes a run."""
+
+    name: str
+    file: Path
+    command: list[str]
+    resumes: bool = False
+
+
+def readers(here: Path) -> Iterator[Reader]:
+    """What reads binary files in a folder with the snapshots of a run in both formats."""
     mean = np.random.default_rng(0).random((1, 1, 8, 8))
     (here / "mean.binaryproto").write_bytes(io.array_to_blobproto(mean).SerializeToString())
     with h5py.File(here / "data.h5", "w") as file:
         file["data"], file["label"] = np.zeros((50, 3), np.float32), np.zeros(50, np.float32)
-    show = ["weights", "show"]
-    model, state = (f"s_iter_{END}.{kind}" for kind in ("caffemodel", "solverstate"))
-    for name in (model, state, f"{model}.h5", f"{state}.h5", "mean.binaryproto"):
-        yield name.split("_")[-1], here / name, [*show, name]
-    yield "HDF5 data", here / "data.h5", ["data", "show", "data.h5"]
+    model, state = (f"s_iter_{ON_CPU.end}.{kind}" for kind in ("caffemodel", "solverstate"))
+    for folder, name in (
+        ("", model),
+        ("", state),
+        ("hdf5", f"{model}.h5"),
+        ("hdf5", f"{state}.h5"),
+    ):
+        path = here / folder / name
+        yield Reader(name.split("_")[-1][3:], path, ["weights", "show", str(path)])
+    yield Reader("binaryproto", here / "mean.binaryproto", ["weights", "show", "mean.binaryproto"])
+    yield Reader("HDF5 data", here / "data.h5", ["data", "show", "data.h5"])
     if find_spec("plyvel"):
         with write_database(str(here / "leveldb"), "leveldb") as writer:
             for i in range(200):
                 writer.put(f"{i:08d}", io.array_to_datum(mean[0], i % 10).SerializeToString())
         for path in sorted((here / "leveldb").iterdir()):
             if path.stat().st_size:
-                yield f"LevelDB {path.name}", path, ["data", "show", "leveldb"]
+                yield Reader(f"LevelDB {path.name}", path, ["data", "show", "leveldb"])
+    middle = f"s_iter_{ON_CPU.end - ON_CPU.every}"
+    for folder, end in (("", ""), ("hdf5", ".h5")):
+        command = [*TRAIN, "--snapshot", f"{middle}.solverstate{end}"]
+        for kind in (f"caffemodel{end}", f"solverstate{end}", "caffepystate"):
+            path = here / folder / f"{middle}.{kind}"
+            yield Reader(f"resume, {path.suffixes[0][1:]}{end}", path, command, True)
 
 
-def attack_binary(folder: Path, trials: int, whole: tuple[list[bytes], float]) -> Findings:
-    """Each reader of binary files; and snapshots with their sidecars, which must be whole."""
+def attack_binary(folder: Path, trials: int, whole: Whole) -> Findings:
+    """Each reader of binary files so often; and snapshots with their sidecars, which must be whole,
+    or else not be loaded.
+    """
     found: Findings = Counter()
     here = workplace(folder)
-    for form in ("HDF5", "BINARYPROTO"):
-        (here / "solver.prototxt").write_text(SOLVER + f"snapshot_format: {form}")
-        assert Attempt(here, TRAIN[:-2]).outcome(600) == 0
-    files = list(readers(here))
-    middle = f"s_iter_{END - 3}"
-    resume = [*TRAIN[:-1], f"{middle}.solverstate"]
-    parts = [here / f"{middle}.{kind}" for kind in ("caffemodel", "solverstate", "caffepystate")]
-    for i in range(trials):
-        if i % 2:
-            what, path, command = files[i // 2 % len(files)]
-            good = path.read_bytes()
-            path.write_bytes(spoil(good))
-            check_end(Attempt(here, command), what, found)
-        else:
-            path = parts[i // 2 % 3]
-            good = path.read_bytes()
-            path.write_bytes(spoil(good))
-            code = check_end(Attempt(here, resume), path.suffix, found)
-            if code == 0 and result(here) != whole[0]:
-                found[f"{path.suffix}: a damaged snapshot was loaded"] += 1
-        path.write_bytes(good)
+    workplace(here / "hdf5")
+    for place, form in ((here, "BINARYPROTO"), (here / "hdf5", "HDF5")):
+        with (place / "solver.prototxt").open("a") as file:
+            file.write(f"snapshot_format: {form}")
+        assert Attempt(place, TRAIN).outcome("undisturbed", 600) == 0
+    end = f"s_iter_{ON_CPU.end}"
+    results = {
+        here: [here / f"{end}.caffemodel", here / f"{end}.solverstate"],
+        here / "hdf5": [
+            here / "hdf5" / f"{end}.{kind}.h5" for kind in ("caffemodel", "solverstate")
+        ],
+    }
+    expected = {place: [path.read_bytes() for path in paths] for place, paths in results.items()}
+    assert expected[here] == whole.result
+    for reader in list(readers(here)):
+        place = reader.file.parent if reader.resumes else here
+        good = reader.file.read_bytes()
+        for _ in range(trials):
+            if reader.resumes:
+                for path in results[place]:
+                    path.unlink(missing_ok=True)
+            reader.file.write_bytes(spoil(good))
+            code = check_end(Attempt(place, reader.command), reader.name, found)
+            if code == 0 and reader.resumes:
+                ended = [path.read_bytes() for path in results[place]]
+                if ended != expected[place]:
+                    found[f"{reader.name}: a damaged snapshot was loaded"] += 1
+        reader.file.write_bytes(good)
     return found
 
 
@@ -371,40 +513,60 @@ def attack_lmdb(folder: Path, trials: int) -> Findings:
 def attack(arguments: argparse.Namespace, folder: Path) -> bool:
     """Run all attacks; print and return what was found."""
     random.seed(arguments.seed)
-    whole = uninterrupted(folder / "whole")
+    run = on_gpus(arguments.gpu) if arguments.gpu else ON_CPU
+    whole = uninterrupted(folder / "whole", run)
     gentle = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     attacks: dict[str, Callable[[Path, int], Findings]] = {
         "kills": lambda place, n: interrupt(place, n, [signal.SIGKILL], whole),
         "signals": lambda place, n: interrupt(place, n, gentle, whole),
-        "disks": lambda place, n: fill_disk(place, n, whole),
-        "text": attack_text,
-        "binary": lambda place, n: attack_binary(place, n, whole),
-        "lmdb": attack_lmdb,
+        "disks": lambda place, n: limit_files(place, n, whole),
+        "tmpfs": lambda place, n: fill_disk(place, n, whole),
     }
+    if not arguments.gpu:
+        attacks |= {
+            "text": attack_text,
+            "binary": lambda place, n: attack_binary(place, n, whole),
+            "lmdb": attack_lmdb,
+        }
+    if not can_mount(folder):
+        sys.stdout.write("tmpfs: left out, since none can be mounted here; root may\n")
+        del attacks["tmpfs"]
     anything = False
-    for name, run in attacks.items():
+    for name, work in attacks.items():
         trials, start = getattr(arguments, name), time.monotonic()
         if trials:
             ends.clear()
-            found = run(folder / name, trials)
+            found = work(folder / name, trials)
             seconds = time.monotonic() - start
-            codes = ", ".join(f"{count} x {code}" for code, count in sorted(ends.items(), key=str))
-            figures = f"{trials} trials, {found.total()} found, {seconds:.0f} s"
-            lines = [f"{name}: {figures} (processes ended with {codes})"]
-            lines += [f"  {count} x {what}" for what, count in found.most_common()]
+            lines = [f"{name}: {trials} trials, {found.total()} found, {seconds:.0f} s"]
+            for what, codes in ends.items():
+                each = ", ".join(f"{n} x {code}" for code, n in sorted(codes.items(), key=str))
+                lines.append(f"  {what}: {codes.total()} processes ended with {each}")
+            lines += [f"  FOUND {count} x {what}" for what, count in found.most_common()]
             sys.stdout.write("\n".join(lines) + "\n")
             sys.stdout.flush()
             anything |= bool(found)
     return anything
 
 
+COUNTS = {
+    "kills": 10,
+    "signals": 10,
+    "disks": 10,
+    "tmpfs": 10,
+    "text": 200,
+    "binary": 20,
+    "lmdb": 100,
+}
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    counts = {"kills": 10, "signals": 10, "disks": 10, "text": 200, "binary": 200, "lmdb": 100}
-    for name, count in counts.items():
-        parser.add_argument(f"--{name}", type=int, default=count, help=f"trials ({count})")
+    for name, count in COUNTS.items():
+        each = " of each reader" if name == "binary" else ""
+        parser.add_argument(f"--{name}", type=int, default=count, help=f"trials{each} ({count})")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--gpu", default="", help="train there, such as 0 or 0,1")
     given = parser.parse_args()
     if given.folder:
         given.folder.mkdir()
