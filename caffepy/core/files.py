@@ -40,6 +40,13 @@ def locate(name: str, beside: str | None = None) -> str:
     return candidate
 
 
+def working_directory() -> str:
+    """Return the working directory, which a layer may change later; "" if it is gone."""
+    with suppress(OSError):
+        return os.getcwd()
+    return ""
+
+
 def temporary_name(path: str) -> str:
     """Return a new name beside `path`, with the name of the file, that no other run can have."""
     folder, name = os.path.split(path)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from caffepy.core.files import replacing
+from caffepy.core.files import replacing, working_directory
 from caffepy.report import plot
 from caffepy.report.display_record import DisplayCollector, DisplayRecord, elements
 from caffepy.report.series import of_metrics
@@ -60,10 +60,10 @@ def _has_numbers(row: Sequence[str]) -> bool:
     return 0 <= numbers[0] < 1 << 63
 
 
-def draw_curve(columns: Sequence[str], rows: Sequence[Row], path: str) -> None:
+def draw_curve(columns: Sequence[str], rows: Sequence[Row], path: str, folder: str = "") -> None:
     """Draw a metrics file, if it has at least two rows and matplotlib is installed (extra `plot`).
 
-    An error is logged and leaves the old picture.
+    The path is relative to `folder`. An error is logged and leaves the old picture.
     """
     if len(rows) < 2:
         return
@@ -71,7 +71,7 @@ def draw_curve(columns: Sequence[str], rows: Sequence[Row], path: str) -> None:
         log.info("For a picture of the curve, pip install matplotlib")
         return
     try:
-        plot.draw([of_metrics(os.path.basename(path), columns, rows)], path)
+        plot.draw([of_metrics(os.path.basename(path), columns, rows)], os.path.join(folder, path))
         log.info("Curve is in %s", path)
     except Exception as error:
         log.warning("no curve in %s: %s", path, error)
@@ -88,6 +88,8 @@ class Metrics(DisplayCollector):
         super().__init__()
         self.path = f"{prefix}_metrics.csv"
         self.curve_path = f"{prefix}_curve.png"
+        self._folder = working_directory()  # that names are relative to, wherever layers change to
+        self._absolute = os.path.join(self._folder, self.path)
         self._columns = FIRST + LAST
         self._file: TextIO | None = None  # None after a disk error
         self._start = time.monotonic()
@@ -98,7 +100,7 @@ class Metrics(DisplayCollector):
 
     def begin(self, iteration: int) -> None:
         """Append to the file of the earlier part, or create one."""
-        columns, rows = read_rows(self.path) if iteration > 0 else ([], [])
+        columns, rows = read_rows(self._absolute) if iteration > 0 else ([], [])
         rows = [row for row in rows if int(row["iteration"]) < iteration]
         if rows:
             self._columns = columns
@@ -116,7 +118,7 @@ class Metrics(DisplayCollector):
         new = [name for name in row if name not in self._columns]
         if new:
             self._columns = self._columns[:-1] + new + LAST
-            self._rewrite([*read_rows(self.path)[1], row])
+            self._rewrite([*read_rows(self._absolute)[1], row])
             return
         try:
             csv.writer(self._file).writerow(row.get(name, "") for name in self._columns)
@@ -131,20 +133,20 @@ class Metrics(DisplayCollector):
             self._file.close()
             log.info("Metrics are in %s", self.path)
             if complete:
-                draw_curve(*read_rows(self.path), self.curve_path)
+                draw_curve(*read_rows(self._absolute), self.curve_path, self._folder)
 
     def _rewrite(self, rows: Sequence[Row]) -> None:
         try:
             if self._file is not None:
                 self._file.close()
             with (
-                replacing(self.path) as temporary,
+                replacing(self._absolute) as temporary,
                 open(temporary, "w", newline="", encoding="utf-8") as file,
             ):
                 writer = csv.DictWriter(file, self._columns, restval="")
                 writer.writeheader()
                 writer.writerows(rows)
-            self._file = open(self.path, "a", newline="", encoding="utf-8")  # noqa: SIM115 (held for the run)
+            self._file = open(self._absolute, "a", newline="", encoding="utf-8")  # noqa: SIM115 (held for the run)
         except OSError as error:
             self._give_up(error)
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from caffepy.core.errors import UsageError, install, reason
+from caffepy.core.files import working_directory
 from caffepy.device.blob import Array
 from caffepy.report.display_record import DisplayCollector, DisplayRecord, elements
 from caffepy.report.grid import filter_tiles, grid
@@ -67,6 +68,7 @@ class TensorBoard(DisplayCollector):
                 f"{install('tensorboard')}"
             )
         self.folder = folder
+        self._absolute = os.path.join(working_directory(), folder)  # wherever layers change to
         self.every = every
         self.watch: Watch | None = None
         self._writer: Any = None
@@ -86,7 +88,7 @@ class TensorBoard(DisplayCollector):
         host = socket.gethostname()
         name = f"events.out.tfevents.{seconds}.{host}.{nanoseconds:09d}.{os.getpid()}"
         try:
-            self._writer = RecordWriter(os.path.join(self.folder, name))
+            self._writer = RecordWriter(os.path.join(self._absolute, name))
         except OSError as error:
             self._give_up(error)
         self._write(0, file_version="brain.Event:2")

@@ -5,15 +5,14 @@ Read `step` first; then `iteration` for one iteration, `runners` for how a devic
 """
 
 import logging
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cached_property
 
 from caffepy import ops
 from caffepy.core.abandoned import abandon
 from caffepy.core.errors import ConfigError
 from caffepy.core.events import Output, Reporter
+from caffepy.core.files import working_directory
 from caffepy.device.device import Device
 from caffepy.net import Net, memory
 from caffepy.ops.objects import PhaseTimer
@@ -69,9 +68,7 @@ class Solver:
         root: "Solver | None" = None,
         batch_parts: int = 1,
     ) -> None:
-        folder = ""
-        with suppress(OSError):  # the working directory may be gone
-            folder = os.getcwd()
+        folder = working_directory()
         self.param = param
         self.path = path
         self.precision = precision

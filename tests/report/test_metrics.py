@@ -182,3 +182,19 @@ def test_a_failing_curve_does_not_fail_the_run(
     with Metrics(str(tmp_path / "net")) as metrics:
         run(metrics, 0, 9)
     assert "no curve in" in caplog.text or not importlib.util.find_spec("matplotlib")
+
+
+def test_files_stay_where_the_run_began_wherever_layers_change_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    for folder in "here", "there":
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with Metrics("net") as metrics:
+        os.chdir("../there")
+        run(metrics, 0, 5)
+        run(metrics, 6, 8)
+    names = sorted(path.name for path in (tmp_path / "here").iterdir())
+    assert names == ["net_curve.png", "net_metrics.csv"]
+    assert not list((tmp_path / "there").iterdir())

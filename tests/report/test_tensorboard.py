@@ -193,3 +193,15 @@ def test_it_hears_what_the_other_reporters_hear(tmp_path: Path) -> None:
     with open_report(None, 10, False, [board]) as report:
         golden.replay(report, golden.messages())
     assert 500 in scalars(tmp_path / "run", "loss")
+
+
+def test_events_stay_where_the_run_began_wherever_layers_change_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with TensorBoard("events") as board:
+        os.chdir("there")
+        board.displayed(Displayed(0, 0.5, [], 1, 1, 2))
+        board.iterated(0, 0.5, 0.01, 50)
+    assert len(list((tmp_path / "events").iterdir())) == 1
