@@ -33,7 +33,9 @@ class Step(NamedTuple):
     def apply(self, buffers: Sequence[Array]) -> None:
         """Do the step on numpy arrays, indexed by rank."""
         if self.operation is Operation.ADD:
-            np.add(buffers[self.destination], buffers[self.source], out=buffers[self.destination])
+            total = buffers[self.destination]
+            with np.errstate(all="ignore"):  # a loss tells of overflows
+                np.add(total, buffers[self.source], out=total)
         else:
             buffers[self.destination][...] = buffers[self.source]
 
