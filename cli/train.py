@@ -72,6 +72,14 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     help="Restart a run that crashes, hangs or loses a device from its newest snapshot, up to "
     "N times without a new snapshot in between.",
 )
+@click.option(
+    "--on-divergence",
+    default="stop",
+    show_default=True,
+    metavar="stop|rollback:FACTOR[:N]",
+    help="If the loss is not finite, stop with exit code 5, or go on from the run's last snapshot "
+    "(without one, anew) with the learning rate times FACTOR, such as 0.1: up to N (3) times.",
+)
 @options.progress
 @click.option(
     "--tensorboard",

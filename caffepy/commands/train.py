@@ -1,5 +1,6 @@
 """`caffepy train`: from a solver file to a run, and how it ended."""
 
+import gc
 import logging
 import os
 import platform
@@ -12,9 +13,10 @@ from typing import Literal
 from caffepy import ops
 from caffepy.collectives.rank_group import DEADLINES
 from caffepy.commands.devices import choose_for_training
-from caffepy.core.errors import STOPPED, ConfigError, UsageError
+from caffepy.commands.rollback import STOP, Rollback, Start, on_divergence
+from caffepy.core.errors import STOPPED, ConfigError, DivergenceError, UsageError
 from caffepy.core.events import Output
-from caffepy.core.files import locate, locked
+from caffepy.core.files import locate, locked, working_directory
 from caffepy.data.loader import tolerating
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -55,6 +57,9 @@ class TrainOptions:
     snapshot: a solverstate to resume, or "auto" for the newest good one under the solver's
         snapshot_prefix; if there is none, the run starts from `weights` or from scratch.
     keep: number of snapshots of this run that are kept, the last ones; None: all.
+    on_divergence: "stop", or "rollback:FACTOR": a run whose loss is not finite goes on from its
+        last snapshot, or starts anew, with the learning rate times FACTOR, at most three times;
+        "rollback:FACTOR:N": at most N times.
     gpu: numbers of GPUs such as "0,1", or "all"; one solver each, which train as one.
     cpu: number of solvers on the CPU, even if the file says solver_mode: GPU.
     sync: how several solvers average gradients: "auto", "nccl", "tree", "muji" or "flat".
@@ -85,6 +90,7 @@ class TrainOptions:
     weights: Sequence[str] = ()
     snapshot: str | None = None
     keep: int | None = None
+    on_divergence: str = STOP
     gpu: str | None = None
     cpu: int | None = None
     sync: str = "auto"
@@ -137,6 +143,7 @@ def train(options: TrainOptions) -> TrainResult:
     if options.snapshot and options.weights and options.snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
     _refuse_ranks(os.environ)
+    rollback = on_divergence(options.on_divergence)
     signals = Signals(options.sigint_effect, options.sighup_effect, options.sigusr1_effect)
     monitor = Monitor(signals, options.grace, options.last_resort)
     log_dir = options.log_dir
@@ -152,64 +159,92 @@ def train(options: TrainOptions) -> TrainResult:
         monitor.begin({**DEADLINES, **options.deadlines}, ends)
         _set_up(options, param, devices[0])
         clean(param.snapshot_prefix)
-        snapshot = _starting_point(options, param)
-        boards, prefix = [], param.snapshot_prefix or None
-        if options.tensorboard:
-            boards = [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
-        with (
-            _alone(param, options.solver),
-            tolerating(options.max_bad_records),
-            open_report(prefix, param.max_iter, options.progress, boards) as reporter,
-            closing(
-                Solver(
-                    param,
-                    device=devices[0],
-                    path=options.solver,
-                    reporter=reporter,
-                    precision=options.precision,
-                    batch_parts=len(devices) if options.batch_mode == "global" else 1,
-                )
-            ) as solver,
-        ):
-            signals.listen()
-            monitor.solver = solver
-            solver.action = signals.poll
-            solver.resume_state.keep = options.keep
-            solver.capture, solver.fuse = options.capture, options.fuse
-            looked_at = param.debug_info or options.bn_stats == "sync"
-            if solver.capture and solver.fuse and not looked_at:
-                solver.save_memory()
-            for net in (solver.net, *solver.test_nets):
-                heartbeat = Heartbeat(monitor, net)
-                net.before_forward.append(heartbeat)
-                net.before_backward.append(heartbeat)
-            if snapshot == AUTO:
-                snapshot = newest_good(param.snapshot_prefix, solver.resume_state.run)
-            if snapshot:
-                log.info("Resuming from %s", snapshot)
-                solver.restore(snapshot)
-                if solver.iter >= param.max_iter:
-                    log.warning("Nothing is left to train: max_iter is %d", param.max_iter)
-            sync = SyncOptions(options.sync, options.bn_stats, options.deadlines)
-            known = _baseline(solver, len(devices))
-            try:
-                with p2p_manager(solver, devices, sync, signals, options.last_resort, known):
-                    for board in boards:
-                        board.watch = Watch(solver, board.every)
-                    log.info("Starting Optimization")
-                    solver.solve()
-                log.info("Optimization Done.")
-            except KeyboardInterrupt as interrupt:
-                if not (isinstance(interrupt, StopError) or solver.resume_state.saved_now):
-                    raise
-                solver.stopped = True
-            saved = solver.resume_state.saved_now
-            if solver.stopped and saved:
-                told = "A signal stopped the run at iteration %d; --snapshot %s resumes it"
-                log.info(told, solver.iter, saved)
-            result = TrainResult(solver.iter, solver.stopped, solver.last_outputs, saved)
-            signals.ended, monitor.exit_code = True, result.exit_code
-            return result
+        first = _starting_point(options, param)
+        start = Start(first, anew=first is None)
+        with _alone(param, options.solver), tolerating(options.max_bad_records):
+            while True:
+                end = _train(options, param, devices, monitor, start, rollback)
+                if isinstance(end, TrainResult):
+                    return end
+                start = end
+                if start.snapshot:
+                    del param.weights[:]
+                gc.collect()  # the nets that diverged, before their like are built
+
+
+def _train(
+    options: TrainOptions,
+    param: SolverParameter,
+    devices: Sequence[Device],
+    monitor: Monitor,
+    start: Start,
+    rollback: Rollback | None,
+) -> TrainResult | Start:
+    """Train from `start` to the end, or to a divergence that is rolled back: return where to."""
+    signals, folder = monitor.signals, working_directory()
+    boards, prefix = list[TensorBoard](), param.snapshot_prefix or None
+    if options.tensorboard:
+        boards = [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
+    with (
+        open_report(prefix, param.max_iter, options.progress, boards) as reporter,
+        closing(
+            Solver(
+                param,
+                device=devices[0],
+                path=options.solver,
+                reporter=reporter,
+                precision=options.precision,
+                batch_parts=len(devices) if options.batch_mode == "global" else 1,
+            )
+        ) as solver,
+    ):
+        signals.listen()
+        monitor.solver = solver
+        solver.action = signals.poll
+        solver.resume_state.keep = options.keep
+        solver.capture, solver.fuse = options.capture, options.fuse
+        looked_at = param.debug_info or options.bn_stats == "sync"
+        if solver.capture and solver.fuse and not looked_at:
+            solver.save_memory()
+        for net in (solver.net, *solver.test_nets):
+            heartbeat = Heartbeat(monitor, net)
+            net.before_forward.append(heartbeat)
+            net.before_backward.append(heartbeat)
+        snapshot = start.snapshot
+        if snapshot == AUTO:
+            snapshot = newest_good(param.snapshot_prefix, solver.resume_state.run)
+        if snapshot:
+            log.info("Resuming from %s", snapshot)
+            solver.restore(snapshot)
+            if solver.iter >= param.max_iter:
+                log.warning("Nothing is left to train: max_iter is %d", param.max_iter)
+        if start.rate_factor is not None:
+            solver.iterations.rate_factor = start.rate_factor
+        sync = SyncOptions(options.sync, options.bn_stats, options.deadlines)
+        known = _baseline(solver, len(devices))
+        try:
+            with p2p_manager(solver, devices, sync, signals, options.last_resort, known):
+                for board in boards:
+                    board.watch = Watch(solver, board.every)
+                log.info("Starting Optimization")
+                solver.solve()
+            log.info("Optimization Done.")
+        except KeyboardInterrupt as interrupt:
+            if not (isinstance(interrupt, StopError) or solver.resume_state.saved_now):
+                raise
+            solver.stopped = True
+        except DivergenceError as error:
+            if folder:
+                os.chdir(folder)  # a layer may have changed it
+            monitor.solver, monitor.last_layer = None, None
+            return start.after(error, solver, rollback)
+        saved = solver.resume_state.saved_now
+        if solver.stopped and saved:
+            told = "A signal stopped the run at iteration %d; --snapshot %s resumes it"
+            log.info(told, solver.iter, saved)
+        result = TrainResult(solver.iter, solver.stopped, solver.last_outputs, saved)
+        signals.ended, monitor.exit_code = True, result.exit_code
+        return result
 
 
 def _refuse_ranks(environment: Mapping[str, str]) -> None:
@@ -225,7 +260,7 @@ def _refuse_ranks(environment: Mapping[str, str]) -> None:
 
 def _alone(param: SolverParameter, path: str) -> AbstractContextManager[None]:
     """Return a context in which no other run writes under the prefix; it raises ConfigError."""
-    folder, name = os.path.split(param.snapshot_prefix)
+    folder, name = os.path.split(os.path.join(working_directory(), param.snapshot_prefix))
     begun = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = f"process {os.getpid()} on {platform.node()}, which trains {path} since {begun}"
     where = at_field(path, "snapshot_prefix") or path

@@ -49,6 +49,7 @@ class WorkerSolver(Solver):
             ):
                 self.device.upload(root.device.on_host(theirs), mine)
         self.iterations.move_to(root.iter, root.iterations.current_step)
+        self.iterations.rate_factor = root.iterations.rate_factor
         self.update_state.set_state(root.update_state.state())
         if positions:
             set_positions(positions, self.iterations.nets, self.device)

@@ -84,6 +84,7 @@ class Iterations:
         self.state = State.IDLE
         self.iter = 0
         self.current_step = 0
+        self.rate_factor = 1.0  # of the learning rate, after divergences
         self.display = Display(step.param, step.net)
         self.eager = EagerRunner(step, nets, self._before_update)
         self.captured = CapturedRunner(step, nets)
@@ -157,7 +158,8 @@ class Iterations:
 
     def _next_rate(self) -> float:
         param = self.step.param
-        return rate(param, self.iter, next_step(param, self.iter, self.current_step))
+        step = next_step(param, self.iter, self.current_step)
+        return rate(param, self.iter, step, self.rate_factor)
 
     def rate(self) -> float:
         """Return the learning rate of the next iteration; moves the step of the policy."""

@@ -84,10 +84,12 @@ def advance(param: SolverParameter, iteration: int, step: int) -> int:
     return moved
 
 
-def rate(param: SolverParameter, iteration: int, step: int) -> float:
-    """Return the learning rate, a float32 number as in Caffe; infinity if the formula overflows."""
+def rate(param: SolverParameter, iteration: int, step: int, factor: float = 1.0) -> float:
+    """Return the learning rate times `factor`, a float32 number as in Caffe; infinity if the
+    formula overflows.
+    """
     try:
         with np.errstate(over="ignore"):
-            return float(np.float32(policies[param.lr_policy](param, iteration, step)))
+            return float(np.float32(factor * policies[param.lr_policy](param, iteration, step)))
     except (OverflowError, ZeroDivisionError):  # the latter: 0 to a negative power
         return float("inf")

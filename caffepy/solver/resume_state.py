@@ -62,6 +62,16 @@ class ResumeState:
         """The state file to resume from, if any: the last one written, else the one restored."""
         return self._saved[1] if self._saved else self._restored_from
 
+    def last_before(self, iteration: int) -> str | None:
+        """Return the last state file of this run, as it was written or restored, of an earlier
+        iteration; None if there is none.
+        """
+        if (self._saved[0] if self._saved else self.started_at) < iteration:
+            return self.last_file
+        found = snapshot.under(self.iterations.step.param.snapshot_prefix)
+        earlier = (f.state for f in found if f.begun == self._begun and f.iteration < iteration)
+        return next(earlier, None)
+
     def save(self) -> None:
         """Write model, sidecar and state; ConfigError if that fails, DivergenceError if a parameter
         or its history is not finite.
@@ -90,6 +100,7 @@ class ResumeState:
                 "started": self._started,
                 "begun": self._begun,
                 "settings": format_text(param),
+                "rate_factor": iterations.rate_factor,
                 "positions": {**iterations.positions(), "workers": workers.positions()},
                 "control": step.update_state.state(),
                 **iterations.display.state(number),
@@ -138,6 +149,8 @@ class ResumeState:
             if content:
                 snapshot.verify(content, path, model)
                 self._restore_sidecar(content, snapshot.sidecar_of(path))
+            else:
+                iterations.rate_factor = 1.0
             step.update_state.set_state((content or {}).get("control", {}))
             filled = load_weights(step.net, model)
             log.info("SGDSolver: restoring history")
@@ -149,6 +162,9 @@ class ResumeState:
             self._saved, self._restored_from = None, path
             learning = {step.net.nodes[param.layer].name for param in step.net.learnable}
             warn_of_layers(f"{model} has no weights for", learning - filled, "they start anew")
+            if iterations.rate_factor != 1:
+                told = "%s has a learning rate of %g times the solver's, after a divergence"
+                log.info(told, path, iterations.rate_factor)
             if not content:
                 iterations.display.reset()
                 self.workers_positions = []
@@ -163,11 +179,15 @@ class ResumeState:
             with reading(path):
                 compare_layers(content["positions"], nets, path)
                 workers = list(content["positions"].get("workers", []))
+                factor = float(content.get("rate_factor", 1.0))
+                if not 0 < factor <= 1:
+                    raise ValueError(f"rate_factor {factor}")
                 # those of workers here, too: their threads must meet no damage
                 for positions in (*filter(None, workers), content["positions"]):
                     set_positions(positions, nets, device)
                 self.iterations.display.restore(content)
                 self.workers_positions = workers
+                self.iterations.rate_factor = factor
                 # parts of a run follow each other even if the clock was set back
                 self._started = max(time.time(), float(content.get("started", 0)))
                 self._begun = float(content.get("begun", self._started))
