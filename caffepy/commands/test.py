@@ -18,6 +18,7 @@ from caffepy.core.events import Output
 from caffepy.data.loader import tolerating
 from caffepy.device.blob import Array, shape_string
 from caffepy.net import Net
+from caffepy.parallel.turns import Turns
 from caffepy.parallel.workers import Workers
 from caffepy.report.text import as_json, number, scalars
 from caffepy.solver.capture import GraphRunner
@@ -77,7 +78,7 @@ def test(
 
     def make(rank: int) -> EvalWorker:
         net = Net(param, device=devices[rank], path=model, root_net=root.net if rank else None)
-        workers.share_layers(net, rank)
+        turns.share(net, rank)
         worker = EvalWorker(net)
         if rank:
             with net.device.scope():
@@ -86,6 +87,7 @@ def test(
         return worker
 
     workers = Workers(devices, make, deadlines, last_resort=last_resort)
+    turns = Turns(workers.group, devices)
     with tolerating(max_bad_records):
         workers.group.join(0)
         root, failed = make(0), True

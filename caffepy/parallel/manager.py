@@ -23,7 +23,7 @@ A root that captures CUDA graphs goes on at once and finds errors of workers lat
 
 A test is `begin_test`, a `test` for every batch that each rank takes in turn, and `totals`. What
 happens on a fault is in `watchdog`, how BatchNorm works in `batch_norm`, what is all-reduced in
-`gradients`.
+`gradients`, who takes a batch in `turns`, what averages in `synchronization`.
 """
 
 import gc
@@ -33,20 +33,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
-from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
 from caffepy.collectives import peers
 from caffepy.collectives.rank_group import DEADLINES
-from caffepy.collectives.sync import choose
-from caffepy.collectives.synchronizer import Synchronizer
-from caffepy.collectives.topology import Topology, all_joined, device_pairs, show
-from caffepy.core.errors import ConfigError, LostDeviceError, UsageError
+from caffepy.collectives.topology import Topology, all_joined
+from caffepy.core.errors import ConfigError, LostDeviceError
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads
-from caffepy.layer import Layer
 from caffepy.parallel import batch_norm
-from caffepy.parallel.gradients import choose_factored, flat_params
+from caffepy.parallel.synchronization import Synchronization
+from caffepy.parallel.turns import Turns
 from caffepy.parallel.worker import WorkerSolver, edits
 from caffepy.parallel.workers import Workers
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -54,7 +51,7 @@ from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
 from caffepy.solver.faults import rescue
 from caffepy.solver.test_pass import Totals
-from caffepy.solver.worker_group import EndedGroup, WorkerGroup
+from caffepy.solver.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +75,7 @@ class P2PManager(WorkerGroup):
 
     `devices` are those of all ranks, the root's first, joined as `topology` says. For `signals` and
     `last_resort` see `Watchdog`. `baseline` is the number of images a second of the root alone, if
-    it is known.
+    it is known. `workers` are all solvers but the root, by rank, once they are ready.
     """
 
     def __init__(
@@ -97,42 +94,56 @@ class P2PManager(WorkerGroup):
         self._baseline = baseline
         self._bn_stats = sync_options.bn_stats
         save, deadlines = partial(rescue, root.resume_state), sync_options.deadlines
-        self._ranks = Workers(devices, self._make, deadlines, signals, save, last_resort)
+
+        def make(rank: int) -> WorkerSolver:
+            positions = _restored_positions(root, self.size)[rank - 1]
+            worker = WorkerSolver(root, rank, devices[rank], positions)
+            self._turns.join(worker, rank)
+            self._sync.join(worker, rank)
+            return worker
+
+        self._ranks = Workers(devices, make, deadlines, signals, save, last_resort)
         self.group, self._threads = self._ranks.group, self._ranks.threads
         self.watchdog = self._ranks.watchdog
-        on_gpus = devices[0].kind == "cuda"
-        log.info("%s pairs %s", "GPUs" if on_gpus else "Solvers", show(device_pairs(topology)))
-        self._sync = choose(sync_options.sync, topology, on_gpus)
-        for rank in range(topology.size):
-            log.debug("Starting sync %d (of total %d)", rank, topology.size)
-        over_nccl = self._sync.name == "nccl"
-        self._factored = choose_factored(root, devices) if over_nccl else ()
-        if self._bn_stats == "sync" and on_gpus and batch_norm.normalizing(root.net):
-            if root.saves_memory:
-                raise UsageError("--bn-stats sync needs nets whose blobs share no memory")
-            root.run_eagerly("statistics of batches go through the host")
-        self._synchronizers: dict[int, Synchronizer] = {}
-        # The ranks share the data layers of test nets, so the next batch of a net is always of the
-        # rank after the one that had the last, in later tests as well.
-        self._next_ranks = [0] * len(root.test_nets)
-        self._alone = False  # a script has run nets of the root since the last step or test
+        self._turns = Turns(self.group, devices, self.raise_worker_error)
+        self._sync = Synchronization(
+            root, devices, topology, self.group, sync_options.sync, self._bn_stats == "sync"
+        )
+        self.workers: list[WorkerSolver] = []
         self._param = SolverParameter()  # the settings that the workers have
         self._param.CopyFrom(root.param)
-        self._positions = root.resume_state.workers_positions
-        if self._positions and len(self._positions) != self.size - 1:
+        restored = root.resume_state.workers_positions
+        if restored and len(restored) != self.size - 1:
             anew = "The snapshot is of %d solvers, not %d: random numbers of the workers start anew"
-            log.warning(anew, len(self._positions) + 1, self.size)
-            self._positions = []
+            log.warning(anew, len(restored) + 1, self.size)
 
     # begin and end
 
     def __enter__(self) -> "P2PManager":
+        root = self.root
         try:
-            self._begin()
+            gc.collect()  # freeing an earlier solver later might wait for a GPU that waits for us
+            self.group.join(0)
+            self._turns.join(root, 0)
+
+            def progress() -> object:
+                members, left = list(self._threads.members.values()), self._threads.left
+                done = [solver.update_state.done for solver in (root, *members)]
+                return self.group.phase, root.iter, done, left, list(self._turns.next_ranks)
+
+            with self._ranks.starting(progress):
+                self._sync.join(root, 0)
+            self.workers = self._ranks.members
+            self.group.phase = "idle"
+            _log_ready(self.devices, [get_ident(), *self._threads.idents])
+            threads = None if root.device.is_cuda else num_threads()
+            performance = Performance(self.seconds, self._baseline, threads)
+            root.join(self, Reporters(root.reporter, performance))
+            _log_batch(root, self.size)
         except BaseException as error:
             self._end(error)
             with suppress(Exception):  # the error that counts is the one being raised
-                _detach(self.root)
+                self._detach()
             raise
         return self
 
@@ -143,85 +154,29 @@ class P2PManager(WorkerGroup):
             if str(cause) != str(error):  # the root's error may follow from another rank's
                 raise cause from error
 
-    def _begin(self) -> None:
-        root = self.root
-        gc.collect()  # freeing an earlier solver later might wait for a GPU that waits for others
-        self.group.join(0)
-        self._share_layers(root, 0)
-
-        def progress() -> object:
-            members = self._threads.members.values()
-            done = [solver.update_state.done for solver in (root, *list(members))]
-            return self.group.phase, root.iter, done, self._threads.left, list(self._next_ranks)
-
-        with root.device.scope(), self._ranks.starting(progress):
-            self._synchronize(root, 0)
-        self.group.phase = "idle"
-        for rank, device in enumerate(self.devices, start=1):
-            place = f"GPU {device.index}" if device.kind == "cuda" else "the CPU"
-            log.info("Solver %d (of 0 to %d) is ready on %s", rank, self.size - 1, place)
-        idents = ", ".join(f"0x{ident:016x}" for ident in (get_ident(), *self._threads.idents))
-        log.info("Threads of solvers 0 to %d: %s", self.size - 1, idents)  # to read an abort by
-        threads = None if root.device.is_cuda else num_threads()
-        performance = Performance(self.seconds, self._baseline, threads)
-        root.join(self, Reporters(root.reporter, performance))
-        _log_batch(root, self.size)
-
-    def _make(self, rank: int) -> WorkerSolver:
-        positions = self._positions[rank - 1] if self._positions else None
-        worker = WorkerSolver(self.root, rank, self._ranks.devices[rank], positions)
-        self._share_layers(worker, rank)
-        with worker.device.scope():
-            self._synchronize(worker, rank)
-        return worker
-
-    def _share_layers(self, solver: Solver, rank: int) -> None:
-        """Share the layers of a solver's nets; waiting for those of the train net is timed."""
-        share, alone = self._ranks.share_layers, None if rank else self._run_alone
-        share(solver.net, rank, solver.phase_timer.mark, alone)
-        for net in solver.test_nets:
-            share(net, rank, alone=alone)
-
-    def _synchronize(self, solver: Solver, rank: int) -> None:
-        """Keep a solver in step with the others from now on; all ranks meet in here."""
-        synchronizer = self._sync.join(self.group, rank, flat_params(solver, self._factored))
-        self._synchronizers[rank] = synchronizer
-        solver.synchronize(synchronizer, self._sync.root_updates)
-        if self._bn_stats == "sync":
-            batch_norm.share_batches(solver.net, partial(self.group.all_gather, rank))
-
     def _end(self, error: BaseException | None) -> None:
         self.watchdog.stop()
         try:
             if error is None:
-                self._threads.give(lambda worker: _leave(worker, self._synchronizers[worker.rank]))
-                _leave(self.root, self._synchronizers[0])
+                self._threads.give(lambda worker: self._sync.leave(worker.rank))
+                self._sync.leave(0)
                 self._threads.wait_idle()
-                _detach(self.root)
+                self._detach()
         except BaseException as met:
             error = met
             raise
         finally:
             try:
                 if error is not None:
-                    _detach(self.root, failed=True)
+                    self._detach(failed=True)
                     self._ranks.abort(error)
             finally:
-                self._ranks.end(error is not None, self._release)
+                self._ranks.end(error is not None, self._sync.release)
 
-    def _release(self, until: float) -> None:
-        """After an error: close all synchronizers, after freeing the graphs that use them."""
-        for solver in (self.root, *self._threads.members.values()):
-            with suppress(Exception):  # the error that counts is an earlier one
-                _make_alone(solver)
-        for synchronizer in self._synchronizers.values():
-            with suppress(Exception):
-                synchronizer.close(max(0.0, until - monotonic()))
-
-    @property
-    def workers(self) -> list[WorkerSolver]:
-        """The workers, in the order of their ranks."""
-        return self._ranks.members
+    def _detach(self, failed: bool = False) -> None:
+        """Free the root to train alone; after an error its last iteration may be half done."""
+        self.root.leave(failed)
+        self._turns.end(failed)
 
     def seconds(self) -> list[dict[str, float]]:
         """Return the seconds that each solver's iterations took so far, by part."""
@@ -251,33 +206,13 @@ class P2PManager(WorkerGroup):
         after_script = self.group.phase == "idle" and phase != "snapshot"
         with self.group.during(phase):
             if after_script:
-                self._join_again()
+                self._turns.resume()
+                edited = edits(self.root)
+                if edited or self.root.param != self._param:
+                    self._param.CopyFrom(self.root.param)
+                    self._threads.give(partial(WorkerSolver.take, param=self._param, edited=edited))
+                    self._threads.wait_idle()
             yield
-
-    def _run_alone(self) -> None:
-        """Let a script run the root's nets by themselves until the next step or test."""
-        if not self._alone:
-            with self.group.during("step"):
-                self.raise_worker_error()
-            _serve(self.root, [self.root.device])
-            self._alone = True
-
-    def _join_again(self) -> None:
-        """Let the ranks take turns again, and give the workers what a script wrote to the root."""
-        root = self.root
-        if self._alone:
-            _serve(root, self._ranks.devices)
-            self._restart_turns()
-            self._alone = False
-        edited = edits(root)
-        if edited or root.param != self._param:
-            self._param.CopyFrom(root.param)
-            self._threads.give(partial(WorkerSolver.take, param=root.param, edited=edited))
-            self._threads.wait_idle()
-
-    def _restart_turns(self) -> None:
-        self._next_ranks = [0] * len(self._next_ranks)
-        self.group.restart_turns()
 
     def iterate(self) -> None:
         with self.root.phase_timer.fetching():
@@ -286,8 +221,8 @@ class P2PManager(WorkerGroup):
         self._threads.give(WorkerSolver.iterate)
 
     def forward(self) -> None:
-        self._bring_params()
         self._threads.give(WorkerSolver.forward)
+        self._sync.bring_params()
 
     def losses(self) -> list[float]:
         self._threads.wait_idle()
@@ -305,16 +240,10 @@ class P2PManager(WorkerGroup):
             self.raise_worker_error()
             batch_norm.copy([self.root.net, *(worker.net for worker in self.workers)])
         self._threads.give(partial(WorkerSolver.begin_test, k=k))
-        self._bring_params()
-
-    def _bring_params(self) -> None:
-        """Let workers that do not update their parameters get those of the last update."""
-        self._threads.give(WorkerSolver.pull)
-        self._synchronizers[0].on_start()
+        self._sync.bring_params()
 
     def test(self, k: int, batches: int) -> bool:
-        ranks = [(self._next_ranks[k] + i) % self.size for i in range(batches)]
-        self._next_ranks[k] = (ranks[-1] + 1) % self.size
+        ranks = self._turns.deal(k, batches)
         for rank in ranks:
             if rank:
                 self._threads.give(partial(WorkerSolver.test_batch, k=k), rank)
@@ -333,9 +262,8 @@ class P2PManager(WorkerGroup):
             )
         self.raise_worker_error()
         yield
-        self._restart_turns()  # data layers go on from a state with the root's batch
-        restored = self.root.resume_state.workers_positions
-        positions = restored if len(restored) == self.size - 1 else [None] * (self.size - 1)
+        self._turns.restart()  # data layers go on from a state with the root's batch
+        positions = _restored_positions(self.root, self.size)
         self._threads.give(lambda worker: worker.follow(self.root, positions[worker.rank - 1]))
         self._threads.wait_idle()
 
@@ -372,33 +300,19 @@ def p2p_manager(
     return P2PManager(root, devices, topology, sync_options, signals, last_resort, baseline)
 
 
-def _make_alone(solver: Solver) -> None:
-    solver.synchronize(None)
-    batch_norm.share_batches(solver.net, None)
+def _restored_positions(root: Solver, size: int) -> Sequence[dict[str, Any] | None]:
+    """Return the positions of the workers in the state that the root has restored, if it did."""
+    restored = root.resume_state.workers_positions
+    return restored if len(restored) == size - 1 else [None] * (size - 1)
 
 
-def _leave(solver: Solver, synchronizer: Synchronizer) -> None:
-    _make_alone(solver)
-    synchronizer.close()
-
-
-def _detach(root: Solver, failed: bool = False) -> None:
-    """Free the root to train alone; after an error its last iteration may be half done."""
-    root.leave(failed)
-    for net in (root.net, *root.test_nets):
-        net.set_forward_mutex(_refuse if failed else None)
-    if not failed:
-        _serve(root, [root.device])
-
-
-def _serve(root: Solver, devices: Sequence[Device]) -> None:
-    for net in (root.net, *root.test_nets):
-        for layer in net.shared_layers:
-            layer.serve(devices)
-
-
-def _refuse(layer: Layer) -> NoReturn:
-    EndedGroup().check()
+def _log_ready(devices: Sequence[Device], idents: Sequence[int]) -> None:
+    """Log the devices of the workers and the threads of all solvers."""
+    for rank, device in enumerate(devices, start=1):
+        place = f"GPU {device.index}" if device.kind == "cuda" else "the CPU"
+        log.info("Solver %d (of 0 to %d) is ready on %s", rank, len(devices), place)
+    shown = ", ".join(f"0x{ident:016x}" for ident in idents)
+    log.info("Threads of solvers 0 to %d: %s", len(devices), shown)  # to read an abort by
 
 
 def _log_batch(root: Solver, size: int) -> None:

@@ -70,24 +70,26 @@ class WorkerSolver(Solver):
         with self.device.scope(), self.net.ops.blas_scope():
             self.iterations.run(self.capture, show=False)
 
-    def pull(self) -> None:
-        """Take the root's parameters, if only that updates them."""
-        self.wait_idle()
-        with self.device.scope():
-            self._step.pull()
-
     def forward(self) -> None:
-        """Run a forward pass of the train net; `loss` is its loss."""
+        """Take the root's parameters, run a forward pass of the train net; `loss` is its loss."""
+        self._pull()
         with self.device.scope(), self.net.ops.blas_scope():
             self.loss = self.iterations.eager.forward(self.iter)
         self.device.step_count += 1
         self.device.check_errors()
 
     def begin_test(self, k: int) -> None:
-        """Zero the totals of test net `k`."""
+        """Take the root's parameters, zero the totals of test net `k`."""
         self.wait_idle()
         self.iterations.hold_positions(anew=k == 0)  # those from before all test nets
         self._test_passes[k].begin(self.net)
+        self._pull()
+
+    def _pull(self) -> None:
+        """Take the root's parameters, if only that updates them."""
+        self.wait_idle()
+        with self.device.scope():
+            self._step.pull()
 
     def test_batch(self, k: int) -> None:
         """Run a batch of test net `k`."""

@@ -1,7 +1,6 @@
 """Workers: what ranks 1, 2, ... have in common whatever they do, training or testing.
 
-A worker has a device and a thread of its own, shares the root's data layers, is watched, and ends
-together with the root.
+A worker has a device and a thread of its own, is watched, and ends together with the root.
 """
 
 import logging
@@ -15,9 +14,6 @@ from caffepy.collectives.worker_threads import WorkerThreads
 from caffepy.core.abandoned import RANK_THREAD, abandon
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads, share
-from caffepy.layer import Layer
-from caffepy.layer.python import Python
-from caffepy.net import Net
 from caffepy.parallel import watchdog
 from caffepy.parallel.watchdog import Rescue, Watchdog
 from caffepy.solver import Signals
@@ -87,37 +83,6 @@ class Workers(Generic[Member]):
         """The workers, in the order of their ranks."""
         return [self.threads.members[rank] for rank in range(1, self.group.size)]
 
-    def share_layers(
-        self,
-        net: Net,
-        rank: int,
-        mark: Callable[[str], object] = lambda part: None,
-        alone: Callable[[], object] | None = None,
-    ) -> None:
-        """Give the ranks turns at the layers that their nets share, under the forward mutex.
-
-        `mark` is called with "forward" when the net arrives there, and with "data" when it leaves.
-        `alone` is called where a script runs the net between steps: the rank takes no turn then.
-        """
-
-        @contextmanager
-        def forward_mutex(layer: Layer) -> Iterator[None]:
-            if alone and self.group.phase == "idle":
-                alone()
-                with layer.forward_lock:
-                    yield
-                return
-            mark("forward")
-            with self.group.round_robin(rank, layer), layer.forward_lock:
-                yield
-            mark("data")
-
-        net.set_forward_mutex(forward_mutex)
-        if rank == 0 and self.group.size > 1:
-            for layer in net.shared_layers:
-                layer.serve(self.devices)
-            _warn_of_unshared(net)
-
     def wait_until_idle(self) -> list[int]:
         """After a failure: end the threads; return the ranks whose device is idle, too."""
         self.threads.end(watchdog.PATIENCE)
@@ -154,23 +119,6 @@ class Workers(Generic[Member]):
                 # After a failure the first error counts; closing may fail with the device.
                 with suppress(Exception) if failed else nullcontext():
                     worker.close()
-
-
-def _warn_of_unshared(net: Net) -> None:
-    """Warn of user-written layers of each device's own that make data, or that ask to be shared."""
-    for node in net.nodes:
-        layer, why = node.layer, ""
-        if not isinstance(layer, Python) or layer.share_in_parallel:
-            continue
-        if layer.param.python_param.share_in_parallel:
-            why = ", whatever its share_in_parallel: layers with a backward pass are not shared"
-        elif not node.bottoms:
-            why = (
-                ", so that all may take the same batches; with share_in_parallel: true in its "
-                "python_param they share one"
-            )
-        if why:
-            log.warning('Each device has its own layer "%s"%s', layer.param.name, why)
 
 
 def _is_of_root(record: logging.LogRecord) -> bool:

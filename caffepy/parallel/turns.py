@@ -1,0 +1,129 @@
+"""Turns: the order in which ranks take batches from the layers that their nets share."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from caffepy.collectives.rank_group import RankGroup
+from caffepy.device.device import Device
+from caffepy.layer import Layer
+from caffepy.layer.python import Python
+from caffepy.net import Net
+from caffepy.solver import Solver
+from caffepy.solver.worker_group import EndedGroup
+
+log = logging.getLogger(__name__)
+
+
+class Turns:
+    """Turns of ranks 0, 1, ... and again 0 at shared layers, such as data layers.
+
+    Between steps a script may run the root's nets: the layers then serve the root alone, after
+    `wait_workers` has returned, until `resume`.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        devices: Sequence[Device],
+        wait_workers: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._group, self._devices, self._wait_workers = group, devices, wait_workers
+        self._nets: list[Net] = []  # the root's
+        self._alone = False  # a script has run nets of the root since the last step or test
+        # The ranks share the data layers of test nets, so the next batch of a net is always of the
+        # rank after the one that had the last, in later tests as well.
+        self.next_ranks: list[int] = []
+
+    def join(self, solver: Solver, rank: int) -> None:
+        """Give turns to the nets of a rank's solver; waits of the train net are timed."""
+        self.share(solver.net, rank, solver.phase_timer.mark)
+        for net in solver.test_nets:
+            self.share(net, rank)
+        if rank == 0:
+            self.next_ranks = [0] * len(solver.test_nets)
+
+    def share(self, net: Net, rank: int, mark: Callable[[str], object] = lambda part: None) -> None:
+        """Give a net of this rank turns at the layers that it shares, under the forward mutex.
+
+        `mark` is called with "forward" when the net arrives there, and with "data" when it leaves.
+        """
+
+        @contextmanager
+        def forward_mutex(layer: Layer) -> Iterator[None]:
+            if rank == 0 and self._group.phase == "idle":
+                self._leave()
+                with layer.forward_lock:
+                    yield
+                return
+            mark("forward")
+            with self._group.round_robin(rank, layer), layer.forward_lock:
+                yield
+            mark("data")
+
+        net.set_forward_mutex(forward_mutex)
+        if rank == 0:
+            self._nets.append(net)
+            if self._group.size > 1:
+                _serve([net], self._devices)
+                _warn_of_unshared(net)
+
+    def deal(self, k: int, batches: int) -> list[int]:
+        """Return the ranks whose turn it is for so many batches of test net `k`."""
+        first = self.next_ranks[k]
+        self.next_ranks[k] = (first + batches) % self._group.size
+        return [(first + i) % self._group.size for i in range(batches)]
+
+    def restart(self) -> None:
+        """Make it the root's turn everywhere; no rank may be at work."""
+        self.next_ranks = [0] * len(self.next_ranks)
+        self._group.restart_turns()
+
+    def _leave(self) -> None:
+        if not self._alone:
+            with self._group.during("step"):
+                self._wait_workers()
+            _serve(self._nets, self._devices[:1])
+            self._alone = True
+
+    def resume(self) -> None:
+        """Serve all ranks again, if a script has run nets of the root."""
+        if self._alone:
+            _serve(self._nets, self._devices)
+            self.restart()
+            self._alone = False
+
+    def end(self, failed: bool = False) -> None:
+        """Let the layers serve the root alone from now on; after an error (`failed`) nobody."""
+        for net in self._nets:
+            net.set_forward_mutex(_refuse if failed else None)
+        if not failed:
+            _serve(self._nets, self._devices[:1])
+
+
+def _serve(nets: Sequence[Net], devices: Sequence[Device]) -> None:
+    for net in nets:
+        for layer in net.shared_layers:
+            layer.serve(devices)
+
+
+def _refuse(layer: Layer) -> NoReturn:
+    EndedGroup().check()
+
+
+def _warn_of_unshared(net: Net) -> None:
+    """Warn of user-written layers of each device's own that make data, or that ask to be shared."""
+    for node in net.nodes:
+        layer, why = node.layer, ""
+        if not isinstance(layer, Python) or layer.share_in_parallel:
+            continue
+        if layer.param.python_param.share_in_parallel:
+            why = ", whatever its share_in_parallel: layers with a backward pass are not shared"
+        elif not node.bottoms:
+            why = (
+                ", so that all may take the same batches; with share_in_parallel: true in its "
+                "python_param they share one"
+            )
+        if why:
+            log.warning('Each device has its own layer "%s"%s', layer.param.name, why)
