@@ -7,7 +7,7 @@ definition; `node` has the record of each layer.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,7 @@ class Net:
         self.debug_info: bool = param.debug_info
         self.shares_memory = False  # blobs that are needed at different times lie in the same place
         self._forward_mutex: ForwardMutex = _own_lock
+        self._script_mutex: ForwardMutex = _own_lock
 
         with self.device.scope():
             root = root_net.nodes if root_net else None
@@ -135,17 +136,25 @@ class Net:
         """Fused steps, in the order of the net: a group runs at the place of its last layer."""
         return fused_steps(self.nodes)
 
-    def set_forward_mutex(self, mutex: ForwardMutex | None) -> None:
-        """Run forward of shared layers inside `mutex(layer)`; None: inside the layer's own lock."""
+    def set_forward_mutex(
+        self, mutex: ForwardMutex | None, of_script: ForwardMutex | None = None
+    ) -> None:
+        """Run forward of shared layers inside `mutex(layer)`; None: inside the layer's own lock.
+
+        Passes that give no `steps`, which are not the solver's, run inside `of_script(layer)`.
+        """
         self._forward_mutex = mutex or _own_lock
+        self._script_mutex = of_script or self._forward_mutex
 
     def forward(
         self, start: int = 0, end: int | None = None, *, steps: Iterable[Step] | None = None
     ) -> None:
         """Run layers `start` to `end` (inclusive; default: all), or these of the net's `steps`."""
+        mutex = self._forward_mutex
         if steps is None:
+            mutex = self._script_mutex
             steps = map(Step, range(start, len(self.layers) if end is None else end + 1))
-        self._run(steps, self._forward_step)
+        self._run(steps, partial(self._forward_step, mutex=mutex))
 
     def _run(self, steps: Iterable[Step], run: Callable[[Step], None]) -> None:
         step = Step(0)
@@ -156,7 +165,7 @@ class Net:
         except CaffeError as error:
             raise error.at(where(self.path, self.param.layer[step.last])) from error.__cause__
 
-    def _forward_step(self, step: Step) -> None:
+    def _forward_step(self, step: Step, mutex: ForwardMutex) -> None:
         indices = step.layers or (step.last,)
         nodes = [self.nodes[index] for index in indices]
         layer, casts = nodes[0].layer, nodes[0].casts  # only the first of a group has casts
@@ -165,7 +174,7 @@ class Net:
         if casts:
             casts.reshape()
             casts.before_forward(self.ops.convert)
-        with self._forward_mutex(layer) if layer.share_in_parallel else nullcontext():
+        with mutex(layer) if layer.share_in_parallel else nullcontext():
             for node in nodes:
                 node.reshape_if_changed()
             if step.group:

@@ -2,10 +2,11 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn
 
 from caffepy.collectives.rank_group import RankGroup
+from caffepy.core.errors import ConfigError
 from caffepy.device.device import Device
 from caffepy.layer import Layer
 from caffepy.layer.python import Python
@@ -52,17 +53,12 @@ class Turns:
 
         @contextmanager
         def forward_mutex(layer: Layer) -> Iterator[None]:
-            if rank == 0 and self._group.phase == "idle":
-                self._leave()
-                with layer.forward_lock:
-                    yield
-                return
             mark("forward")
             with self._group.round_robin(rank, layer), layer.forward_lock:
                 yield
             mark("data")
 
-        net.set_forward_mutex(forward_mutex)
+        net.set_forward_mutex(forward_mutex, self._alone_at)
         if rank == 0:
             self._nets.append(net)
             if self._group.size > 1:
@@ -80,12 +76,20 @@ class Turns:
         self.next_ranks = [0] * len(self.next_ranks)
         self._group.restart_turns()
 
-    def _leave(self) -> None:
+    def _alone_at(self, layer: Layer) -> AbstractContextManager[object]:
+        """Let a script run a net of the root; ConfigError in the midst of a step."""
+        if self._group.phase != "idle":
+            raise ConfigError(
+                "solvers that train together take its batches in turn, so a callback cannot run it "
+                f"during a {self._group.phase}; run the net between steps, or only the layers "
+                "behind this one: forward(start=...)"
+            )
         if not self._alone:
             with self._group.during("step"):
                 self._wait_workers()
             _serve(self._nets, self._devices[:1])
             self._alone = True
+        return layer.forward_lock
 
     def resume(self) -> None:
         """Serve all ranks again, if a script has run nets of the root."""

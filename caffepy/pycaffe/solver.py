@@ -157,8 +157,9 @@ class Solver:
         "nccl", "tree", "muji" or "flat". The other solvers are threads of this process; UsageError,
         DeviceError or SyncError says what is wrong. After an error during an iteration the solver
         cannot continue; a new one can, from a snapshot. Add callbacks that change gradients before
-        the block. Between steps a script may run this solver's nets, and what it writes to its
-        weights, inputs and `param` reaches the others; BatchNorm's statistics stay each solver's.
+        the block. Between steps, but not in callbacks, a script may run this solver's nets, and
+        what it writes to its weights, inputs and `param` reaches the others; BatchNorm's statistics
+        stay each solver's.
         """
         own = self._solver.device
         if own.kind == "cuda" and (

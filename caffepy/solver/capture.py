@@ -61,8 +61,8 @@ class GraphRunner:
         self.net = net
         self.what = what
         self._callbacks = callbacks
-        steps: Sequence[Step] = net.steps if fuse else [Step(i) for i in range(len(net.layers))]
-        self.steps = steps
+        self._single = [Step(i) for i in range(len(net.layers))]
+        self.steps = steps = net.steps if fuse else self._single
         self._feeding = [step for step in steps if net.layers[step.last].is_data]
         self.computing = [step for step in steps if not net.layers[step.last].is_data]
         self._inputs = [top for node in net.nodes if not node.bottoms for top in node.tops]
@@ -104,10 +104,10 @@ class GraphRunner:
         return (*net.before_forward, *net.after_forward, *net.before_backward, *net.after_backward)
 
     @property
-    def eager_steps(self) -> Sequence[Step] | None:
-        """Fused steps; None (one layer a step) if a callback or debug_info must see every layer."""
+    def eager_steps(self) -> Sequence[Step]:
+        """Fused steps; one layer a step if a callback or debug_info must see every layer."""
         watched = self.net.debug_info or not all(map(is_capturable, self.net_callbacks))
-        return None if watched else self.steps
+        return self._single if watched else self.steps
 
     def forget(self) -> None:
         """Destroy all graphs, even if something else refers to this object."""

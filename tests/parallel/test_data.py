@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -207,6 +208,45 @@ def test_a_script_may_run_the_nets_of_the_root_between_steps(kind: str, folder: 
     own = [[0, 2, 8, 14, 16, 18, 4, 10, 12], [4, 10, 0, 6], [6, 12, 2, 8]]
     assert train == own
     assert test == [[0, 6, 10, 12, 14, 0, 4, 6], [2, 8, 16, 2], [4, 18]]
+
+
+@pytest.mark.parametrize("net", ["net", "test_net"])
+@pytest.mark.parametrize("when", ["start", "gradients_ready", "before_forward", "after_forward"])
+def test_a_callback_may_only_run_layers_that_are_not_shared(
+    when: str, net: str, folder: Path
+) -> None:
+    root = root_solver("Data", folder, 100, "")
+    ran = root.net if net == "net" else root.test_nets[0]
+    first, runs = 0, 0
+
+    def run(_: int = 0) -> None:
+        nonlocal runs
+        if runs == root.iter:  # once an iteration: a net's callbacks are called by this pass, too
+            runs += 1
+            ran.forward(first)
+
+    if when.endswith("forward"):
+        getattr(root.net, when).append(run)
+    else:
+        calls = {"on_start": lambda: None, "on_gradients_ready": lambda: None}
+        root.add_callback(SimpleNamespace(**{**calls, f"on_{when}": run}))
+    options = SyncOptions("flat", deadlines={"step": 2.0})
+
+    def train() -> None:
+        nonlocal first
+        with P2PManager(root, [root.device, Device()], all_joined(2), options):
+            ran.forward()
+            first = 1
+            root.step(2)
+            first = 0
+            root.step(1)
+
+    with pytest.raises(
+        ConfigError, match=r'"in" \(Data\): .* a callback cannot run it during a step; run the net'
+    ):
+        train()
+    assert runs == root.iter + 1 == 3
+    root.close()
 
 
 @pytest.mark.parametrize("sync", ["tree", "flat"])
