@@ -8,7 +8,6 @@ what a test has not, stand in NOT_RUN with the reason.
 
 import ast
 import gzip
-import json
 import os
 import re
 import shlex
@@ -126,10 +125,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("digits_train_lmdb", "digits_test_lmdb"):
         (tmp_path / name).symlink_to(digits.parent / name)
     (tmp_path / "solver.prototxt").write_text(SOLVER)
-    everyone = [[int(a != b) for b in range(4)] for a in range(4)]
-    (tmp_path / "machine.json").write_text(
-        json.dumps({"devices": [0, 1, 2, 3], "access": everyone})
-    )
     images, labels = np.zeros((3, 28, 28), np.uint8), np.arange(3, dtype=np.uint8)
     for name, values in (
         ("train-images-idx3-ubyte.gz", images),
