@@ -50,14 +50,14 @@ class NcclSync(Synchronizer):
         self._ending: threading.Thread | None = None
         self._lock = threading.Lock()
         if unique_id is None:
-            unique_id, *_ = all_gather(new_unique_id() if rank == 0 else None)
+            unique_id, *_ = all_gather(new_unique_id() if self.universal_rank == 0 else None)
         group.barrier(rank, "nccl")
         with self._errors(), self._device.scope():
-            self._communicator = nccl.NcclCommunicator(self.size, unique_id, rank)
+            self._communicator = nccl.NcclCommunicator(self.size, unique_id, self.universal_rank)
         group.barrier(rank, "nccl")
         self._flag = AbortFlag()
         self.abort_flag = self._flag.address
-        self._factors = Factors(factored, rank, self.size, self._gather)
+        self._factors = Factors(factored, self.universal_rank, self.size, self._gather)
         self._all_gather = all_gather
         group.on_abort(self._abort)
 
@@ -109,7 +109,7 @@ class NcclSync(Synchronizer):
         with self._collective():
             for whole in wholes:
                 start, count = _address(whole), whole.nbytes // self.size
-                mine, stream = start + self.rank * count, get_current_stream().ptr
+                mine, stream = start + self.universal_rank * count, get_current_stream().ptr
                 self._communicator.allGather(mine, start, count, nccl.NCCL_CHAR, stream)
 
     @contextmanager

@@ -1,4 +1,5 @@
-"""RankGroup: the ranks of one process, a thread each, that wait for one another and stop together.
+"""RankGroup: the ranks of one process, a thread each, that wait for one another and stop together,
+and with those of other nodes, if there are some (`world`).
 
 Every wait ends: when its condition holds, when a rank has failed, or when the deadline of the phase
 has passed. In the last case the error names the ranks that hang, and the log has the stacks of all
@@ -9,11 +10,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
+from caffepy.collectives.world import DeadNodeError, World
 from caffepy.core.errors import CaffeError, DivergenceError, SyncError
 from caffepy.core.hangs import stacks
 
@@ -32,13 +34,21 @@ MOST_COUNTED = 2 * POLL
 PATIENCE = 3.0
 """Seconds to wait for a library to release its resources."""
 
+REMOTE = -1
+"""Rank of a failure on another node."""
+
+WATCH = 0.1
+"""Seconds between looks for failures of other nodes."""
+
 
 class GroupStoppedError(SyncError):
     """Raised in the ranks other than the root and the failed one when a rank has failed."""
 
 
 class RankGroup:
-    """`size` ranks, rank 0 being the root. All methods may be called from any rank's thread.
+    """`size` ranks of this node, rank 0 being the root; `world` has the other nodes.
+
+    All methods may be called from any rank's thread; only the root's waits for other nodes.
 
     Wherever the root waits for others, it gets the error of the rank that failed, with its name.
     While it waits it calls `interrupted` now and then, which may raise. When a deadline passes,
@@ -46,14 +56,18 @@ class RankGroup:
     then the callbacks of `on_abort` have ended all waits outside the group.
     """
 
-    def __init__(self, size: int, deadlines: Mapping[str, float] = DEADLINES) -> None:
+    def __init__(
+        self, size: int, deadlines: Mapping[str, float] = DEADLINES, world: World | None = None
+    ) -> None:
         self.size = size
+        self.world = world or World(solvers=size)
         self.deadlines = {**DEADLINES, **deadlines}
-        self.failure: tuple[int, BaseException] | None = None
+        self.failure: tuple[int, BaseException] | None = None  # the rank is here, or REMOTE
         self.missing: list[int] = []  # ranks that were found to hang
         self.interrupted: Callable[[], object] = lambda: None
         self.hung_ranks: Callable[[list[int]], list[int]] = lambda missing: missing
         self.waiting: set[int] = set()  # ranks that wait for others
+        self.root_is_away = False  # the root waits for other nodes
         self._finding_hung = False  # a deadline has passed; which ranks hang is being found out
         self._failed = threading.Event()  # `failure` is set
         self.root_informed = threading.Event()  # the root knows that the group has stopped
@@ -66,8 +80,10 @@ class RankGroup:
         self._arrived: dict[str, set[int]] = {}  # by barrier
         self._rounds: dict[str, int] = {}  # by barrier: how often it was passed
         self._gathered: list[Any] = [None] * size  # what `all_gather` was called with, by rank
+        self._of_all: list[Any] = []  # the same of all nodes
         self._turns: dict[object, int] = {}  # by round-robin lock: the rank that may enter next
         self._threads: dict[int, int] = {}  # rank -> thread
+        self._watching: threading.Event | None = None  # of other nodes; set to end that
         self._on_abort: list[Callable[[], object]] = []
 
     @property
@@ -77,7 +93,7 @@ class RankGroup:
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        self._phase, self._since = phase, time.monotonic()
+        self._phase, self.since = phase, time.monotonic()
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -106,7 +122,27 @@ class RankGroup:
             if self.stopped:  # errors after the first may be its consequences
                 return
             self._fail(rank, error)
+        if self.world.nodes > 1 and rank != REMOTE:
+            self.world.tell(self.named(rank, error))
         self._call_on_abort()
+
+    def watch_nodes(self) -> None:
+        """Stop when another node tells of a failure, or dies, until `leave_nodes`."""
+        if self.world.nodes == 1:
+            return
+        ended = self._watching = threading.Event()
+
+        def watch() -> None:
+            while not (self.stopped or ended.wait(WATCH)):
+                if error := self.world.failure():
+                    self.abort(REMOTE, error)
+
+        threading.Thread(target=watch, name="caffepy nodes", daemon=True).start()
+
+    def leave_nodes(self) -> None:
+        """End that."""
+        if self._watching:
+            self._watching.set()
 
     def abort_hung(self, missing: list[int], seconds: float, more: str = "") -> None:
         """Stop all ranks because these, or ranks that they wait for, made no progress for so long.
@@ -124,11 +160,13 @@ class RankGroup:
             found = self.hung_ranks(missing)
         finally:
             self.missing = found
-            names = ", ".join(f"rank {rank}" for rank in found) or "another rank"
+            names = ", ".join(map(self.name, found)) or "another rank"
             waited = more if found == missing else ""
             error = SyncError(f"{names} made no progress for {seconds:g} s ({self.phase}){waited}")
             log.error("%s\n%s", error, doing)
             self._fail(found[0] if found else 0, error)
+            if self.world.nodes > 1:
+                self.world.tell(self.named(found[0] if found else 0, error))
 
     def _fail(self, rank: int, error: BaseException) -> None:
         self.failure = rank, error
@@ -171,8 +209,8 @@ class RankGroup:
             failed, error = failure
             if rank == 0:
                 self.root_informed.set()
-                raise named(failed, error)
-            raise GroupStoppedError(f"rank {failed} failed: {error}") from error
+                raise self.named(failed, error)
+            raise GroupStoppedError(f"{self.name(failed)} failed: {error}") from error
 
     def root_cause(self, error: Exception) -> BaseException:
         """Return what ended the run when the root met `error`: that, or a rank's earlier one."""
@@ -183,7 +221,32 @@ class RankGroup:
         rank, cause = failure
         if isinstance(cause, DivergenceError) and isinstance(error, DivergenceError):
             return error
-        return named(rank, cause) if rank else cause
+        return self.named(rank, cause) if rank else cause
+
+    def name(self, rank: int) -> str:
+        """Return the name of a rank in messages: its universal rank, and its host if there are
+        several nodes.
+        """
+        if rank == REMOTE:
+            return "another node"
+        world = self.world
+        if world.nodes == 1:
+            return f"rank {rank}"
+        return f"rank {world.first_rank + rank} (host {world.hosts[world.node]})"
+
+    def named(self, rank: int, error: BaseException) -> BaseException:
+        """Return the error with the name of the rank that it comes from."""
+        place = self.name(rank)
+        if rank == REMOTE:  # which has named it
+            return error
+        if not isinstance(error, CaffeError):
+            if f"({place})" not in getattr(error, "__notes__", ()):
+                error.add_note(f"({place})")
+            return error
+        told = copy(error)  # the original may still be reported where it was raised
+        if not str(error).startswith("rank "):
+            told.where = f"{place}: {error.where}" if error.where else place
+        return told.with_traceback(error.__traceback__)
 
     # waits
 
@@ -197,23 +260,49 @@ class RankGroup:
             return
         self.waiting.add(rank)
         try:
-            waited, looked, since = 0.0, time.monotonic(), self._since
+            wait = _Wait(self, rank)
             while not holds():
                 self.check(rank)
                 if rank == 0:
                     self.interrupted()
-                now = time.monotonic()
-                waited = waited + min(now - looked, MOST_COUNTED) if since == self._since else 0.0
-                looked, since = now, self._since
-                seconds = self.deadlines[self.phase]
-                left = seconds - waited
+                left = wait.left()
                 if left < 0:
-                    self.abort_hung(missing(), seconds, f"; rank {rank} waited for it")
+                    waiting = f"; {self.name(rank)} waited for it"
+                    self.abort_hung(missing(), self.deadlines[self.phase], waiting)
                     self.check(rank)
                 self._asleep[rank].acquire(timeout=min(POLL, left + 1e-3) if left >= 0 else POLL)
         finally:
             self.waiting.discard(rank)
         self.check(rank)
+
+    @contextmanager
+    def among_nodes(self) -> Iterator[World]:
+        """A block in which the root waits for other nodes: failures and the deadline end that."""
+        wait, world = _Wait(self, 0), self.world
+
+        def poll(missing: Sequence[int]) -> None:
+            self.check(0)
+            self.interrupted()
+            if wait.left() < 0 and not self.stopped:
+                names = " and ".join(map(world.describe, missing)) or "another node"
+                seconds = f"{self.deadlines[self.phase]:g} s ({self.phase})"
+                error = SyncError(f"{names} made no progress for {seconds}")
+                log.error("%s", error)
+                world.tell(error)
+                self.abort(REMOTE, error)
+
+        before, world.poll = world.poll, poll
+        self.waiting.add(0)
+        self.root_is_away = True
+        try:
+            yield world
+        except DeadNodeError as error:
+            self.abort(REMOTE, error)
+            self.check(0)
+        finally:
+            world.poll = before
+            self.root_is_away = False
+            self.waiting.discard(0)
 
     def wake(self, *ranks: int) -> None:
         """Make these ranks, or all, look again at what they wait for."""
@@ -223,7 +312,16 @@ class RankGroup:
                     self._asleep[rank].release()
 
     def barrier(self, rank: int, name: str = "") -> None:
-        """Return when all ranks have called this with this name."""
+        """Return when all ranks of all nodes have called this with this name."""
+        self.local_barrier(rank, name)
+        if self.world.nodes > 1:
+            if rank == 0:
+                with self.among_nodes() as world:
+                    world.barrier()
+            self.local_barrier(rank, f"{name} of nodes")
+
+    def local_barrier(self, rank: int, name: str = "") -> None:
+        """Return when all ranks of this node have called this with this name."""
         with self._lock:
             arrived = self._arrived.setdefault(name, set())
             passed = self._rounds.get(name, 0)
@@ -239,11 +337,22 @@ class RankGroup:
         )
 
     def all_gather(self, rank: int, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank; each calls it with its own."""
+        """Return the values of all ranks of all nodes, by rank; each calls it with its own."""
+        values = self.local_gather(rank, value)
+        if self.world.nodes == 1:
+            return values
+        if rank == 0:
+            with self.among_nodes() as world:
+                self._of_all = [value for node in world.gather(values) for value in node]
+        self.local_barrier(rank, "all-gather of nodes")
+        return list(self._of_all)
+
+    def local_gather(self, rank: int, value: Any) -> list[Any]:
+        """Return the values of the ranks of this node."""
         self._gathered[rank] = value
-        self.barrier(rank, "all-gather")
+        self.local_barrier(rank, "all-gather")
         values = list(self._gathered)
-        self.barrier(rank, "all-gather")
+        self.local_barrier(rank, "all-gather")
         return values
 
     @contextmanager
@@ -275,14 +384,20 @@ class RankGroup:
         self._turns.clear()
 
 
-def named(rank: int, error: BaseException) -> BaseException:
-    """Return the error with the name of the rank that it comes from."""
-    place = f"rank {rank}"
-    if not isinstance(error, CaffeError):
-        if f"({place})" not in getattr(error, "__notes__", ()):
-            error.add_note(f"({place})")
-        return error
-    told = copy(error)  # the original may still be reported where it was raised
-    if not str(error).startswith("rank "):
-        told.where = f"{place}: {error.where}" if error.where else place
-    return told.with_traceback(error.__traceback__)
+class _Wait:
+    """A wait of a rank: the seconds left of the deadline of the phase that the group is in. They
+    begin anew with each phase, and while the root, for which the others wait, waits for other nodes.
+    """
+
+    def __init__(self, group: RankGroup, rank: int) -> None:
+        self._group, self._rank, self._since = group, rank, group.since
+        self._waited, self._looked = 0.0, time.monotonic()
+
+    def left(self) -> float:
+        """Return the seconds left; a pause of the whole process hardly counts."""
+        group, now = self._group, time.monotonic()
+        passed = min(now - self._looked, MOST_COUNTED)
+        anew = self._since != group.since or (self._rank and group.root_is_away)
+        self._waited = 0.0 if anew else self._waited + passed
+        self._looked, self._since = now, group.since
+        return group.deadlines[group.phase] - self._waited

@@ -5,7 +5,7 @@ same time; a level begins, for what it reads and writes, when the levels before 
 executor runs any schedule on GPUs (`gpu`), one in numpy (`host`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ class Step(NamedTuple):
     destination: int
     staged: bool = False
 
-    def apply(self, buffers: Sequence[Array]) -> None:
+    def apply(self, buffers: Mapping[int, Array]) -> None:
         """Do the step on numpy arrays, indexed by rank."""
         if self.operation is Operation.ADD:
             total = buffers[self.destination]

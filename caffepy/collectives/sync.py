@@ -1,14 +1,17 @@
 """The choice among the ways to keep solvers in step, and each rank's synchronizer for it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from caffepy.collectives.rank_group import RankGroup
-from caffepy.collectives.schedule import Schedule, adding, copying, flat, muji, tree
+from caffepy.collectives.schedule import Level, Schedule, adding, copying, flat, muji, tree
 from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.collectives.topology import Topology
+from caffepy.collectives.world import World
 from caffepy.core.errors import DeviceError, UsageError, install
 from caffepy.device.blob import Array
 from caffepy.device.gpus import nccl_version
@@ -22,11 +25,12 @@ LEAST_NCCL = 21000
 
 
 class HostSync(Synchronizer):
-    """Synchronizer that runs a schedule on numpy arrays: each rank does the steps that write to its
-    own array.
+    """Synchronizer that runs a schedule of universal ranks on numpy arrays: each rank does the
+    steps that write to its own array, after its root has received the arrays of other nodes.
 
-    `data` and `diffs` are the flat arrays of all ranks. With `root_updates` only the root updates
-    its parameters: the other ranks get them before each iteration, and only the root gets the sum.
+    `data` and `diffs` are flat arrays by universal rank: those of this node's ranks, and buffers
+    for those that it receives. With `root_updates` only universal rank 0 updates its parameters:
+    the others get them before each iteration, and it alone gets the sum.
     """
 
     def __init__(
@@ -34,12 +38,12 @@ class HostSync(Synchronizer):
         group: RankGroup,
         rank: int,
         schedule: Schedule,
-        data: Sequence[Array],
-        diffs: Sequence[Array],
+        data: Mapping[int, Array],
+        diffs: Mapping[int, Array],
         root_updates: bool = False,
     ) -> None:
         super().__init__(group, rank)
-        self.updates = rank == 0 or not root_updates
+        self.updates = self.universal_rank == 0 or not root_updates
         self._data, self._diffs = data, diffs
         self._down = copying(schedule) if root_updates else ()
         self._up = adding(schedule) if root_updates else schedule
@@ -49,22 +53,43 @@ class HostSync(Synchronizer):
             self._run(self._down, self._data)
 
     def on_gradients_ready(self) -> None:
-        self.reduce(self._diffs[self.rank].size)
+        self.reduce(self._diffs[self.universal_rank].size)
 
     def reduce(self, count: int) -> None:
-        diffs = [diff[:count] for diff in self._diffs]
+        diffs = {rank: diff[:count] for rank, diff in self._diffs.items()}
         self._run(self._up, diffs)
         if self.updates:
-            mine = diffs[self.rank]
+            mine = diffs[self.universal_rank]
             mine *= mine.dtype.type(1 / self.size)
 
-    def _run(self, schedule: Schedule, buffers: Sequence[Array]) -> None:
-        self.group.barrier(self.rank, "level")
+    def _run(self, schedule: Schedule, buffers: Mapping[int, Array]) -> None:
+        group, world = self.group, self.group.world
+        group.local_barrier(self.rank, "level")
         for level in schedule:
+            if world.nodes > 1:
+                if self.rank == 0:
+                    sends, receives = crossing(level, world)
+                    with group.among_nodes():
+                        world.exchange(
+                            [(node, buffers[source]) for source, node in sends],
+                            [(world.node_of(source), buffers[source]) for source in receives],
+                        )
+                group.local_barrier(self.rank, "received")
             for step in level:
-                if step.destination == self.rank:
+                if step.destination == self.universal_rank:
                     step.apply(buffers)
-            self.group.barrier(self.rank, "level")
+            group.local_barrier(self.rank, "level")
+
+
+def crossing(level: Level, world: World) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return what a node sends in a level, (rank, to node), and of which ranks it receives.
+
+    Each array goes to a node once; arrays between two nodes go in the order of the ranks.
+    """
+    ways = sorted({(step.source, world.node_of(step.destination)) for step in level})
+    across = [(source, node) for source, node in ways if world.node_of(source) != node]
+    sends = [(source, node) for source, node in across if world.node_of(source) == world.node]
+    return sends, [source for source, node in across if node == world.node]
 
 
 class Choice(NamedTuple):
@@ -83,8 +108,7 @@ class Choice(NamedTuple):
         all_gather = partial(group.all_gather, rank)
         if flats.device.kind == "cpu":
             assert schedule is not None
-            data, diffs = all_gather(flats.data), all_gather(flats.diff)
-            return HostSync(group, rank, schedule, data, diffs, root_updates)
+            return _host_sync(group, rank, schedule, flats, root_updates)
         if schedule is None:
             from caffepy.collectives.nccl import NcclSync
 
@@ -92,6 +116,21 @@ class Choice(NamedTuple):
         from caffepy.collectives.gpu import ScheduleSync
 
         return ScheduleSync(group, rank, all_gather, flats, schedule, root_updates)
+
+
+def _host_sync(
+    group: RankGroup, rank: int, schedule: Schedule, flats: FlatParams, root_updates: bool
+) -> HostSync:
+    received: dict[int, Array] = {}
+    if rank == 0:
+        sources = {source for level in schedule for source in crossing(level, group.world)[1]}
+        received = {source: np.empty_like(flats.diff) for source in sources}
+    first = group.world.first_rank
+    flat = group.local_gather(rank, (flats.data, flats.diff, received))
+    received = flat[0][2]  # one buffer for data and for diffs, which are never sent at once
+    data = {first + i: data for i, (data, _, _) in enumerate(flat)}
+    diffs = {first + i: diff for i, (_, diff, _) in enumerate(flat)}
+    return HostSync(group, rank, schedule, data | received, diffs | received, root_updates)
 
 
 def reason_nccl_unavailable(gpu: bool) -> str | None:

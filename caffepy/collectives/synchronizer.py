@@ -36,7 +36,9 @@ class Synchronizer:
     """
 
     def __init__(self, group: RankGroup, rank: int) -> None:
-        self.group, self.rank, self.size = group, rank, group.size
+        self.group, self.rank = group, rank
+        self.universal_rank = group.world.first_rank + rank
+        self.size = group.world.size  # solvers of all nodes
 
     def on_start(self) -> None:
         """Bring the parameters in step, before the forward pass."""

@@ -140,7 +140,7 @@ def test_any_schedule_gives_every_rank_the_mean(size: int, name: str) -> None:
     rng = np.random.default_rng(size)
     diffs = [rng.normal(size=33).astype(np.float32) for _ in range(size)]
     expected = sum(d.astype(np.float64) for d in diffs) / size
-    syncs = [HostSync(group, rank, schedule, diffs, diffs) for rank in range(size)]
+    syncs = [HostSync(group, rank, schedule, {}, dict(enumerate(diffs))) for rank in range(size)]
     assert together(size, lambda rank: syncs[rank].on_gradients_ready(), group) == [None] * size
     for diff in diffs:
         np.testing.assert_allclose(diff, expected, rtol=1e-5, atol=1e-6)
@@ -153,7 +153,10 @@ def test_where_only_the_root_updates_it_has_the_mean_and_gives_its_parameters() 
     data = [np.full(7, rank, np.float32) for rank in range(size)]
     diffs = [np.full(7, rank, np.float32) for rank in range(size)]
     syncs = [
-        HostSync(group, rank, schedule, data, diffs, root_updates=True) for rank in range(size)
+        HostSync(
+            group, rank, schedule, dict(enumerate(data)), dict(enumerate(diffs)), root_updates=True
+        )
+        for rank in range(size)
     ]
     assert [sync.updates for sync in syncs] == [True] + [False] * 4
 

@@ -1,0 +1,330 @@
+"""World: the processes that train together, as one of them sees them.
+
+Each is a node: a root solver on its main thread and a worker for every further device. A solver's
+rank counts from 0 in its node, its universal rank (NVCaffe's word) counts over all nodes, in their
+order. A Transport carries messages between nodes and never blocks; World makes of it what solvers
+need, and polls with short sleeps while it waits. Node 0 collects and distributes, so that it knows
+which nodes are missing.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from functools import reduce
+from operator import or_
+from typing import Any, Protocol
+
+from caffepy.core.errors import (
+    ConfigError,
+    DataError,
+    DeviceError,
+    DivergenceError,
+    SyncError,
+    UsageError,
+)
+from caffepy.device.blob import Array
+
+SPIN = 200e-6
+"""Seconds that a wait polls without sleeping."""
+
+LONGEST_SLEEP = 1e-3
+"""Seconds between polls of a long wait: it costs under 5 % of a core."""
+
+VOTE_SECONDS = 0.1
+"""Seconds between votes, about."""
+
+MOST_BETWEEN_VOTES = 64
+
+SET_UP_DEADLINE = 900.0
+"""Seconds that the nodes wait for each other before they train."""
+
+
+class Tag(IntEnum):
+    """Streams of messages; those of one sender, receiver and tag arrive in order."""
+
+    GATHER = 1
+    VOTE = 2
+    FAILURE = 3
+    ARRAY = 4
+
+
+class DeadNodeError(SyncError):
+    """A node whose process has ended; `node` is its number."""
+
+    def __init__(self, node: int) -> None:
+        super().__init__(f"node {node} has died")
+        self.node = node
+
+
+class Request(Protocol):
+    """A message on its way; `value` is what was received."""
+
+    value: Any
+
+    def done(self) -> bool:
+        """Return true once it is sent or received; DeadNodeError if the other node is dead."""
+
+
+class Transport(Protocol):
+    """Messages between nodes; no method blocks, and any thread may call them.
+
+    `hosts` are the host names of the nodes.
+    """
+
+    node: int
+    nodes: int
+    hosts: Sequence[str]
+
+    def send(self, node: int, tag: Tag, value: object) -> Request:
+        """Send a value that can be pickled."""
+
+    def receive(self, node: int, tag: Tag) -> Request:
+        """Receive a value."""
+
+    def send_array(self, node: int, tag: Tag, array: Array) -> Request:
+        """Send a contiguous array, which stays as it is until that is done."""
+
+    def receive_array(self, node: int, tag: Tag, array: Array) -> Request:
+        """Receive into a contiguous array."""
+
+    def close(self, failed: bool) -> None:
+        """End the connection; after a failure without waiting for anybody."""
+
+
+class World:
+    """The nodes of a run. All nodes call `gather`, `broadcast`, `barrier` and `vote` in the same
+    order; one thread of a node at a time.
+
+    `poll` is called while a wait lasts, with the nodes that are missing; what it raises ends the
+    wait. `solvers` is the number of solvers of each node, known after `join`. Without a transport
+    it is the world of one process.
+    """
+
+    def __init__(self, transport: Transport | None = None, solvers: int = 0) -> None:
+        self.node, self.nodes = (transport.node, transport.nodes) if transport else (0, 1)
+        self.hosts: Sequence[str] = transport.hosts if transport else ["localhost"]
+        self.solvers: Sequence[int] = [solvers] * self.nodes
+        self.dead: set[int] = set()
+        self.poll: Callable[[Sequence[int]], object] = _Deadline()
+        self._others = [node for node in range(self.nodes) if node != self.node]
+        if transport:
+            self.transport = transport
+        self._notices = {node: self.transport.receive(node, Tag.FAILURE) for node in self._others}
+        self._votes = _Votes(self)
+
+    # who is who
+
+    def join(self, solvers: int) -> None:
+        """Tell the others how many solvers this node has; returns when all have."""
+        self.solvers = self.gather(solvers)
+
+    @property
+    def first_rank(self) -> int:
+        """Universal rank of this node's root."""
+        return sum(self.solvers[: self.node])
+
+    @property
+    def size(self) -> int:
+        """Number of solvers of all nodes."""
+        return sum(self.solvers)
+
+    @property
+    def writes_files(self) -> bool:
+        """True for the lowest node that lives."""
+        return self.node == min(node for node in range(self.nodes) if node not in self.dead)
+
+    def node_of(self, universal_rank: int) -> int:
+        """Return the node of a universal rank."""
+        node = 0
+        while universal_rank >= self.solvers[node]:
+            universal_rank -= self.solvers[node]
+            node += 1
+        return node
+
+    def describe(self, node: int) -> str:
+        """Return a node's number, host and universal ranks, for messages."""
+        first, count = sum(self.solvers[:node]), self.solvers[node]
+        ranks = f", universal rank{'s' if count > 1 else ''} {first}" if count else ""
+        ranks += f" to {first + count - 1}" if count > 1 else ""
+        return f"node {node} (host {self.hosts[node]}{ranks})"
+
+    # what all nodes do together
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all nodes; each calls it with its own."""
+        if self.node:
+            requests = {0: self.transport.send(0, Tag.GATHER, value)}
+            self.wait(requests)
+            values: list[Any] = self._receive(0, Tag.GATHER)
+            return values
+        values = [value, *(self._receive_all(Tag.GATHER))]
+        self._send_all(Tag.GATHER, values)
+        return values
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Return the value of node 0, whatever the others call it with."""
+        if self.node:
+            return self._receive(0, Tag.GATHER)
+        self._send_all(Tag.GATHER, value)
+        return value
+
+    def barrier(self) -> None:
+        """Return when all nodes have called it."""
+        self.gather(None)
+
+    def vote(self, mine: int) -> int:
+        """Return flags that any node has set: the same, at the same call, on all nodes.
+
+        That is some calls after the node that sets them; about every VOTE_SECONDS messages are
+        exchanged.
+        """
+        return self._votes.cast(mine) if self.nodes > 1 else mine
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
+    ) -> None:
+        """Send arrays to nodes and receive others; arrays of two nodes pair in their order."""
+        transport = self.transport
+        requests = [
+            (node, transport.receive_array(node, Tag.ARRAY, array)) for node, array in receives
+        ] + [(node, transport.send_array(node, Tag.ARRAY, array)) for node, array in sends]
+        self._wait_until(
+            lambda: all(request.done() for _, request in requests),
+            lambda: sorted({node for node, request in requests if not request.done()}),
+        )
+
+    # failures
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the other nodes what ended this one, without waiting for them."""
+        told: BaseException = SyncError(str(error))
+        if type(error) in (ConfigError, DataError, DeviceError, DivergenceError, UsageError):
+            told = error
+        for node in self._others:
+            if node not in self.dead:
+                self.transport.send(node, Tag.FAILURE, told)
+
+    def failure(self) -> BaseException | None:
+        """Return what another node has told or died of, if any; never blocks."""
+        for notice in self._notices.values():
+            try:
+                if notice.done():
+                    error: BaseException = notice.value
+                    return error
+            except DeadNodeError as error:
+                return self._died(error)
+        return None
+
+    def close(self, failed: bool = False) -> None:
+        """Leave the others; unless this node has failed, when all have done so."""
+        if not failed:
+            self._votes.end()
+            self.barrier()
+        if self.nodes > 1:
+            self.transport.close(failed)
+
+    # waits
+
+    def wait(self, requests: Mapping[int, Request]) -> None:
+        """Wait until all these requests, by node, are done."""
+        self._wait_until(
+            lambda: all(request.done() for request in requests.values()),
+            lambda: [node for node, request in requests.items() if not request.done()],
+        )
+
+    def _wait_until(self, holds: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        begun, pause = time.perf_counter(), 20e-6
+        try:
+            while not holds():
+                if time.perf_counter() - begun < SPIN:
+                    continue
+                self.poll(missing())
+                time.sleep(pause)
+                pause = min(1.5 * pause, LONGEST_SLEEP)
+        except DeadNodeError as error:
+            raise self._died(error) from None
+
+    def _died(self, error: DeadNodeError) -> DeadNodeError:
+        self.dead.add(error.node)
+        error.message = f"{self.describe(error.node)} has died"
+        error.args = (error.message,)
+        return error
+
+    def _receive(self, node: int, tag: Tag) -> Any:
+        request = self.transport.receive(node, tag)
+        self.wait({node: request})
+        return request.value
+
+    def _receive_all(self, tag: Tag) -> list[Any]:
+        requests = {node: self.transport.receive(node, tag) for node in self._others}
+        self.wait(requests)
+        return [request.value for request in requests.values()]
+
+    def _send_all(self, tag: Tag, value: Any) -> None:
+        self.wait({node: self.transport.send(node, tag, value) for node in self._others})
+
+
+class _Deadline:
+    """What `poll` is before solvers are there: it raises when the nodes wait too long."""
+
+    def __init__(self) -> None:
+        self._begun, self._last = 0.0, 0.0
+
+    def __call__(self, missing: Sequence[int]) -> None:
+        now = time.monotonic()
+        if now - self._last > 1:  # another wait
+            self._begun = now
+        self._last = now
+        if now - self._begun > SET_UP_DEADLINE:
+            nodes = ", ".join(f"node {node}" for node in missing)
+            raise SyncError(f"{nodes} did not answer for {SET_UP_DEADLINE:g} s")
+
+
+class _Votes:
+    """Votes that are under way while solvers compute.
+
+    At the first call, and then every `interval` calls, each node sends node 0 the flags that were
+    set since, and takes the result of the vote before, with the next interval. All nodes thus act
+    at the same call, and none waits unless another is a whole interval behind.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._flags = 0  # of this node, not sent yet
+        self._calls_left = 0
+        self._sent: Mapping[int, Request] | None = None  # the vote under way
+        self._own = 0  # node 0's flags in it
+        self._begun, self._interval = 0.0, 1
+
+    def cast(self, mine: int) -> int:
+        self._flags |= mine
+        if self._calls_left:
+            self._calls_left -= 1
+            return 0
+        result = self._count() if self._sent is not None else 0
+        self._calls_left = self._interval - 1
+        world, flags, self._flags = self._world, self._flags, 0
+        self._own = flags
+        self._sent = {0: world.transport.send(0, Tag.VOTE, flags)} if world.node else {}
+        return result
+
+    def _count(self) -> int:
+        """End the vote under way; return its result."""
+        world = self._world
+        if world.node:
+            assert self._sent is not None
+            world.wait(self._sent)
+            flags, self._interval = world._receive(0, Tag.VOTE)
+            return int(flags)
+        now = time.monotonic()
+        seconds, self._begun = (now - self._begun) / self._interval, now
+        self._interval = min(max(1, int(VOTE_SECONDS / max(seconds, 1e-6))), MOST_BETWEEN_VOTES)
+        flags = reduce(or_, world._receive_all(Tag.VOTE), self._own)
+        world._send_all(Tag.VOTE, (flags, self._interval))
+        return flags
+
+    def end(self) -> None:
+        """Take in the vote under way."""
+        if self._sent is not None:
+            self._count()
+            self._sent = None

@@ -1,0 +1,191 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from caffepy.collectives.rank_group import GroupStoppedError, RankGroup
+from caffepy.collectives.schedule import flat, muji, tree
+from caffepy.collectives.sync import Choice
+from caffepy.collectives.synchronizer import FlatParams
+from caffepy.collectives.topology import all_joined
+from caffepy.collectives.world import DeadNodeError, World
+from caffepy.core.errors import DataError, SyncError
+from caffepy.device.device import Device
+from tests.collectives.threads_world import Wires, run_nodes
+
+
+def test_all_nodes_have_the_values_of_all() -> None:
+    def work(world: World) -> object:
+        world.barrier()
+        values = [world.gather((world.node, i)) for i in range(3)]
+        return values, [world.broadcast(f"{world.node} {i}") for i in range(2)]
+
+    values = [[(node, i) for node in range(3)] for i in range(3)]
+    assert run_nodes(3, work) == [(values, ["0 0", "0 1"])] * 3
+
+
+def test_one_process_is_a_world() -> None:
+    world = World(solvers=2)
+    assert world.gather(7) == [7]
+    assert world.broadcast(7) == 7
+    assert (world.first_rank, world.size, world.writes_files, world.vote(5)) == (0, 2, True, 5)
+    world.barrier()
+    world.close()
+
+
+def test_ranks_are_counted_over_unequal_nodes() -> None:
+    def work(world: World) -> object:
+        world.join([2, 1, 3][world.node])
+        assert [world.node_of(rank) for rank in range(6)] == [0, 0, 1, 2, 2, 2]
+        return world.first_rank, world.size, world.describe(1), world.describe(2)
+
+    names = "node 1 (host host1, universal rank 2)", "node 2 (host host2, universal ranks 3 to 5)"
+    assert run_nodes(3, work) == [(first, 6, *names) for first in (0, 2, 3)]
+
+
+def test_a_vote_is_heard_by_all_at_the_same_call() -> None:
+    def work(world: World) -> object:
+        heard = []
+        for call in range(400):
+            asked = {1: 1, 2: 4}.get(world.node, 0) if call == 40 + 17 * world.node else 0
+            if flags := world.vote(asked):
+                heard.append((call, flags))
+            if world.node == 2:
+                time.sleep(2e-4)
+        world.close()
+        return heard
+
+    first, *others = run_nodes(3, work)
+    assert others == [first, first]
+    assert np.bitwise_or.reduce([flags for _, flags in first]) == 5
+    assert all(call > 57 for call, _ in first)
+
+
+def test_arrays_cross_in_their_order() -> None:
+    def work(world: World) -> object:
+        other, mine = 1 - world.node, [np.full(5, 10 * world.node + i, "f4") for i in range(2)]
+        got = [np.empty(5, "f4") for _ in range(2)]
+        world.exchange([(other, a) for a in mine], [(other, a) for a in got])
+        return [float(a[4]) for a in got]
+
+    assert run_nodes(2, work) == [[10.0, 11.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize("split", [[4], [2, 2], [1, 3], [1, 1, 1, 1]])
+@pytest.mark.parametrize("name", ["muji", "tree", "flat"])
+def test_the_mean_does_not_depend_on_the_split(name: str, split: list[int]) -> None:
+    """Gradients of four solvers on 1, 2 or 4 nodes, to the bit."""
+    shape = all_joined(4)
+    schedule = {"tree": tree, "muji": muji, "flat": flat}[name](shape)
+    rng = np.random.default_rng(0)
+    given = rng.normal(size=(4, 1001)).astype("f4")
+    params = rng.normal(size=(4, 1001)).astype("f4")
+
+    def work(world: World) -> object:
+        size = split[world.node]
+        world.join(size)
+        group = RankGroup(size, world=world)
+        first, results = world.first_rank, {}
+
+        def rank(i: int) -> None:
+            data, diff = params[first + i].copy(), given[first + i].copy()
+            flats = FlatParams(Device(), data, diff)
+            sync = Choice(name, schedule, name == "tree").join(group, i, flats)
+            with group.guard(i):
+                sync.on_start()
+                sync.on_gradients_ready()
+            results[first + i] = (data, diff if sync.updates else None)
+
+        threads = [threading.Thread(target=rank, args=(i,)) for i in range(1, size)]
+        [thread.start() for thread in threads]
+        rank(0)
+        [thread.join() for thread in threads]
+        return results
+
+    results = {}
+    for part in run_nodes(len(split), work):
+        if isinstance(part, BaseException):
+            raise part
+        results |= part
+    want = ((given[0] + given[1]) + (given[2] + given[3])) * np.float32(0.25)
+    if name == "flat":
+        want = (((given[0] + given[1]) + given[2]) + given[3]) * np.float32(0.25)
+    for rank in range(4):
+        data, diff = results[rank]
+        np.testing.assert_array_equal(data, params[0] if name == "tree" else params[rank])
+        if diff is not None:
+            np.testing.assert_array_equal(diff, want)
+    assert (results[1][1] is None) == (name == "tree")
+
+
+def waiting_groups(wires: Wires, seconds: float, act: dict[int, object]) -> list[object]:
+    """Three nodes of two ranks that meet again and again, until node 1 does `act` instead."""
+
+    def work(world: World) -> object:
+        world.join(2)
+        group = RankGroup(2, {"step": seconds}, world)
+        group.phase = "step"
+        group.watch_nodes()
+        errors: dict[int, BaseException] = {}
+
+        def rank(i: int) -> None:
+            try:
+                with group.guard(i):
+                    for number in range(10**6):
+                        if number == 5 and world.node == 1 and i in act:
+                            act[i]()  # type: ignore[operator]
+                        group.barrier(i)
+            except BaseException as error:
+                errors[i] = error
+
+        thread = threading.Thread(target=rank, args=(1,))
+        thread.start()
+        rank(0)
+        thread.join()
+        group.leave_nodes()
+        assert isinstance(errors[1], GroupStoppedError | DataError)
+        return errors[0]
+
+    return run_nodes(3, work, wires)
+
+
+def test_an_error_of_one_rank_ends_all_nodes_with_its_name() -> None:
+    def fails() -> None:
+        raise DataError("no record 7", "layer data")
+
+    errors = waiting_groups(Wires(3), 30, {1: fails})
+    assert [(type(e), str(e)) for e in errors] == [
+        (DataError, "rank 3 (host host1): layer data: no record 7")
+    ] * 3
+
+
+def test_a_dead_node_is_named() -> None:
+    wires, over = Wires(3), threading.Event()
+
+    def dies() -> None:
+        wires.kill(1)
+        over.wait(20)
+        raise SystemExit
+
+    results = []
+
+    def released() -> None:
+        time.sleep(2)
+        over.set()
+
+    threading.Thread(target=released).start()
+    results = waiting_groups(wires, 30, {0: dies})
+    for error in (results[0], results[2]):
+        assert isinstance(error, DeadNodeError)
+        assert str(error) == "node 1 (host host1, universal ranks 2 to 3) has died"
+
+
+def test_nodes_that_are_cut_off_end_at_the_deadline() -> None:
+    wires = Wires(3)
+    results = waiting_groups(wires, 1.0, {0: wires.cut})
+    assert all(type(error) is SyncError for error in results)
+    assert str(results[1]).startswith(
+        "node 0 (host host0, universal ranks 0 to 1) made no progress"
+    )
+    assert "made no progress for 1 s (step)" in str(results[0])
