@@ -62,7 +62,7 @@ from caffepy.core.registry import nearest
 PROGRAM = "caffepy"
 BUG = 70
 MOST_PIXELS = 1 << 28  # of an image; a PNG of all one colour is a thousand times as small
-REINSTALL = "pip install caffepy, or pip install . in a clone, brings all that it needs"
+REINSTALL = "pip install caffepy, or pip install . in a clone, installs all that it needs"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 ENDING = [
     getattr(signal, name)

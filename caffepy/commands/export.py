@@ -63,7 +63,7 @@ class Exported(AsJson):
         if self.dropped:
             lines.append(f"left out, since they only evaluate: {', '.join(self.dropped)}")
         if self.unused:
-            lines.append(f"inputs that are not needed any more: {', '.join(self.unused)}")
+            lines.append(f"inputs that are no longer needed: {', '.join(self.unused)}")
         lines += self.notes
         for name, difference in (self.differences or {}).items():
             lines.append(f"onnxruntime's {name} differs from caffepy's by {difference:.1e}")

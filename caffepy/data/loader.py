@@ -164,7 +164,7 @@ class Loader:
             self.bad.set_state(state)
             self.seek(state)
         else:
-            log.warning("the saved state does not say where to go on; starting at the first image")
+            log.warning("the snapshot has no position in the data; starting at the first image")
 
     def seek(self, state: State) -> None:
         """Go to the position in `state`."""

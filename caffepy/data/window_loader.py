@@ -147,7 +147,9 @@ class WindowLoader(Loader):
                 self.bad.add(self._name(self._images[drawn[0][k][0]]), error)
                 others = np.unique(self._kinds[missing[k]][:, 0])
                 if all(self._name(self._images[i]) in self.bad for i in others):
-                    raise DataError(f"{error.message}; so are all others of its kind, bad")
+                    raise DataError(
+                        f"{error.message}; all other images with windows of its kind are bad, too"
+                    )
             missing = [missing[k] for k in sorted(bad)]
         batch.finish(self.shape(), self.state(), 0, 0, False, labels)
 

@@ -230,7 +230,7 @@ class Partial:
         self._is_new = not os.path.lexists(self.folder)
         if not self._is_new:
             if not resume:
-                left = f"{self.folder} is there, which a run left that did not end"
+                left = f"{self.folder} is left of an interrupted run"
                 raise DataError(f"{left}; go on with --resume, or remove it")
             self._resume(recipe)
 
@@ -241,7 +241,7 @@ class Partial:
             note = json.loads(Path(self.folder, NOTE).read_text(encoding="utf-8"))
             known, self.progress = dict(note["recipe"]), dict(note["progress"])
         except (OSError, ValueError, KeyError, TypeError):
-            unknown = f"does not say how far it is (it has no good {NOTE})"
+            unknown = f"does not say how far the run came (it has no readable {NOTE})"
             raise DataError(f"{self.folder} {unknown}; remove it") from None
         other = [name for name, value in recipe.items() if known.get(name) != value]
         if other:

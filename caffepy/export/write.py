@@ -71,7 +71,7 @@ class Batch:
             self.net.reshape()
         except ConfigError as error:
             raise ConfigError(
-                f"a batch of {size}, not {self.size}, does not go: {error.message}", error.where
+                f"a batch of {size}, not {self.size}, does not work: {error.message}", error.where
             ) from None
         self.size = size
 

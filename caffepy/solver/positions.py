@@ -53,8 +53,8 @@ def compare_layers(positions: dict[str, Any], nets: Sequence[Net], path: str) ->
     """Warn of layers that only the positions in the file `path`, or only the nets, have."""
     for net, state in _nets_and_states(positions, nets):
         own, known = net.state().keys(), state.keys()
-        warn_of_layers(f"{path} does not say where to go on with", own - known, "they start anew")
-        there = f"{path} says where to go on with"
+        warn_of_layers(f"{path} has no position of", own - known, "they start anew")
+        there = f"{path} has a position of"
         warn_of_layers(there, known - own, "which this net does not have")
 
 

@@ -168,8 +168,11 @@ class ResumeState:
             if not content:
                 iterations.display.reset()
                 self.workers_positions = []
-                anew = "No sidecar lies beside %s: data and random numbers start anew, as in Caffe"
-                log.info(anew, path)
+                log.info(
+                    "No .caffepystate file lies beside %s: data and random numbers start anew, as "
+                    "in Caffe",
+                    path,
+                )
 
     def _restore_sidecar(self, content: dict[str, Any], path: str) -> None:
         """Restore positions and loss window; a sidecar that is damaged changes nothing."""

@@ -48,12 +48,14 @@ def read(path: str) -> dict[str, Any] | None:
     try:
         raw = open(path, "rb", opener=regular)  # noqa: SIM115 (closed below)
     except OSError as error:
-        raise _unreadable("this sidecar of a snapshot", error, path) from None
+        raise _unreadable("this .caffepystate file", error, path) from None
     with reading(path), raw, np.load(raw, allow_pickle=False) as file:
         content: dict[str, Any] = _unpack(json.loads(file["json"].tobytes()), file)
         version = content["format"]
     if version != FORMAT:
-        raise ConfigError(f"this sidecar has format {version}; this version reads {FORMAT}", path)
+        raise ConfigError(
+            f"this .caffepystate file has format {version}; this version reads {FORMAT}", path
+        )
     return content
 
 
@@ -77,7 +79,7 @@ def reading(path: str) -> Iterator[None]:
         raise
     except Exception as error:  # zip, npy, json and the users of the content fail in many ways
         raise ConfigError(
-            f"this sidecar of a snapshot is damaged ({type(error).__name__}: {str(error)[:200]}); "
+            f"this .caffepystate file is damaged ({type(error).__name__}: {str(error)[:200]}); "
             "without it the run resumes as Caffe does, with data and random numbers starting anew",
             path,
         ) from None

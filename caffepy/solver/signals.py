@@ -120,7 +120,7 @@ class Signals:
         if Action.STOP in asked:
             self.polled = True
             log.info(
-                "Stopping, as a signal asked; Ctrl-C once more stops at once. To go on later: "
+                "Stopping after a signal; Ctrl-C once more stops at once. To resume: "
                 "--snapshot auto"
             )
         return asked

@@ -134,10 +134,10 @@ def clean(prefix: str) -> None:
                 if files and _belong_together(sidecar.head(new), files.model, temporary, path):
                     os.replace(new, files.sidecar)
                     os.replace(temporary, path)
-                    log.info("Completed %s, whose run was killed while it wrote it", path)
+                    log.info("Completed %s, which a killed run left unfinished", path)
                     break
     for path in remove_stale(folder, ours):
-        log.info("Removed %s, which a killed run had left unfinished", path)
+        log.info("Removed %s, which a killed run left unfinished", path)
 
 
 def _belong_together(content: dict[str, Any], model: str, state: str, name: str) -> bool:
@@ -286,7 +286,7 @@ def find_model(learned_net: str, state_path: str) -> str:
                 log.info("Using %s beside the state, not %s", place, learned_net)
             return place
     raise ConfigError(
-        f"its model {learned_net} exists neither beside it nor from the working directory",
+        f"its model {learned_net} exists neither beside it nor in the working directory",
         state_path,
     )
 
@@ -443,7 +443,7 @@ def warn_of_earlier(prefix: str) -> None:
     if found := under(prefix):
         log.warning(
             "This run starts at iteration 0, but %d snapshot(s) of an earlier one lie under %s, "
-            "the newest is %s; those of equal iterations are overwritten. --snapshot auto goes on "
-            "from them; another snapshot_prefix keeps them",
+            "the newest is %s; those of the same iterations are overwritten. --snapshot auto goes "
+            "on from them; another snapshot_prefix keeps them",
             *(len(found), prefix, found[0].state),
         )

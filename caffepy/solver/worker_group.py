@@ -94,8 +94,8 @@ class EndedGroup(WorkerGroup):
     def check(self) -> NoReturn:
         """Raise SyncError."""
         raise SyncError(
-            "this solver trained together with others until an error ended that, so that it cannot "
-            "go on; a new one can, from a snapshot"
+            "this solver trained together with others until an error ended that, and cannot go on; "
+            "build a new one and restore a snapshot"
         )
 
     def during(self, phase: str) -> AbstractContextManager[object]:

@@ -395,7 +395,7 @@ def test_auto_goes_on_with_the_newest_run_under_its_prefix(
     run_to(digits, 4, rate)
     assert (
         "This run starts at iteration 0, but 4 snapshot(s) of an earlier one lie under digits, the "
-        "newest is digits_iter_8.solverstate; those of equal iterations are overwritten. "
+        "newest is digits_iter_8.solverstate; those of the same iterations are overwritten. "
         "--snapshot auto goes on from them; another snapshot_prefix keeps them"
     ) in caplog.messages
     caplog.clear()

@@ -177,7 +177,8 @@ def test_all_windows_of_a_kind_are_bad(tmp_path: Path) -> None:
     with tolerating(5):
         feed = Feed(f'layer {{ type: "WindowData" {text} }}', path=f"{tmp_path}/net.prototxt")
     with pytest.raises(
-        DataError, match=r"0\.png cannot be read: .*; so are all others of its kind, bad"
+        DataError,
+        match=r"0\.png cannot be read: .*; all other images with windows of its kind are bad, too",
     ):
         feed.forward()
     feed.layer.close()

@@ -262,7 +262,7 @@ def test_a_layer_that_cannot_take_another_batch_is_named() -> None:
     text += "reshape_param { shape { dim: 4 dim: 5 } } }"
     with pytest.raises(
         ConfigError,
-        match=r'^net.prototxt:2:1: layer "r" \(Reshape\): a batch of 8, not 4, does not go',
+        match=r'^net.prototxt:2:1: layer "r" \(Reshape\): a batch of 8, not 4, does not work',
     ):
         exported(text, batch="dynamic")
 

@@ -83,7 +83,7 @@ FIXED = {  # where a size that was given, or that parameters have, is the batch'
 def test_any_batch(type_: str, k: int) -> None:
     if (type_, k) in FIXED:
         with pytest.raises(
-            ConfigError, match=r'layer "\w+" \(\w+\): a batch of 2?\d, not \d, does not go: '
+            ConfigError, match=r'layer "\w+" \(\w+\): a batch of 2?\d, not \d, does not work: '
         ):
             written(net_text(type_, k), dynamic=True)
         return

@@ -207,7 +207,7 @@ def test_a_state_of_another_kind_of_source_starts_anew(kind, ten, tmp_path, capl
         write_hdf5(tmp_path, a=numbers(0, 3))
         feed = hdf5('hdf5_data_param { source: "list.txt" batch_size: 3 }', tmp_path)
     feed.layer.set_state({"something": 3})
-    assert "does not say where to go on" in caplog.text
+    assert "has no position in" in caplog.text
     np.testing.assert_array_equal(feed.forward()[1], [0, 1, 2])
     feed.layer.close()
 

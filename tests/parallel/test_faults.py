@@ -304,9 +304,7 @@ def fails(
         with closing(solver_of(EVERY, net(2))) as root:
             with pytest.raises(KilledError):
                 run(root)
-            with pytest.raises(
-                SyncError, match="until an error ended that, so that it cannot go on"
-            ):
+            with pytest.raises(SyncError, match="until an error ended that, and cannot go on"):
                 root.step(1)
     assert closed == {1, 2}
     return ends

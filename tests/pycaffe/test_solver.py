@@ -265,9 +265,7 @@ def test_an_error_that_the_block_catches_ends_it(rows: str, tmp_path: Path) -> N
         train,
         lambda: solver.restore(f"{tmp_path}/s_iter_0.solverstate"),
     ):
-        with pytest.raises(
-            RuntimeError, match="until an error ended that, so that it cannot go on"
-        ):
+        with pytest.raises(RuntimeError, match="until an error ended that, and cannot go on"):
             more()
     solver.snapshot()
     assert (tmp_path / "s_iter_0.solverstate").exists()

@@ -427,7 +427,7 @@ def test_files_of_killed_runs_are_removed(tmp_path: Path, caplog: pytest.LogCapt
         solver_of(f'max_iter: 1 snapshot_prefix: "{tmp_path}/s" ').solve()
     assert not stale.exists()
     assert of_others.exists()
-    assert f"Removed {stale}, which a killed run had left unfinished" in caplog.messages
+    assert f"Removed {stale}, which a killed run left unfinished" in caplog.messages
 
 
 FED = library.regression(
@@ -462,10 +462,8 @@ def test_a_renamed_layer_is_named_when_resuming(
     )
     other.restore(state_of(tmp_path, 8))
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
-        f"{tmp_path}/s_iter_8.caffepystate does not say where to go on with "
-        '"0/feed": they start anew',
-        f"{tmp_path}/s_iter_8.caffepystate says where to go on with "
-        '"0/in": which this net does not have',
+        f'{tmp_path}/s_iter_8.caffepystate has no position of "0/feed": they start anew',
+        f'{tmp_path}/s_iter_8.caffepystate has a position of "0/in": which this net does not have',
         f'{tmp_path}/s_iter_8.caffemodel has no weights for "ip_new": they start anew',
     ]
 
@@ -644,7 +642,7 @@ def test_workers_positions_are_checked_before_any_worker_takes_them(
     content["positions"]["workers"] = workers
     del content["format"]
     sidecar.write(path, content)
-    with pytest.raises(ConfigError, match="this sidecar of a snapshot is damaged"):
+    with pytest.raises(ConfigError, match=r"this \.caffepystate file is damaged"):
         solver_of("max_iter: 100 ").restore(state)
 
 

@@ -199,7 +199,7 @@ class HDF5Rows:
     def set_state(self, state: State) -> None:
         """Go to where `state` was taken; stay if it is of another kind of source."""
         if not {"visit", "row"} <= state.keys():
-            lost = "the saved state does not say where to go on in %s; starting at its first row"
+            lost = "the snapshot has no position in %s; starting at its first row"
             log.warning(lost, self._path)
             return
         if self._seed is not None and "seed" in state:

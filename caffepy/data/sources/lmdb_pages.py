@@ -64,7 +64,7 @@ def read_meta(path: str, file: str) -> Meta:
     # of equal ones LMDB, too, takes the first
     meta = max(metas, default=Meta(0, 4096, 1, 0, 0, 0), key=lambda meta: meta.transaction)
     if meta.page_size not in PAGE_SIZES or any(m.page_size != meta.page_size for m in metas):
-        raise DataError(f"{path} is damaged: {file} speaks of pages of {meta.page_size} bytes")
+        raise DataError(f"{path} is damaged: {file} names pages of {meta.page_size} bytes")
     needed = (meta.last_page + 1) * meta.page_size
     if len(metas) < 2 or size < needed:
         sizes = f"{file} has {size} of at least {needed} bytes"

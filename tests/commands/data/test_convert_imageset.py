@@ -244,7 +244,7 @@ def test_interrupted_runs_go_on(
         assert f"{partial} holds the records of the first" in caplog.text
     with pytest.raises(
         DataError,
-        match=r"db.partial is there, which a run left .* go on with --resume, or remove it",
+        match=r"db.partial is left of an interrupted run; go on with --resume, or remove it",
     ):
         convert_imageset(root, names, str(db), shuffle=shuffle, backend=backend)
     assert convert_imageset(
@@ -278,7 +278,7 @@ def test_only_the_same_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DataError, match="was made with another list;"):
         convert_imageset(root, names, f"{tmp_path}/db", shuffle=True, resume=True)
     (tmp_path / "db.partial" / "caffepy_partial.json").write_text("{")
-    with pytest.raises(DataError, match="does not say how far it is"):
+    with pytest.raises(DataError, match="does not say how far the run came"):
         convert_imageset(root, names, f"{tmp_path}/db", shuffle=True, resume=True)
 
 
