@@ -356,7 +356,7 @@ def test_a_root_none_of_whose_layers_are_shared_cannot_go_on_either() -> None:
         with pytest.raises(KilledError):
             run(root)
         for more in (lambda: root.step(1), lambda: run(root)):
-            with pytest.raises(SyncError, match="so that it cannot go on"):
+            with pytest.raises(SyncError, match="and cannot go on"):
                 more()
 
 
