@@ -386,7 +386,7 @@ class RankGroup:
 
 class _Wait:
     """A wait of a rank: the seconds left of the deadline of the phase that the group is in. They
-    begin anew with each phase, and while the root, for which the others wait, waits for other nodes.
+    begin anew with each phase, and while the root, for which others wait, waits for other nodes.
     """
 
     def __init__(self, group: RankGroup, rank: int) -> None:
