@@ -8,17 +8,19 @@ Who calls what, on which thread:
 | the layer's | `Reader.take` | at each forward; the first one starts the reading thread |
 | | `batch.staging.take`, `.done` | to get the batch on the device; when it was used |
 | | `Reader.give_back` | the batch may be filled again |
-| | `Reader.stop`, `set_state`, `close` | to end the reading thread and drop what it read ahead |
-| reading | `Loader.state` | before each `reserve` |
+| | `Reader.stop`, `set_state`, `skip`, `close` | to end the thread and drop what it read ahead |
+| reading | `Loader.state` | before each `reserve` and after each `skip` |
+| | `Loader.skip(batches)` | where other machines take the next batches |
 | | `Loader.reserve(batch)` | for each free batch, in order, if there are filling threads |
-| | `Loader.load(batch)` | instead of `reserve`: on few cores, or after None or a failure |
+| | `Loader.load(batch)` | instead of `reserve`: on few cores, unless `can_reserve`, on a failure |
 | | `Loader.set_state` | to go back to a batch that could not be filled |
 | filling | the result of `reserve` | at once: decodes into `batch.room(...)`, `batch.finish` |
 | pool | `Source.decode`, `decoder` | for each image of a batch |
 
 "Reading" is the thread "caffepy-data" of each Reader, "filling" are its FILL_THREADS threads
 "caffepy-fill", "pool" is that of `device.threads`. `reserve` and `load` both go past the images of
-a batch; `load` fills it, too, while `reserve` returns a callable that does.
+a batch; `load` fills it, too, while `reserve` returns a callable that does. `skip` goes past the
+images of batches and draws their random numbers, without reading them.
 
 Batches reach the layer in the order in which they were reserved. Each carries the state after it,
 so the state of a Reader is exact whatever was read ahead.
@@ -105,9 +107,18 @@ class BadRecords(list[str]):
 
     def __init__(self) -> None:
         self.most = _most.get()
+        self.alone = True  # no other machine reads the source in step with this one
 
     def add(self, name: str, error: DataError) -> None:
-        """Skip one more, whose error this is; RecordError if that is one too many."""
+        """Skip one more, whose error this is; RecordError if that is one too many.
+
+        DataError if other machines read the source, too: they skip this batch, so that they do not
+        know that others come instead.
+        """
+        if not self.alone:
+            remedy = "max-bad-records is for one machine, so remove it from the source"
+            more = f"; {remedy}" if self.most or name in self else ""
+            raise DataError(f"{error.message}{more}", error.where)
         if name in self:
             return
         if len(self) >= self.most:
@@ -133,6 +144,7 @@ class Loader:
     mean: Array | None = None
     scale = 1.0
     length: int | None = None  # number of images, if known
+    can_reserve = False  # `reserve` can be called now
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -146,13 +158,19 @@ class Loader:
         """Fill the batch with the next images and set its state to that after them."""
         raise NotImplementedError
 
-    def reserve(self, batch: Batch) -> Callable[[], bool] | None:
+    def reserve(self, batch: Batch) -> Callable[[], bool]:
         """Reserve the next images; return a callable that fills `batch` with them, on any thread.
 
         The callable returns false, or raises an error, where only `load` can fill the batch, from
-        the state before. None if that is known at once; then no images are consumed.
+        the state before.
         """
-        return None
+        raise NotImplementedError
+
+    def skip(self, batches: int) -> None:
+        """Go past the images and random numbers of so many batches, to the state that loading them
+        would leave; bad records among them that are not known are not found.
+        """
+        raise NotImplementedError
 
     def state(self) -> State:
         """Position and random stream: numbers and arrays."""
@@ -217,12 +235,22 @@ class SequentialLoader(Loader):
             items = self.source.join([good, self.take(len(bad))])
             state = self.state()
 
-    def reserve(self, batch: Batch) -> Callable[[], bool] | None:
+    @property
+    def can_reserve(self) -> bool:  # type: ignore[override]
+        return self.source.take_is_cheap
+
+    def reserve(self, batch: Batch) -> Callable[[], bool]:
         """Reserve the next images; the callable returns false if one of them is bad."""
-        if not self.source.take_is_cheap:
-            return None
         items, draws, state = self._next()
         return lambda: not self._fill(batch, items, draws, state)
+
+    def skip(self, batches: int) -> None:
+        if self.bad:  # the names tell how many items it takes
+            for _ in range(batches):
+                self.take(self.batch_size)
+        else:
+            self.source.skip(batches * self.batch_size)
+        self.transformer.skip(batches * self.batch_size)
 
     def _next(self) -> tuple[Items, Array, State]:
         """The items of the next batch, their random numbers, and the state after them."""

@@ -3,8 +3,9 @@ several batches at a time.
 
 Batch k is always batch k. Each carries the state (position, random stream) after it, so the state
 of a Reader is that after the last batch taken: batches read ahead do not count. With several
-devices, batches go to them in turn, each by a Staging of its device. The table of who calls what on
-which thread stands at the head of `loader`.
+devices, batches go to them in turn, each by a Staging of its device. With several machines, each
+has a Reader, which skips what the others take (see `Turn`). The table of who calls what on which
+thread stands at the head of `loader`.
 """
 
 import atexit
@@ -36,6 +37,40 @@ MAX_BATCHES = 100
 WAITS_PER_LINE = 1000
 
 
+class Turn(NamedTuple):
+    """One batch of a deal: `before` are skipped, the next goes to local rank `rank`, then `after`
+    are skipped.
+
+    A deal is a sequence of turns, which is repeated endlessly. It says what one process gets of all
+    batches; others that start at the same state take what it skips.
+    """
+
+    before: int
+    rank: int
+    after: int
+
+
+def deal_of(first: int, own: int, ranks: int, batches: int | None = None) -> list[Turn]:
+    """The deal of the process that has the universal ranks `first` to `first + own - 1`, if batch b
+    goes to universal rank b mod `ranks`.
+
+    It is over after a round of all ranks, or after so many `batches`, as a test has; it is empty if
+    none of them is the process's.
+    """
+    count = ranks if batches is None else batches
+    mine = [b for b in range(count) if first <= b % ranks < first + own]
+    turns, end = list[Turn](), 0
+    for b in mine:
+        after = count - 1 - b if b == mine[-1] else 0
+        turns.append(Turn(b - end, b % ranks - first, after))
+        end = b + 1
+    return turns
+
+
+ALONE = (Turn(0, 0, 0),)
+"""The deal of a single device, which gets all batches."""
+
+
 _threads: "weakref.WeakKeyDictionary[threading.Thread, _Producer]" = weakref.WeakKeyDictionary()
 # The last to use a loader releases its source, so the exit of the process waits for each thread,
 # also for one that is ending.
@@ -58,8 +93,10 @@ def _join(thread: threading.Thread, seconds: float | None) -> None:
 
 class _Reserved(NamedTuple):
     batch: Batch  # is being filled
+    turn: Turn
     filled: Future[bool]
-    before: State  # of the loader
+    before: State  # of the loader, before the turn
+    after: State | None  # after it, if it is not that after the batch
 
 
 class _Producer:
@@ -67,8 +104,8 @@ class _Producer:
     them, and hands them over in their order, or its error, to the Reader.
     """
 
-    def __init__(self, loader: Loader, batches: list[Batch]) -> None:
-        self._loader = loader
+    def __init__(self, loader: Loader, batches: list[Batch], deal: Sequence[Turn]) -> None:
+        self._loader, self._deal = loader, deal
         ranks = 1 + max(batch.rank for batch in batches)
         self.free: list[SimpleQueue[Batch | None]] = [SimpleQueue() for _ in range(ranks)]
         self.full: SimpleQueue[Batch | BaseException] = SimpleQueue()
@@ -92,7 +129,8 @@ class _Producer:
                 filling = threading.Thread(target=self._fill, name="caffepy-fill", daemon=True)
                 _alive.add(filling)
                 filling.start()
-            for free in cycle(self.free):
+            for turn in cycle(self._deal):
+                free = self.free[turn.rank]
                 # a batch is full, or none can be reserved before one is handed over
                 while self._reserved and (
                     self._reserved[0].filled.done()
@@ -103,7 +141,7 @@ class _Producer:
                 batch = free.get()
                 if batch is None or self._stopped:
                     return
-                make(batch)
+                make(batch, turn)
         except BaseException as error:  # raised again by Reader.take
             self.full.put(error)
         finally:
@@ -113,25 +151,36 @@ class _Producer:
             # an error that nobody takes refers to its thread, which must not keep the batches alive
             _threads.pop(threading.current_thread(), None)
 
-    def _load(self, batch: Batch) -> None:
+    def _skip(self, batches: int) -> State | None:
+        """Skip batches; return the state after them, None if there are none."""
+        if not batches:
+            return None
+        self._loader.skip(batches)
+        return self._loader.state()
+
+    def _load(self, batch: Batch, turn: Turn) -> None:
+        self._skip(turn.before)
         self._loader.load(batch)
+        batch.state = self._skip(turn.after) or batch.state
         self.full.put(batch)
 
-    def _reserve(self, batch: Batch) -> None:
-        before = self._loader.state()
-        try:
-            fill = self._loader.reserve(batch)
-        except Exception:
-            # `load` raises it again, unless going back to an earlier batch avoids it
-            self._loader.set_state(before)
-            fill = None
-        if fill is None:
-            while self._reserved:
-                self._hand_over()
-            self._load(batch)
-        else:
-            self._reserved.append(_Reserved(batch, Future(), before))
-            self._jobs.put((self._reserved[-1].filled, fill))
+    def _reserve(self, batch: Batch, turn: Turn) -> None:
+        if self._loader.can_reserve:
+            before = self._loader.state()
+            try:
+                self._skip(turn.before)
+                fill = self._loader.reserve(batch)
+                after = self._skip(turn.after)
+            except Exception:
+                # `load` raises it again, unless going back to an earlier batch avoids it
+                self._loader.set_state(before)
+            else:
+                self._reserved.append(_Reserved(batch, turn, Future(), before, after))
+                self._jobs.put((self._reserved[-1].filled, fill))
+                return
+        while self._reserved:
+            self._hand_over()
+        self._load(batch, turn)
 
     def _fill(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -145,15 +194,17 @@ class _Producer:
         """Hand over the oldest batch. If it could not be filled, load it and those after it one by
         one: that raises the same error, or skips a bad record.
         """
-        batch, filled, before = self._reserved[0]
+        batch, _, filled, before, after = self._reserved[0]
         if filled.exception() is None and filled.result():
             self._reserved.popleft()
+            batch.state = after or batch.state
             self.full.put(batch)
             return
         wait([reserved.filled for reserved in self._reserved])
         self._loader.set_state(before)
         while self._reserved:
-            self._load(self._reserved.popleft().batch)
+            again = self._reserved.popleft()
+            self._load(again.batch, again.turn)
 
 
 _waits = count()
@@ -172,11 +223,23 @@ class Reader:
         self._depth, self._dtype, self._staging = depth, dtype, staging
         self._batches = [Batch(loader.batch_size, dtype, staging()) for _ in range(depth)]
         self._state = loader.state()
+        self._deal: Sequence[Turn] = ALONE
         self._thread: threading.Thread | None = None
 
-    def serve(self, scopes: Sequence[Callable[[], AbstractContextManager[object]]]) -> None:
-        """Make batches for several devices in turn; their Stagings are made in these scopes."""
+    def serve(
+        self,
+        scopes: Sequence[Callable[[], AbstractContextManager[object]]],
+        deal: Sequence[Turn] | None = None,
+    ) -> None:
+        """Make batches for several devices by this deal, or else for one after the other; their
+        Stagings are made in these scopes.
+
+        The state of a batch is that after its turn. The deal starts anew wherever the thread was
+        stopped. If it skips batches, no bad record may be replaced: only one process would know.
+        """
         self.stop()
+        self._deal = deal or [Turn(0, rank, 0) for rank in range(len(scopes))]
+        self._loader.bad.alone = not any(turn.before or turn.after for turn in self._deal)
         self._batches = []
         for rank, scope in enumerate(scopes):
             with scope():
@@ -211,6 +274,12 @@ class Reader:
         self._loader.set_state(state)
         self._state = self._loader.state()
 
+    def skip(self, batches: int) -> None:
+        """Go past the next batches; those read ahead are dropped."""
+        self.stop()
+        self._loader.skip(batches)
+        self._state = self._loader.state()
+
     def stop(self) -> None:
         """End the thread and drop what it read ahead; `take` goes on after the last batch taken."""
         if self._end_thread():
@@ -236,7 +305,7 @@ class Reader:
         return True
 
     def _start(self) -> None:
-        self._producer = _Producer(self._loader, self._batches)
+        self._producer = _Producer(self._loader, self._batches, self._deal)
         self._finalizer = weakref.finalize(self, self._producer.stop)
         self._finalizer.atexit = False
         thread = threading.Thread(target=self._producer.run, name="caffepy-data", daemon=True)

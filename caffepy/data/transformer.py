@@ -43,6 +43,10 @@ class Twister:
         """The next `count` numbers."""
         return np.asarray(self._generator.random_raw(count))
 
+    def skip(self, count: int) -> None:
+        """Go past the next `count` numbers."""
+        self._generator.random_raw(count, output=False)
+
     def state(self) -> dict[str, Any]:
         """The position of the stream."""
         return {"twister": self._words[:WORDS].copy(), "twister_position": int(self._words[WORDS])}
@@ -106,6 +110,10 @@ class Transformer:
     def draw(self, count: int) -> Array:
         """The random numbers of `count` images, a row each, for `place`."""
         return self._twister.draw(count * self._draws).reshape(count, self._draws)
+
+    def skip(self, count: int) -> None:
+        """Go past the random numbers of `count` images."""
+        self._twister.skip(count * self._draws)
 
     def place(self, draws: Array, sizes: ArrayLike) -> tuple[Array, Array, Array]:
         """Start rows and columns of the crops of images of these sizes, (n, 2) or (H, W), and a

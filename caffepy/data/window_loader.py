@@ -153,10 +153,12 @@ class WindowLoader(Loader):
             missing = [missing[k] for k in sorted(bad)]
         batch.finish(self.shape(), self.state(), 0, 0, False, labels)
 
-    def reserve(self, batch: Batch) -> Callable[[], bool] | None:
+    @property
+    def can_reserve(self) -> bool:  # type: ignore[override]
+        return not self.bad  # the next bad one is probably among the next windows
+
+    def reserve(self, batch: Batch) -> Callable[[], bool]:
         """Draw windows; the callable returns false if one of them lies in a bad image."""
-        if self.bad:  # the next bad one is probably among them
-            return None
         places = list(range(self.batch_size))
         drawn, state = self._draw(places), self.state()
 
@@ -168,6 +170,9 @@ class WindowLoader(Loader):
             return True
 
         return fill
+
+    def skip(self, batches: int) -> None:
+        self._twister.skip(batches * self.batch_size * (1 + self._mirror))
 
     def _room(self, batch: Batch) -> tuple[Array, Array]:
         images = batch.room(self.shape(), batch.dtype)

@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike
 from caffepy import ops
 from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.core.registry import Registry
+from caffepy.data.reader import ALONE, Turn
 from caffepy.device.blob import PLAIN, Array, Blob, Layout, on_host, shape_string
 from caffepy.device.device import Device, ErrorFlag
 from caffepy.layer.filler import fill
@@ -88,6 +89,8 @@ class Layer:
     # The running statistics: blobs that forward computes, not the solver.
     statistics: Sequence[Blob] = ()
     length: int | None = None  # number of items in an epoch, None if it is not known
+    deal: Sequence[Turn] = ALONE  # see `serve`
+    turn = 0  # the number in `deal` of the next turn
 
     def __init__(
         self,
@@ -166,8 +169,31 @@ class Layer:
         """The tops that forward never writes, so that they keep what a user writes to them."""
         return top if self.is_input else ()
 
-    def serve(self, devices: Sequence[Device]) -> None:
-        """Prepare for calls of forward by nets on these devices, in turn: the layer is shared."""
+    def serve(self, devices: Sequence[Device], deal: Sequence[Turn] | None = None) -> None:
+        """Prepare for calls of forward by nets on these devices, in turn: the layer is shared.
+
+        With a `deal` it skips batches, which other processes take: their layers are in the same
+        state as this one whenever the deal is over. It starts anew after `set_state`.
+        """
+        self.deal = deal or [Turn(0, rank, 0) for rank in range(len(devices))]
+        self.turn = 0
+
+    def begin_turn(self) -> None:
+        """Skip what the deal skips before the next forward; called before it if nets take turns."""
+        if before := self.deal[self.turn].before:
+            self.skip(before)
+
+    def end_turn(self) -> None:
+        """Skip what the deal skips after the last forward."""
+        if after := self.deal[self.turn].after:
+            self.skip(after)
+        self.turn = (self.turn + 1) % len(self.deal)
+
+    def skip(self, batches: int) -> None:
+        """Go past so many batches of data as forward would, without making them if possible.
+
+        A layer with bottoms takes what comes.
+        """
 
     def state(self) -> dict[str, Any]:
         """State beside the parameters that a resumed run needs: numbers, strings, lists, arrays."""
@@ -175,6 +201,7 @@ class Layer:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
+        self.turn = 0
 
     def close(self) -> None:
         """Stop threads and release files."""

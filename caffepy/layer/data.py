@@ -13,7 +13,7 @@ from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.files import locate
 from caffepy.data.datum import COLOR, GRAY
 from caffepy.data.loader import Loader, SequentialLoader
-from caffepy.data.reader import Reader
+from caffepy.data.reader import Reader, Turn
 from caffepy.data.sources import open_source
 from caffepy.data.sources.hdf5 import HDF5Rows, append_rows, new_file
 from caffepy.data.sources.image_list import ImageList
@@ -95,9 +95,20 @@ class Prefetching(Feed):
         self._means: dict[object, Blob] = {}  # by the device on which the tops lie
         self._reader = Reader(loader, prefetch, self.dtype, self.ops.Staging)
 
-    def serve(self, devices: Sequence[Device]) -> None:
+    def serve(self, devices: Sequence[Device], deal: Sequence[Turn] | None = None) -> None:
         if self._reader:
-            self._reader.serve([device.scope for device in devices])
+            self._reader.serve([device.scope for device in devices], deal)
+
+    def begin_turn(self) -> None:
+        """The reading thread skips."""
+
+    def end_turn(self) -> None:
+        """The reading thread has skipped before the batch came."""
+
+    def skip(self, batches: int) -> None:
+        if self._reader is None:
+            raise DataError("the layer is closed")
+        self._reader.skip(batches)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._reader is None:
@@ -243,10 +254,14 @@ class HDF5Data(Feed):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.hand_over(top, self._rows.read)
 
+    def skip(self, batches: int) -> None:
+        self._rows.skip(batches * self.param.hdf5_data_param.batch_size)
+
     def state(self) -> dict[str, Any]:
         return self._rows.state()
 
     def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
         self._rows.set_state(state)
 
 
@@ -338,11 +353,19 @@ class MemoryData(Feed):
         self._before = before
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if self._data is None:
-            raise DataError("MemoryData needs data before forward; call set_input_arrays")
+        self._need_data()
         top[1].reshape((self.batch_size, 1, 1, 1))
         self.hand_over(top, self._next)
         self._unread = self._position > 0
+
+    def skip(self, batches: int) -> None:
+        self._position = (self._position + batches * self.batch_size) % len(self._need_data())
+        self._unread = self._position > 0
+
+    def _need_data(self) -> Array:
+        if self._data is None:
+            raise DataError("MemoryData needs data before forward; call set_input_arrays")
+        return self._data
 
     def _next(self, arrays: Sequence[Array]) -> None:
         assert self._data is not None
@@ -363,6 +386,7 @@ class MemoryData(Feed):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go to where `state` was taken, in the present arrays or in the next ones."""
+        super().set_state(state)
         self._restored = int(state.get("position", 0))
         self._transformer.set_state(state)
         if self._data is not None:
@@ -392,6 +416,7 @@ class DummyData(Feed):
         self._fillers = _each("data_filler", fillers, len(top))
         self._filled: list[Blob] = []
         self._draws = any(filler.type != "constant" for filler in self._fillers)
+        self._has_fresh = any(map(_is_fresh, self._fillers))
         self._seed = self.device.draw_seed() if self._draws else 0
         self._batch = 0
         for blob, shape in zip(top, self._shapes(len(top)), strict=True):
@@ -424,9 +449,9 @@ class DummyData(Feed):
         fresh = []
         for blob, filler in zip(top, self._fillers, strict=True):
             if filler.type.endswith("static") and not any(known is blob for known in self._filled):
-                fill(blob, filler, self._rng(STATIC, len(self._filled)))
+                fill(blob, filler, self._rng(STATIC, len(self._filled) + self._filled_elsewhere()))
                 self._filled.append(blob)
-            elif filler.type != "constant" and not filler.type.endswith("static"):
+            elif _is_fresh(filler):
                 fresh.append((blob, filler))
         if fresh:
             rng = self._rng(FRESH, self._batch)
@@ -438,6 +463,15 @@ class DummyData(Feed):
 
             self.hand_over([blob for blob, _ in fresh], draw)
 
+    def _filled_elsewhere(self) -> int:
+        """Number of tops that are filled once in other processes, by nets before this one."""
+        turns = self.deal[: self.turn + 1]
+        nets = sum(turn.before for turn in turns) + sum(turn.after for turn in turns[:-1])
+        return nets * sum(filler.type.endswith("static") for filler in self._fillers)
+
+    def skip(self, batches: int) -> None:
+        self._batch += batches * self._has_fresh
+
     def _rng(self, kind: int, number: int) -> np.random.Generator:
         return np.random.Generator(np.random.MT19937([self._seed, kind, number]))
 
@@ -445,8 +479,14 @@ class DummyData(Feed):
         return {"seed": self._seed, "batch": self._batch} if self._draws else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
         if self._draws and "seed" in state:
             self._seed, self._batch = int(state["seed"]), int(state["batch"])
+
+
+def _is_fresh(filler: FillerParameter) -> bool:
+    """True if each forward draws new values."""
+    return filler.type != "constant" and not filler.type.endswith("static")
 
 
 def _each(name: str, values: list[T], tops: int) -> list[T]:

@@ -2,11 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import BuiltinFunctionType
 from typing import Any
 
 from caffepy.core.errors import ConfigError
 from caffepy.core.python_modules import UserCode
+from caffepy.device.blob import Blob
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.python_blob import BlobVec, wrap_all
 
@@ -32,6 +34,7 @@ class Python(Layer):
         self.share_in_parallel = self.param.python_param.share_in_parallel
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self._top = top
         param = self.param.python_param
         if not param.module or not param.layer:
             raise ConfigError(
@@ -65,6 +68,21 @@ class Python(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self._code.call(self.instance.forward, wrap_all(bottom), wrap_all(top))
+
+    def skip(self, batches: int) -> None:
+        """Run forward for each batch: only the user's code knows how it goes on.
+
+        It gets blobs like the tops, which keep their values: nets may still read them. A layer with
+        bottoms takes what comes.
+        """
+        if not self.param.bottom:
+            for _ in range(batches):
+                self.reshape([], self._unread)
+                self.forward([], self._unread)
+
+    @cached_property
+    def _unread(self) -> Blobs:
+        return [Blob(top.shape, self.dtype, self.device) for top in self._top]
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         if hasattr(self.instance, "backward"):

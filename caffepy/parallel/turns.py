@@ -55,7 +55,9 @@ class Turns:
         def forward_mutex(layer: Layer) -> Iterator[None]:
             mark("forward")
             with self._group.round_robin(rank, layer), layer.forward_lock:
+                layer.begin_turn()
                 yield
+                layer.end_turn()
             mark("data")
 
         net.set_forward_mutex(forward_mutex, self._alone_at)

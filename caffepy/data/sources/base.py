@@ -116,6 +116,10 @@ class Source(AnySource):
         """The next `count` items; the first follows the last."""
         raise NotImplementedError
 
+    def skip(self, count: int) -> None:
+        """Go past the next `count` items, to where `take` would be; read as little as possible."""
+        self.take(count)
+
     def once(self, size: int) -> Iterator[Items]:
         """All items once, from the first on, up to `size` at a time."""
         raise NotImplementedError
@@ -202,6 +206,14 @@ class NumberedSource(Source):
                 log.info("Restarting data prefetching from start.")
                 self._go(self._epoch + 1, 0)
         return np.concatenate(parts)
+
+    def skip(self, count: int) -> None:
+        epochs, index = divmod(self._index + count, self._length)
+        if epochs:
+            log.info("Restarting data prefetching from start.")
+            self._go(self._epoch + epochs, index)
+        else:
+            self._index = index
 
     def once(self, size: int) -> Iterator[Items]:
         for start in range(0, self._length, size):

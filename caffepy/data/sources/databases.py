@@ -163,17 +163,26 @@ class Database(Source):
         """Key and value of the next record; the first follows the last."""
         with self._described(f" near record {self._index}"):
             record = self._item()
-            self._index += 1
-            if not self._next():
-                if self._endless:
-                    log.info("Restarting data prefetching from start.")
-                self._first()
-                self._index = 0
+            self._pass()
         return record
+
+    def _pass(self) -> None:
+        """Go past the next record."""
+        self._index += 1
+        if not self._next():
+            if self._endless:
+                log.info("Restarting data prefetching from start.")
+            self._first()
+            self._index = 0
 
     def take(self, count: int) -> Records:
         numbered = [(self._index, self.read()) for _ in range(count)]
         return Records.copied([record for _, record in numbered], [i for i, _ in numbered])
+
+    def skip(self, count: int) -> None:
+        for _ in range(count):
+            with self._described(f" near record {self._index}"):
+                self._pass()
 
     def peek(self) -> Record:
         with self._described(f" near record {self._index}"):

@@ -116,7 +116,9 @@ class HDF5Rows:
         log.info("Number of HDF5 files: %d", len(self._files))
         self._file = ""
         self._arrays: list[Array] = []
+        self._counts: dict[str, int] = {}  # rows, by file
         self._ready = False
+        self._visit = self._row = 0
         self._go(0, 0)
 
     @property
@@ -126,8 +128,8 @@ class HDF5Rows:
 
     def read(self, outs: Sequence[Array]) -> None:
         """Fill the arrays (N, ...), one a dataset, with the next N rows."""
-        if not self._ready:
-            self._go(self._visit, self._row)  # try again what failed before
+        if not self._ready or self._loaded != self._visit:
+            self._go(self._visit, self._row)  # after `skip`, or try again what failed before
         filled, wanted = 0, len(outs[0])
         while filled < wanted:
             rows = self._rows[self._row : self._row + wanted - filled]
@@ -138,11 +140,29 @@ class HDF5Rows:
             if self._row == len(self._rows):
                 self._go(self._visit + 1, 0)
 
+    def skip(self, count: int) -> None:
+        """Go past the next `count` rows; no file is loaded before `read` wants it."""
+        visit, row = self._visit, self._row + count
+        while row >= (rows := self._count(self._file_of(visit))):
+            visit, row = visit + 1, row - rows
+        self._visit, self._row = visit, row
+
+    def _file_of(self, visit: int) -> str:
+        epoch, position = divmod(visit, len(self._files))
+        order = visits(len(self._files), self._seed, epoch)
+        return self._files[int(order[position])]
+
+    def _count(self, file: str) -> int:
+        """Number of the file's rows."""
+        if file not in self._counts:
+            with self._opened(file) as h:
+                self._counts[file] = len(self._datasets(h, file)[0])
+        return self._counts[file]
+
     def _go(self, visit: int, row: int) -> None:
         """Go to a row of a visit's order; load the file of the visit unless it is in memory."""
         self._visit, self._row = visit, row
-        epoch, position = divmod(visit, len(self._files))
-        file = self._files[visits(len(self._files), self._seed, epoch)[position]]
+        file = self._file_of(visit)
         ready, self._ready = self._ready, False  # in between the memory may hold half a file
         if file != self._file or not ready:
             self._arrays = self._load(file)
@@ -150,22 +170,33 @@ class HDF5Rows:
         seed = None if self._seed is None else self._seed + 1
         self._rows = visits(len(self._arrays[0]), seed, visit)
         self._row %= len(self._rows)
+        self._counts[file], self._loaded = len(self._rows), visit
         self._ready = True
 
-    def _load(self, file: str) -> list[Array]:
-        """The datasets, in the memory of the last file's where the shapes are equal."""
+    @contextmanager
+    def _opened(self, file: str) -> "Iterator[h5py.File]":
         if (kind := sniff(file)) != "HDF5":
             raise DataError(f'"{file}", which {self._path} names, is {kind}, not an HDF5 file')
         with reading(file) as h:
-            datasets = [self._dataset(h, name, file) for name in self._names]
+            yield h
+
+    def _datasets(self, h: Any, file: str) -> "list[h5py.Dataset]":
+        """The datasets of a file, which have the same number of rows."""
+        datasets = [self._dataset(h, name, file) for name in self._names]
+        lengths = {name: len(data) for name, data in zip(self._names, datasets, strict=True)}
+        if len(set(lengths.values())) > 1 or 0 in lengths.values():
+            rows = ", ".join(f'"{name}" {n}' for name, n in lengths.items())
+            raise DataError(
+                f"{file}: the datasets must have the same number of rows, at least 1: {rows}"
+            )
+        return datasets
+
+    def _load(self, file: str) -> list[Array]:
+        """The datasets, in the memory of the last file's where the shapes are equal."""
+        with self._opened(file) as h:
+            datasets = self._datasets(h, file)
             own = (data for data in datasets if not (data.is_virtual or data.external))
             check_size(h, sum(data.nbytes for data in own))
-            lengths = {name: len(data) for name, data in zip(self._names, datasets, strict=True)}
-            if len(set(lengths.values())) > 1 or 0 in lengths.values():
-                rows = ", ".join(f'"{name}" {n}' for name, n in lengths.items())
-                raise DataError(
-                    f"{file}: the datasets must have the same number of rows, at least 1: {rows}"
-                )
             for name, old, new in zip(self._names, self._arrays, datasets, strict=False):
                 if old.shape[1:] != new.shape[1:]:
                     shape, known = shape_string(new.shape[1:]), shape_string(old.shape[1:])

@@ -27,6 +27,7 @@ class LMDB(Database):
     def __init__(self, path: str) -> None:
         self._file = path if os.path.isfile(path) else os.path.join(path, "data.mdb")
         self._advised = 0  # the place in the file up to which the system reads ahead
+        self._skips = False  # other machines take the records in between
         try:
             self._pages = Pages(path, self._file)
             super().__init__(path, self._file, _open, _cursor)
@@ -53,25 +54,43 @@ class LMDB(Database):
 
     def take(self, count: int) -> Records:
         """The next `count` records, in the file where that has no other kind of nodes."""
+        parts = list(self._walk(count))
+        if missing := count - sum(map(len, parts)):
+            return Records.joined([*parts, super().take(missing)])
+        records = Records.joined(parts)
+        starts, sizes = records.rows[:, 2], records.rows[:, 3]
+        if self._skips:
+            first = int(starts.min())
+            self._advise(first, min(READ_AHEAD, int((starts + sizes).max()) - first))
+        else:
+            self._read_ahead(int(starts[-1]))
+        return records
+
+    def skip(self, count: int) -> None:
+        """Go past records by their keys alone; from now on the system is not asked to read those
+        that `take` does not return.
+        """
+        self._skips = True
+        super().skip(count - sum(map(len, self._walk(count))))
+
+    def _walk(self, count: int) -> Iterator[Records]:
+        """Go past the next `count` records, or those of them before the first that is not in the
+        file as its number says; yield them by their places.
+        """
         self._pages.check_unchanged()
-        parts: list[Records] = []
-        missing = count
-        while missing:
-            part = self._in_file(self._index, missing)
+        while count:
+            part = self._in_file(self._index, count)
             # after `set_state` the number may not be that of the key
             if not part or part[0][0] != self.peek()[0]:
-                return Records.joined([*parts, super().take(missing)])
-            parts.append(part)
-            missing -= len(part)
+                return
+            count -= len(part)
             self._index += len(part) - 1
             with self._described(f" near record {self._index}"):
-                found = self._cursor.set_key(part[-1][0])
-            if not found:
-                place = f"near record {self._index}"
-                raise DataError(f"{self.path} is damaged {place}: its keys are out of order")
-            self.read()
-        self._read_ahead(int(parts[-1].rows[-1, 2]))
-        return Records.joined(parts)
+                if not self._cursor.set_key(part[-1][0]):
+                    place = f"near record {self._index}"
+                    raise DataError(f"{self.path} is damaged {place}: its keys are out of order")
+                self._pass()
+            yield part
 
     def _in_file(self, index: int, most: int) -> Records:
         """Up to `most` records from number `index` on, by their places in the file."""
@@ -80,11 +99,15 @@ class LMDB(Database):
     def _read_ahead(self, place: int) -> None:
         """Ask the system to read what probably comes after this place in the file."""
         is_near = READ_AHEAD // 2 <= self._advised - place <= READ_AHEAD
-        if hasattr(os, "posix_fadvise") and not is_near:
-            descriptor = os.open(self._file, os.O_RDONLY)
-            os.posix_fadvise(descriptor, place, READ_AHEAD, os.POSIX_FADV_WILLNEED)
-            os.close(descriptor)
+        if not is_near:
+            self._advise(place, READ_AHEAD)
             self._advised = place + READ_AHEAD
+
+    def _advise(self, place: int, size: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            descriptor = os.open(self._file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
+            os.close(descriptor)
 
     # LMDB crashes on damaged pages: check a leaf before the cursor reaches it
     def _first(self) -> None:
