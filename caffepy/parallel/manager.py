@@ -23,7 +23,7 @@ A root that captures CUDA graphs goes on at once and finds errors of workers lat
 
 A test is `begin_test`, a `test` for every batch that each rank takes in turn, and `totals`. What
 happens on a fault is in `watchdog`, how BatchNorm works in `batch_norm`, what is all-reduced in
-`gradients`, who takes a batch in `turns`, what averages in `synchronization`.
+`synchronization`, who takes a batch in `turns`.
 """
 
 import gc

@@ -10,7 +10,7 @@ from caffepy.core.errors import DeviceError
 from caffepy.device.gpus import import_cupy
 from caffepy.layer import Layer
 from caffepy.net import Net
-from caffepy.parallel.gradients import flat_params
+from caffepy.parallel.synchronization import flat_params
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.solver import Solver
 

@@ -19,7 +19,7 @@ from caffepy.device.blob import Array
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net import gradients
 from caffepy.net.gradients import large_products
-from caffepy.parallel.gradients import flat_params
+from caffepy.parallel.synchronization import flat_params
 from caffepy.solver import Solver
 from tests.nets import library
 from tests.solver.cases import solver_of
