@@ -1,7 +1,6 @@
 """`caffepy detect`: the scores of windows of images."""
 
 import csv
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
@@ -16,10 +15,10 @@ from caffepy.device.blob import Array
 from caffepy.net.weights import new_hdf5
 from caffepy.pycaffe.detector import Detector
 from caffepy.report import counting
-from caffepy.report.text import as_json, columns, number
+from caffepy.report.text import as_json, columns, extension_of, number
 
 SIDES = ("ymin", "xmin", "ymax", "xmax")  # of a window, in pycaffe's order
-OUTPUTS = (".csv", ".h5", ".hdf5", ".json")
+OUTPUTS = ("csv", "h5", "hdf5", "json")
 
 Windows = tuple[str, list[tuple[float, ...]]]  # of an image file
 
@@ -64,10 +63,10 @@ class Detections:
         """
         kind = check_output(path)
         with written(path) as temporary:
-            if kind == ".json":
+            if kind == "json":
                 with open(temporary, "w", encoding="utf-8") as file:
                     file.write(self.json() + "\n")
-            elif kind == ".csv":
+            elif kind == "csv":
                 with open(temporary, "w", encoding="utf-8", newline="") as file:
                     rows = csv.writer(file, lineterminator="\n")
                     classes = len(self.found[0].scores) if self.found else 0
@@ -86,12 +85,10 @@ class Detections:
 
 
 def check_output(path: str) -> str:
-    """Return the extension of a file of detections, or raise UsageError."""
-    extension = os.path.splitext(path)[1].lower()
-    if extension not in OUTPUTS:
-        raise UsageError(f'the extension of "{path}" must tell the format: {", ".join(OUTPUTS)}')
+    """Return the format of a file of detections, or raise UsageError."""
+    kind = extension_of(path, OUTPUTS)
     check_writable(path)
-    return extension
+    return kind
 
 
 def detect(

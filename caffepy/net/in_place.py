@@ -24,7 +24,7 @@ def separate_tops(nodes: Sequence[Node], blobs: dict[str, Blob]) -> None:
     changed = False
     for j, node in enumerate(nodes):
         if changed:  # views share the memory of their bottoms from reshape on
-            _reshape(node)
+            node.cast([b.layout for b in node.bottoms])
         for name, top in zip(node.top_names, node.tops, strict=True):
             if not any(top is b for b in node.bottoms) or node.layer.in_place_keeps == Kept.ALL:
                 continue
@@ -45,15 +45,8 @@ def separate_tops(nodes: Sequence[Node], blobs: dict[str, Blob]) -> None:
             for later in nodes[j + 1 :]:
                 later.bottoms = _replaced(later.bottoms, top, own)
                 later.tops = _replaced(later.tops, top, own)
-            _reshape(node)
+            node.cast([b.layout for b in node.bottoms])
             changed = True
-
-
-def _reshape(node: Node) -> None:
-    node.cast([b.layout for b in node.bottoms])
-    with node.layer.forward_lock:
-        node.reshape()
-    node.write_loss_weights()
 
 
 def _replaced(blobs: Sequence[Blob], old: Blob, new: Blob) -> list[Blob]:

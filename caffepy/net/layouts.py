@@ -33,9 +33,6 @@ def set_layouts(nodes: Sequence[Node], preferred: Layout) -> None:
                 blob.set_layout(layout)
     for node, bottom_layouts in zip(nodes, layouts.bottoms, strict=True):
         node.cast(bottom_layouts)
-        with node.layer.forward_lock:
-            node.reshape()
-        node.write_loss_weights()
 
 
 def plan(nodes: Sequence[Node], preferred: Layout) -> Plan:

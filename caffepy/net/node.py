@@ -126,10 +126,13 @@ class Node:
         return self.param.name
 
     def cast(self, layouts: Sequence[Layout]) -> None:
-        """Let the layer compute with its bottoms in these layouts."""
+        """Let the layer compute with its bottoms in these layouts, and reshape it."""
         casts = LayoutCasts(self.bottoms, self.tops, layouts, self.copied)
         self.casts = casts or None
         self.compute_with(casts.bottoms, casts.tops)
+        with self.layer.forward_lock:
+            self.reshape()
+        self.write_loss_weights()
 
     def compute_with(self, bottoms: list[Blob], tops: list[Blob]) -> None:
         """Set the blobs that the layer computes with; it gets host views if it runs on the host."""
