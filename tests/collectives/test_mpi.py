@@ -152,7 +152,7 @@ def test_large_array(n: int) -> None:
     code, lines = run(
         n,
         """
-        size = 25_000_000  # 100 MB
+        size = 10_000_000  # 40 MB
         to, source = (world.node + 1) % world.nodes, (world.node - 1) % world.nodes
         came = np.zeros(size, np.float32)
         receive = world.receive_array(source, Tag.ARRAY, came)
