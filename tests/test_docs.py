@@ -124,6 +124,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train_val.prototxt").write_text(digits.read_text())
     for name in ("digits_train_lmdb", "digits_test_lmdb"):
         (tmp_path / name).symlink_to(digits.parent / name)
+    (tmp_path / "train_lmdb").symlink_to(digits.parent / "digits_train_lmdb")
     (tmp_path / "solver.prototxt").write_text(SOLVER)
     images, labels = np.zeros((3, 28, 28), np.uint8), np.arange(3, dtype=np.uint8)
     for name, values in (
