@@ -729,6 +729,37 @@ def test_failing_snapshot_costs_the_snapshot_only(
     assert len(list(tmp_path.iterdir())) == 6
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_of_what_is_kept_the_newest_can_be_resumed(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever snapshots fail, and in whichever of their files: the last whole ones are there."""
+    draw = np.random.default_rng(seed)
+    keep = int(draw.integers(1, 4))
+    solver = solver_of(f'max_iter: 100 snapshot: 1 snapshot_prefix: "{tmp_path}/s" ')
+    solver.resume_state.keep = keep
+    whole = [1]
+    solver.step(1)
+    for _ in range(12):
+        fails = draw.random() < 0.5
+        writer = ("write_binary", "_write_binary", "replacing_all")[draw.integers(3)]
+
+        def full(*args: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(snapshot, writer, full)
+            solver.step(1)
+        if not fails:
+            whole.append(solver.iter)
+        assert newest_good(f"{tmp_path}/s") == state_of(tmp_path, whole[-1])
+        left = sorted(int(path.stem.rpartition("_")[2]) for path in tmp_path.glob("*.solverstate"))
+        assert left == whole[-keep:]
+        assert len(list(tmp_path.iterdir())) == 3 * len(left)
+    assert 1 < len(whole) < 13
+
+
 def test_failing_last_snapshot_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     solver = solver_of(f'max_iter: 2 snapshot: 2 snapshot_prefix: "{tmp_path}/s" ')
 
