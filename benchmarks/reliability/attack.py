@@ -308,23 +308,31 @@ def can_mount(folder: Path) -> bool:
 
 
 def fill_disk(folder: Path, trials: int, whole: Whole) -> Findings:
-    """Runs in a small file system of their own, which they fill, with the log; then it grows, and
-    they resume.
+    """Runs in a small file system of their own, log and all, which another file fills at a random
+    moment but for some pages; that is removed while they run, or after, and they resume.
     """
     found: Findings = Counter()
-    pages = sum(-(-len(part) // 4096) for part in whole.result) * (whole.run.end // whole.run.every)
     for i in range(trials):
         here = folder / str(i)
         here.mkdir(parents=True)
-        room = 4096 * random.randrange(4, 4 + pages)
-        subprocess.run([*MOUNT, f"size={room}", "caffepy", here], check=True)
+        subprocess.run([*MOUNT, "size=16m", "caffepy", here], check=True)
         try:
             workplace(here, whole.run)
-            check_end(Attempt(here, whole.again, whole.run), "full disk", found)
-            subprocess.run(["mount", "-o", f"remount,size={64 << 20}", here], check=True)
+            attempt = Attempt(here, whole.again, whole.run)
+            time.sleep(whole.moment())
+            with (here / "ballast").open("wb", buffering=0) as ballast:
+                with suppress(OSError):  # the disk is full
+                    while ballast.write(bytes(4096)):
+                        pass
+                ballast.truncate(max(0, ballast.tell() - 4096 * random.randrange(20)))
+            if random.random() < 0.5:
+                time.sleep(random.uniform(0, whole.seconds - whole.first))
+                (here / "ballast").unlink()
+            check_end(attempt, "full disk", found)
+            (here / "ballast").unlink(missing_ok=True)
             check_resumed(here, whole, found)
         finally:
-            subprocess.run(["umount", here], check=True)
+            subprocess.run(["umount", "-l", here], check=True)
     return found
 
 
@@ -444,8 +452,10 @@ def attack_binary(folder: Path, trials: int, whole: Whole) -> Findings:
     here = workplace(folder)
     workplace(here / "hdf5")
     for place, form in ((here, "BINARYPROTO"), (here / "hdf5", "HDF5")):
-        with (place / "solver.prototxt").open("a") as file:
-            file.write(f"snapshot_format: {form}")
+        quiet = ON_CPU.solver.replace(
+            "display: 5", "display: 0"
+        )  # without a curve, which takes time
+        (place / "solver.prototxt").write_text(f"{quiet} snapshot_format: {form}")
         assert Attempt(place, TRAIN).outcome("undisturbed", 600) == 0
     end = f"s_iter_{ON_CPU.end}"
     results = {
