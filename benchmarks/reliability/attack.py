@@ -122,6 +122,7 @@ class Attempt:
         self, folder: Path, work: list[str] | Callable[[], object], run: Run = ON_CPU
     ) -> None:
         self.out, self._deadline = folder / "out", run.deadline
+        self.out.write_bytes(b"")
         sys.stdout.flush()
         self.process = os.fork()
         if not self.process:
@@ -236,6 +237,13 @@ def uninterrupted(folder: Path, run: Run) -> Whole:
     return Whole(run, result(folder, run), seconds, min(max(first, 0.0), seconds))
 
 
+def lost_iterations(folder: Path) -> int:
+    """The iterations between the newest snapshot of a run and the last that its log shows."""
+    shown = re.findall(r"Iteration (\d+)", (folder / "out").read_text(errors="replace"))
+    saved = [int(path.stem.rpartition("_")[2]) for path in folder.glob("s_iter_*.solverstate")]
+    return max(map(int, shown), default=0) - max(saved, default=0)
+
+
 def interrupt(folder: Path, trials: int, signals: list[signal.Signals], whole: Whole) -> Findings:
     """Runs that signals interrupt at random moments, each resumed until it ends."""
     found: Findings = Counter()
@@ -251,6 +259,9 @@ def interrupt(folder: Path, trials: int, signals: list[signal.Signals], whole: W
                     what = number.name
                     os.kill(attempt.process, number)
             code = attempt.outcome(what)
+            lost = lost_iterations(here)
+            if lost > (whole.run.every if number == signal.SIGKILL else 0):
+                found[f"{what}: {lost} iterations are lost"] += 1
             if code == 0:
                 break
             if number is None or code not in (75, 130, -number):
