@@ -74,7 +74,7 @@ class Performance(Timed):
         return self._threads is not None and self._threads < self._size
 
     def _rates(self, rate: float) -> str:
-        text = f"{rate:.1f} images/s, {rate / self._size:.1f} a solver"
+        text = f"{rate:.1f} images/s, {rate / self._size:.1f} per solver"
         if self._alone:
             text += f", {rate / self._alone:.2f} times a single device"
         return text

@@ -18,7 +18,7 @@ from tests.parallel.cases import SETTINGS, net
 
 pytestmark = pytest.mark.gpus(2)
 
-LINE = r"    [\d.]+ images/s, [\d.]+ a solver; (data .*, forward .*, backward .*, synchronization .*, update .*, host.*)"
+LINE = r"    [\d.]+ images/s, [\d.]+ per solver; (data .*, forward .*, backward .*, synchronization .*, update .*, host.*)"
 
 
 @pytest.mark.parametrize("capture", [True, False], ids=["replayed", "layer by layer"])

@@ -54,7 +54,7 @@ def test_each_display_has_a_line_and_the_end_a_table(caplog: pytest.LogCaptureFi
         reporter.test_done(2, 0, [], None)
         reporter.iterated(1, 1.0, 0.1, 64)
         reporter.done(False)
-    rates = r"[\d.]+ images/s, [\d.]+ a solver, [\d.]+ times a single device"
+    rates = r"[\d.]+ images/s, [\d.]+ per solver, [\d.]+ times a single device"
     slow = r"solver 1 computes 25% longer than the mean"
     first, whole, *table = caplog.messages
     assert re.fullmatch(

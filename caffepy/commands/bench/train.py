@@ -97,7 +97,7 @@ class Bench(AsJson):
             f"{self.net} on {self.device}, {', '.join(how)}",
             f"{self.images_per_s:.0f} images/s, the median of {windows} "
             f"({min(self.windows):.0f} to {max(self.windows):.0f})",
-            f"{self.ms:.3f} ms an iteration{host}",
+            f"{self.ms:.3f} ms per iteration{host}",
             ", ".join(f"{name} {share:.1%}" for name, share in self.shares.items()),
         ]
         if self.memory:
