@@ -1,17 +1,19 @@
 """BatchNorm statistics of solvers that train as one.
 
 `--bn-stats` says which are tested and saved: those of the "root", as in Caffe, or the "average" of
-all solvers' running statistics. With "sync" each batch is normalized with the statistics of the
-batches of all ranks.
+all solvers' running statistics, which leaves each its own. With "sync" each batch is normalized
+with the statistics of the batches of all ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
-from caffepy.device.blob import Array, Blob
+from caffepy.device.blob import Array
 from caffepy.layer.normalization import BatchNorm
 from caffepy.net import Net
+from caffepy.solver.statistics import Statistics, mean
 
 
 def normalizing(net: Net) -> list[BatchNorm]:
@@ -19,24 +21,47 @@ def normalizing(net: Net) -> list[BatchNorm]:
     return [layer for layer in net.layers if isinstance(layer, BatchNorm) and not layer.is_global]
 
 
-def statistics(net: Net) -> list[Blob]:
-    """Return the parameters that layers compute from the data they see, not from gradients."""
-    return [blob for layer in net.layers for blob in layer.statistics]
+def average(solvers: Sequence[Statistics]) -> None:
+    """Give all solvers, which must be idle, the mean of their statistics."""
+    _write(solvers, [mean([each.present for each in solvers])] * len(solvers))
 
 
-def average(nets: Sequence[Net]) -> None:
-    """Make the statistics of these nets, which must be idle, the mean over all of them."""
-    for blobs in zip(*map(statistics, nets), strict=True):
-        mean = np.mean([blob.host_data for blob in blobs], axis=0, dtype=np.float64)
-        for blob in blobs:
-            blob.host_data[...] = mean
+def _write(solvers: Sequence[Statistics], values: Sequence[Sequence[Array]]) -> None:
+    for each, own in zip(solvers, values, strict=True):
+        each.write(own)
 
 
-def copy(nets: Sequence[Net]) -> None:
-    """Give these nets, which must be idle, the statistics of the first."""
-    for first, *others in zip(*map(statistics, nets), strict=True):
-        for blob in others:
-            blob.host_data[...] = first.host_data
+@contextmanager
+def averaged(solvers: Sequence[Statistics], wait_idle: Callable[[], object]) -> Iterator[None]:
+    """A block in which all solvers have the mean of their statistics, the root's first; then each
+    has its own again. They are idle, and so after `wait_idle`.
+
+    After an error the workers, which may hang, are left alone.
+    """
+    root, *workers = solvers
+    before = [each.present for each in solvers]
+    for each in solvers:
+        each.hold()
+    with root.replaced(mean(before)):
+        _write(workers, [root.present] * len(workers))
+        yield
+        wait_idle()
+    _write(workers, before[1:])
+
+
+def copy(solvers: Sequence[Statistics]) -> None:
+    """Give all solvers, which must be idle, the statistics of the first."""
+    _write(solvers, [solvers[0].present] * len(solvers))
+
+
+def restore(solvers: Sequence[Statistics], saved: Sequence[Sequence[Array]]) -> None:
+    """Give each solver its own statistics of a state that the root, the first, has restored.
+
+    If the state is of another number of solvers, or the root has other statistics by now than their
+    mean, all keep what they have.
+    """
+    if len(saved) == len(solvers) and solvers[0].are(mean(saved)):
+        _write(solvers, saved)
 
 
 def share_batches(net: Net, all_gather: Callable[[Array], Sequence[Array]] | None) -> None:

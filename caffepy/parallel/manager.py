@@ -39,6 +39,7 @@ from caffepy.collectives import peers
 from caffepy.collectives.rank_group import DEADLINES
 from caffepy.collectives.topology import Topology, all_joined
 from caffepy.core.errors import ConfigError, LostDeviceError
+from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads
 from caffepy.parallel import batch_norm
@@ -50,6 +51,7 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
 from caffepy.solver.faults import rescue
+from caffepy.solver.statistics import Statistics
 from caffepy.solver.test_pass import Totals
 from caffepy.solver.worker_group import WorkerGroup
 
@@ -134,6 +136,7 @@ class P2PManager(WorkerGroup):
             with self._ranks.starting(progress):
                 self._sync.join(root, 0)
             self.workers = self._ranks.members
+            self._restore_bn_stats()
             self.group.phase = "idle"
             _log_ready(self.devices, [get_ident(), *self._threads.idents])
             threads = None if root.device.is_cuda else num_threads()
@@ -158,6 +161,7 @@ class P2PManager(WorkerGroup):
         self.watchdog.stop()
         try:
             if error is None:
+                self.average_bn_stats()
                 self._threads.give(lambda worker: self._sync.leave(worker.rank))
                 self._sync.leave(0)
                 self._threads.wait_idle()
@@ -228,17 +232,34 @@ class P2PManager(WorkerGroup):
         self._threads.wait_idle()
         return [worker.loss for worker in self.workers]
 
-    def average_bn_stats(self) -> None:
-        if self.failed or self._bn_stats != "average":
-            return
-        if batch_norm.statistics(self.root.net):
+    @property
+    def _statistics(self) -> list[Statistics]:
+        return [solver.iterations.statistics for solver in (self.root, *self.workers)]
+
+    def _has_statistics(self, kind: str) -> bool:
+        """True if --bn-stats is this and there are statistics; the workers are idle then."""
+        has = self._bn_stats == kind and not self.failed and bool(self.root.iterations.statistics)
+        if has:
             self.raise_worker_error()
-            batch_norm.average([self.root.net, *(worker.net for worker in self.workers)])
+        return has
+
+    def average_bn_stats(self) -> None:
+        """Give all solvers the mean of their running statistics, for good."""
+        if self._has_statistics("average"):
+            batch_norm.average(self._statistics)
+
+    def averaged_bn_stats(self) -> AbstractContextManager[object]:
+        if self._has_statistics("average"):
+            return batch_norm.averaged(self._statistics, self.raise_worker_error)
+        return nullcontext()
+
+    def bn_stats(self) -> list[list[Array]]:
+        own = self._statistics[1:] if self._has_statistics("average") else []
+        return [each.own for each in own]
 
     def begin_test(self, k: int) -> None:
-        if self._bn_stats == "root" and batch_norm.statistics(self.root.net):
-            self.raise_worker_error()
-            batch_norm.copy([self.root.net, *(worker.net for worker in self.workers)])
+        if self._has_statistics("root"):
+            batch_norm.copy(self._statistics)
         self._threads.give(partial(WorkerSolver.begin_test, k=k))
         self._sync.bring_params()
 
@@ -266,6 +287,11 @@ class P2PManager(WorkerGroup):
         positions = _restored_positions(self.root, self.size)
         self._threads.give(lambda worker: worker.follow(self.root, positions[worker.rank - 1]))
         self._threads.wait_idle()
+        self._restore_bn_stats()
+
+    def _restore_bn_stats(self) -> None:
+        if self._bn_stats == "average":
+            batch_norm.restore(self._statistics, self.root.resume_state.statistics)
 
     def raise_worker_error(self) -> None:
         self._threads.give(WorkerSolver.wait_idle)

@@ -73,6 +73,8 @@ class WorkerSolver(Solver):
     def forward(self) -> None:
         """Take the root's parameters, run a forward pass of the train net; `loss` is its loss."""
         self._pull()
+        self.iterations.hold_positions()
+        self.iterations.statistics.hold()
         with self.device.scope(), self.net.ops.blas_scope():
             self.loss = self.iterations.eager.forward(self.iter)
         self.device.step_count += 1
@@ -81,7 +83,7 @@ class WorkerSolver(Solver):
     def begin_test(self, k: int) -> None:
         """Take the root's parameters, zero the totals of test net `k`."""
         self.wait_idle()
-        self.iterations.hold_positions(anew=k == 0)  # those from before all test nets
+        self.iterations.hold_positions(anew=False)  # those from before all test nets
         self._test_passes[k].begin(self.net)
         self._pull()
 

@@ -37,6 +37,7 @@ from caffepy.solver.divergence import diverged_before
 from caffepy.solver.policy import advance, next_step, rate
 from caffepy.solver.positions import completed, take_positions
 from caffepy.solver.runners import CapturedRunner, EagerRunner, Runner
+from caffepy.solver.statistics import Statistics
 from caffepy.solver.step import Step
 from caffepy.solver.worker_group import WorkerGroup
 
@@ -86,6 +87,7 @@ class Iterations:
         self.current_step = 0
         self.rate_factor = 1.0  # of the learning rate, after divergences
         self.display = Display(step.param, step.net)
+        self.statistics = Statistics(step.net)
         self.eager = EagerRunner(step, nets, self._before_update)
         self.captured = CapturedRunner(step, nets)
         self._is_worker = is_worker
@@ -102,6 +104,7 @@ class Iterations:
         self.collect(wait=runner.waits)
         pending = PendingStep(self.iter, self.current_step, runner.positions())
         self._held = pending.positions
+        self.statistics.release()
         learning_rate = self._next_rate()
         step.set_hyperparams(learning_rate, self.iter)
         runner.enqueue(self.iter)
@@ -176,7 +179,7 @@ class Iterations:
         if log_clipping:
             self.display.log_clipping(self._result)
         self.iter += 1
-        self._held = None
+        self.release_positions()
 
     def _roll_back(self, pending: PendingStep, result: StepResult) -> None:
         """Go back to before a stopped iteration and raise what stopped it."""
@@ -204,7 +207,8 @@ class Iterations:
 
     def move_to(self, iteration: int, current_step: int) -> None:
         """Continue with this iteration and step of the policy."""
-        self.iter, self.current_step, self._held = iteration, current_step, None
+        self.iter, self.current_step = iteration, current_step
+        self.release_positions()
 
     # positions of data layers and random numbers
 
@@ -214,8 +218,9 @@ class Iterations:
             self._held = take_positions(self.nets, self.step.device)
 
     def release_positions(self) -> None:
-        """Return to the positions at a snapshot's own time."""
+        """Return to the positions, and running statistics, at a snapshot's own time."""
         self._held = None
+        self.statistics.release()
 
     def positions(self) -> dict[str, Any]:
         """Return the positions now, or before the test or iteration in progress."""

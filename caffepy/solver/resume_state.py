@@ -26,6 +26,7 @@ from caffepy.solver.positions import (
     warn_of_layers,
 )
 from caffepy.solver.sidecar import reading
+from caffepy.solver.statistics import mean
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class ResumeState:
         self.keep: int | None = None  # number of snapshots of this run to keep; None: all
         self.started_at = 0  # the iteration of the state that was restored
         self.workers_positions: list[dict[str, Any]] = []  # of the workers in that state
+        self.statistics: list[list[Array]] = []  # of each solver in that state, if of several
         self.lock = threading.Lock()  # of `faults`, which may save from any thread
         self._restored_from: str | None = None
         self._saved: tuple[int, str] | None = None  # iteration and state file of the last snapshot
@@ -77,40 +79,48 @@ class ResumeState:
         or its history is not finite.
         """
         iterations, step = self.iterations, self.iterations.step
-        workers, reporter = iterations.trainer.workers, iterations.trainer.reporter
+        workers = iterations.trainer.workers
         step.phase_timer.stop()
         with workers.during("snapshot"):
             with step.device.scope():
                 iterations.recover()
                 iterations.collect(wait=True)
-            workers.average_bn_stats()
-            number, param = iterations.iter, step.param
-            check_params(step.net, number)
-            hdf5 = param.snapshot_format == SolverParameter.HDF5
-            files = snapshot.Files.of(param.snapshot_prefix, number, hdf5)
-            on_host = step.device.on_host
-            history = [part for flat in step.history for part in step.params.split(on_host(flat))]
-            check_history(step.net, number, history)
-            state = snapshot.State(number, files.model, history, iterations.current_step)
-            self._failed_at = number
-            sidecar = {
-                "type": param.type,
-                "iteration": number,
-                "run": self.run,
-                "started": self._started,
-                "begun": self._begun,
-                "settings": format_text(param),
-                "rate_factor": iterations.rate_factor,
-                "positions": {**iterations.positions(), "workers": workers.positions()},
-                "control": step.update_state.state(),
-                **iterations.display.state(number),
-            }
-            announce, diff = reporter.snapshotted, param.snapshot_diff
-            snapshot.write(files, step.net, state, sidecar, diff, announce, self._folder)
-            self._failed_at, self._saved = -1, (number, files.state)
+            statistics = [iterations.statistics.own, *workers.bn_stats()]
+            with iterations.statistics.replaced(mean(statistics)):
+                self._write(statistics if statistics[1:] else [])
             if self.keep:
-                prefix = os.path.join(self._folder, param.snapshot_prefix)
+                prefix = os.path.join(self._folder, step.param.snapshot_prefix)
                 snapshot.remove_old(prefix, self._begun, self.keep)
+
+    def _write(self, statistics: list[list[Array]]) -> None:
+        """Write the files; those of several solvers have the `statistics` of each, too."""
+        iterations, step = self.iterations, self.iterations.step
+        workers, reporter = iterations.trainer.workers, iterations.trainer.reporter
+        number, param = iterations.iter, step.param
+        check_params(step.net, number)
+        hdf5 = param.snapshot_format == SolverParameter.HDF5
+        files = snapshot.Files.of(param.snapshot_prefix, number, hdf5)
+        on_host = step.device.on_host
+        history = [part for flat in step.history for part in step.params.split(on_host(flat))]
+        check_history(step.net, number, history)
+        state = snapshot.State(number, files.model, history, iterations.current_step)
+        self._failed_at = number
+        sidecar = {
+            "type": param.type,
+            "iteration": number,
+            "run": self.run,
+            "started": self._started,
+            "begun": self._begun,
+            "settings": format_text(param),
+            "rate_factor": iterations.rate_factor,
+            "positions": {**iterations.positions(), "workers": workers.positions()},
+            "statistics": statistics,
+            "control": step.update_state.state(),
+            **iterations.display.state(number),
+        }
+        announce, diff = reporter.snapshotted, param.snapshot_diff
+        snapshot.write(files, step.net, state, sidecar, diff, announce, self._folder)
+        self._failed_at, self._saved = -1, (number, files.state)
 
     def try_to_save(self) -> None:
         """Write a snapshot; if that fails, log it and let training go on.
@@ -167,7 +177,7 @@ class ResumeState:
                 log.info(told, path, iterations.rate_factor)
             if not content:
                 iterations.display.reset()
-                self.workers_positions = []
+                self.workers_positions, self.statistics = [], []
                 log.info(
                     "No .caffepystate file lies beside %s: data and random numbers start anew, as "
                     "in Caffe",
@@ -182,6 +192,8 @@ class ResumeState:
             with reading(path):
                 compare_layers(content["positions"], nets, path)
                 workers = list(content["positions"].get("workers", []))
+                statistics = [list(map(np.asarray, of)) for of in content.get("statistics", [])]
+                mean(statistics)  # they are of one form
                 factor = float(content.get("rate_factor", 1.0))
                 if not 0 < factor <= 1:
                     raise ValueError(f"rate_factor {factor}")
@@ -189,7 +201,7 @@ class ResumeState:
                 for positions in (*filter(None, workers), content["positions"]):
                     set_positions(positions, nets, device)
                 self.iterations.display.restore(content)
-                self.workers_positions = workers
+                self.workers_positions, self.statistics = workers, statistics
                 self.iterations.rate_factor = factor
                 # parts of a run follow each other even if the clock was set back
                 self._started = max(time.time(), float(content.get("started", 0)))

@@ -286,6 +286,7 @@ class Solver:
         """Display and test after the last iteration, as Caffe does."""
         self.phase_timer.stop()
         self.iterations.hold_positions()
+        self.iterations.statistics.hold()
         loss = None
         if due(self.iter, self.param.display):
             with self.workers.during("step"), self.device.scope(), self.net.ops.blas_scope():
@@ -307,13 +308,13 @@ class Solver:
     def test_all(self, anew: bool = True) -> None:
         """Test all test nets, unless `action` asks to stop; a resumed run begins the test again.
 
-        Unless `anew`, a snapshot has the positions that are held already.
+        Unless `anew`, a snapshot has the positions and statistics that are held already.
         """
-        self.workers.average_bn_stats()
         self.iterations.hold_positions(anew)
-        for k in range(len(self.test_nets)):
-            if not self.stopped:
-                self.test(k)
+        with self.workers.averaged_bn_stats():
+            for k in range(len(self.test_nets)):
+                if not self.stopped:
+                    self.test(k)
         if not self.stopped:
             self.iterations.release_positions()
 

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 from caffepy.core.errors import SyncError
+from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.solver.test_pass import Totals
 
@@ -62,8 +63,13 @@ class WorkerGroup:
         """Wait for that pass; return its losses."""
         return []
 
-    def average_bn_stats(self) -> None:
-        """Average what each solver computes from its own batches, such as BatchNorm statistics."""
+    def averaged_bn_stats(self) -> AbstractContextManager[object]:
+        """A block in which all test with the mean of their running statistics."""
+        return nullcontext()
+
+    def bn_stats(self) -> list[list[Array]]:
+        """Running statistics that each worker trains on with, if a snapshot has the mean of all."""
+        return []
 
     def begin_test(self, k: int) -> None:
         """Zero the totals of test net `k`."""

@@ -110,12 +110,11 @@ def test_statistics_of_batches(kind: str, sync: str, tmp_path: Path) -> None:
         found = blob_to_array(blob)
         if kind == "root":
             np.testing.assert_array_equal(found, before[0][i])
-            assert all((own[i] == other[i]).all() for own, other in zip(before, after, strict=True))
         else:
             np.testing.assert_allclose(
                 found, np.mean([own[i] for own in before], axis=0), rtol=1e-6
             )
-            assert all((own[i] == found).all() for own in after)
+        assert all((own[i] == other[i]).all() for own, other in zip(before, after, strict=True))
     root.close()
 
 

@@ -12,10 +12,13 @@ from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
+from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.solver import Solver
+from caffepy.solver import Action, Solver, sidecar
 from tests.nets import library
+from tests.parallel.cases import net
+from tests.solver.cases import AskAt, solver_of
 
 WRONG, BATCH = 61, 4
 
@@ -94,6 +97,38 @@ def test_an_iteration_that_a_callback_ends_adds_nothing(tmp_path: Path) -> None:
             solver.step(1)
         for blob, values in zip(bn.blobs, before, strict=True):
             np.testing.assert_array_equal(blob.host_data, values)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_signal_in_the_last_test_saves_what_was_trained(size: int, tmp_path: Path) -> None:
+    """Not the statistics, nor the random numbers, of the pass that shows the last loss."""
+    text = net(3, library.small_convolution(library.digits("BATCH", 7))).replace(
+        'layer { name: "pool"',
+        library.layer("BatchNorm", "bn", "conv", top="conv")
+        + library.in_place("Dropout", "drop", "conv")
+        + 'layer { name: "pool"',
+    )
+    settings = "base_lr: 0.01 max_iter: 4 display: 2 test_iter: 4 test_interval: 4 "
+    contents = []
+    for name in "whole", "stopped":
+        (tmp_path / name).mkdir()
+        more = f'test_initialization: false snapshot_prefix: "{tmp_path / name}/s" '
+        root = solver_of(f"{settings} {more} snapshot_after_train: false ", text)
+        devices = [root.device, *(Device(seed=rank) for rank in range(1, size))]
+        with p2p_manager(root, devices, SyncOptions("flat")):
+            if name == "whole":
+                root.step(4)
+                root.snapshot()
+            else:
+                root.action = AskAt(6, Action.STOP | Action.SNAPSHOT)  # 4 iterations, 2 batches
+                root.solve()
+                assert root.stopped
+        root.close()
+        content = sidecar.read(str(tmp_path / name / "s_iter_4.caffepystate"))
+        assert content
+        contents.append({key: content.get(key) for key in ("positions", "statistics", "model")})
+        contents[-1]["positions"].pop("test_nets")
+    np.testing.assert_equal(*contents)
 
 
 @pytest.mark.gpu
