@@ -19,6 +19,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.collectives import peers
+from caffepy.collectives.synchronizer import Synchronizer
 from caffepy.core.errors import ConfigError, DataError, DeviceError, SyncError
 from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
@@ -208,6 +209,8 @@ def test_waits_end_then_the_snapshot_is_written_then_synchronizers_close(
     """No GPU waits for another while the root's memory is read, and what ranks share is freed when
     nothing uses it any more.
     """
+    from caffepy.collectives.nccl import NcclSync
+
     order: list[str] = []
 
     def note(name: str) -> Callable[[], None]:
@@ -216,12 +219,11 @@ def test_waits_end_then_the_snapshot_is_written_then_synchronizers_close(
     def run(root: Solver) -> None:
         with together(root, sync, size) as manager:
             manager.group.on_abort(note("waits end"))  # after the callbacks of the synchronizers
-            for synchronizer in manager._synchronizers.values():
-                close = before(synchronizer.close, note("close"))
-                monkeypatch.setattr(synchronizer, "close", close)
             kill(manager.workers[-1], "before replay", 6)
             root.solve()
 
+    for kind in (Synchronizer, NcclSync):
+        monkeypatch.setattr(kind, "close", before(kind.close, note("close")))
     monkeypatch.setattr(snapshot, "write", before(snapshot.write, note("write")))
     with closing(solver(f"{tmp_path}/s")) as root:
         start = time.monotonic()
