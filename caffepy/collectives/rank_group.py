@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -379,14 +379,18 @@ class RankGroup:
         """Wait until the rank may take the round-robin lock, without taking it."""
         self.until(rank, lambda: self._turns.get(key, 0) == rank, lambda: [self._turns.get(key, 0)])
 
-    def restart_turns(self) -> None:
-        """Make rank 0 the next in all round-robin locks, which nobody may hold or wait for."""
-        self._turns.clear()
+    def restart_turns(self, keys: Iterable[object] | None = None) -> None:
+        """Make rank 0 the next in these round-robin locks, which nobody may hold or wait for, or in
+        all.
+        """
+        for key in list(self._turns) if keys is None else keys:
+            self._turns.pop(key, None)
 
 
 class _Wait:
-    """A wait of a rank: the seconds left of the deadline of the phase that the group is in. They
-    begin anew with each phase, and while the root, for which others wait, waits for other nodes.
+    """A wait of a rank: the seconds left of the deadline of the phase that the group is in.
+
+    They begin anew with each phase, and while the root, for which others wait, waits for nodes.
     """
 
     def __init__(self, group: RankGroup, rank: int) -> None:

@@ -174,12 +174,17 @@ def fastest(topology: Topology, without_nccl: str | None) -> tuple[Choice, str]:
     return Choice("flat", flat(topology)), f"{without_nccl}; no device reaches another's memory"
 
 
-def choose(name: str, topology: Topology, gpu: bool) -> Choice:
+def choose(name: str, topology: Topology, gpu: bool, nodes: int = 1) -> Choice:
     """Return what `--sync` means for these devices and log which it is and why.
 
-    "auto" is the fastest that is available. UsageError if the one that is named is not.
+    "auto" is the fastest that is available. UsageError if the one that is named is not; GPUs of
+    several nodes need NCCL.
     """
     size = topology.size
+    if gpu and nodes > 1:
+        if name not in ("auto", "nccl"):
+            raise UsageError(f"--sync {name} is for GPUs of one process; several take nccl")
+        name = "nccl"
     if name != "auto":
         if name not in NAMES:
             raise UsageError(f"--sync {name!r} is none of auto, {', '.join(NAMES)}")

@@ -15,15 +15,20 @@ from caffepy.layer.normalization import BatchNorm
 from caffepy.net import Net
 from caffepy.solver.statistics import Statistics, mean
 
+Gather = Callable[[Sequence[list[Array]]], Sequence[list[Array]]]
+
 
 def normalizing(net: Net) -> list[BatchNorm]:
     """Return the layers that compute statistics of their batches."""
     return [layer for layer in net.layers if isinstance(layer, BatchNorm) and not layer.is_global]
 
 
-def average(solvers: Sequence[Statistics]) -> None:
-    """Give all solvers, which must be idle, the mean of their statistics."""
-    _write(solvers, [mean([each.present for each in solvers])] * len(solvers))
+def average(solvers: Sequence[Statistics], gather: Gather = list) -> None:
+    """Give all solvers, which must be idle, the mean of their statistics.
+
+    Here and below, `gather` returns the values of all nodes' solvers for those of this node's.
+    """
+    _write(solvers, [mean(gather([each.present for each in solvers]))] * len(solvers))
 
 
 def _write(solvers: Sequence[Statistics], values: Sequence[Sequence[Array]]) -> None:
@@ -32,7 +37,9 @@ def _write(solvers: Sequence[Statistics], values: Sequence[Sequence[Array]]) -> 
 
 
 @contextmanager
-def averaged(solvers: Sequence[Statistics], wait_idle: Callable[[], object]) -> Iterator[None]:
+def averaged(
+    solvers: Sequence[Statistics], wait_idle: Callable[[], object], gather: Gather = list
+) -> Iterator[None]:
     """A block in which all solvers have the mean of their statistics, the root's first; then each
     has its own again. They are idle, and so after `wait_idle`.
 
@@ -42,26 +49,30 @@ def averaged(solvers: Sequence[Statistics], wait_idle: Callable[[], object]) -> 
     before = [each.present for each in solvers]
     for each in solvers:
         each.hold()
-    with root.replaced(mean(before)):
+    with root.replaced(mean(gather(before))):
         _write(workers, [root.present] * len(workers))
         yield
         wait_idle()
     _write(workers, before[1:])
 
 
-def copy(solvers: Sequence[Statistics]) -> None:
-    """Give all solvers, which must be idle, the statistics of the first."""
-    _write(solvers, [solvers[0].present] * len(solvers))
+def copy(solvers: Sequence[Statistics], gather: Gather = list) -> None:
+    """Give all solvers, which must be idle, the statistics of the first of all."""
+    first, *_ = gather([solvers[0].present])
+    _write(solvers, [first] * len(solvers))
 
 
-def restore(solvers: Sequence[Statistics], saved: Sequence[Sequence[Array]]) -> None:
+def restore(
+    solvers: Sequence[Statistics], saved: Sequence[Sequence[Array]], first: int, size: int
+) -> None:
     """Give each solver its own statistics of a state that the root, the first, has restored.
 
-    If the state is of another number of solvers, or the root has other statistics by now than their
-    mean, all keep what they have.
+    `first` is the universal rank of the root, `size` the number of solvers of all nodes. If the
+    state is of another number, or the root has other statistics by now than their mean, all keep
+    what they have.
     """
-    if len(saved) == len(solvers) and solvers[0].are(mean(saved)):
-        _write(solvers, saved)
+    if len(saved) == size and solvers[0].are(mean(saved)):
+        _write(solvers, saved[first : first + len(solvers)])
 
 
 def share_batches(net: Net, all_gather: Callable[[Array], Sequence[Array]] | None) -> None:

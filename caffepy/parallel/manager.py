@@ -38,18 +38,20 @@ from typing import Any
 from caffepy.collectives import peers
 from caffepy.collectives.rank_group import DEADLINES
 from caffepy.collectives.topology import Topology, all_joined
+from caffepy.collectives.world import World
 from caffepy.core.errors import ConfigError, LostDeviceError
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads
 from caffepy.parallel import batch_norm
+from caffepy.parallel.nodes import follow_first, gather, own_positions, restored_positions
 from caffepy.parallel.synchronization import Synchronization
 from caffepy.parallel.turns import Turns
 from caffepy.parallel.worker import WorkerSolver, edits
 from caffepy.parallel.workers import Workers
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.report import Performance, Reporters
-from caffepy.solver import Signals, Solver
+from caffepy.solver import Action, Signals, Solver
 from caffepy.solver.faults import rescue
 from caffepy.solver.statistics import Statistics
 from caffepy.solver.test_pass import Totals
@@ -89,23 +91,26 @@ class P2PManager(WorkerGroup):
         signals: Signals | None = None,
         last_resort: Callable[[BaseException], object] | None = None,
         baseline: float | None = None,
+        world: World | None = None,
     ) -> None:
         root.workers.check()
         self.root = root
-        self.size, self.devices = len(devices), devices[1:]
+        self.devices = devices[1:]
         self._baseline = baseline
         self._bn_stats = sync_options.bn_stats
         save, deadlines = partial(rescue, root.resume_state), sync_options.deadlines
 
         def make(rank: int) -> WorkerSolver:
-            positions = _restored_positions(root, self.size)[rank - 1]
-            worker = WorkerSolver(root, rank, devices[rank], positions)
+            universal = self._first + rank
+            positions = restored_positions(root, self.size)[universal - 1]
+            worker = WorkerSolver(root, universal, devices[rank], positions)
             self._turns.join(worker, rank)
             self._sync.join(worker, rank)
             return worker
 
-        self._ranks = Workers(devices, make, deadlines, signals, save, last_resort)
+        self._ranks = Workers(devices, make, deadlines, signals, save, last_resort, world)
         self.group, self._threads = self._ranks.group, self._ranks.threads
+        self.size, self._first = self.group.world.size, self.group.world.first_rank
         self.watchdog = self._ranks.watchdog
         self._turns = Turns(self.group, devices, self.raise_worker_error)
         self._sync = Synchronization(
@@ -126,6 +131,8 @@ class P2PManager(WorkerGroup):
         try:
             gc.collect()  # freeing an earlier solver later might wait for a GPU that waits for us
             self.group.join(0)
+            self.group.watch_nodes()
+            follow_first(root, self.group)
             self._turns.join(root, 0)
 
             def progress() -> object:
@@ -138,7 +145,7 @@ class P2PManager(WorkerGroup):
             self.workers = self._ranks.members
             self._restore_bn_stats()
             self.group.phase = "idle"
-            _log_ready(self.devices, [get_ident(), *self._threads.idents])
+            _log_ready(self.devices, [get_ident(), *self._threads.idents], self.group.world)
             threads = None if root.device.is_cuda else num_threads()
             performance = Performance(self.seconds, self._baseline, threads)
             root.join(self, Reporters(root.reporter, performance))
@@ -159,10 +166,12 @@ class P2PManager(WorkerGroup):
 
     def _end(self, error: BaseException | None) -> None:
         self.watchdog.stop()
+        if error is None:
+            self.group.leave_nodes()
         try:
             if error is None:
                 self.average_bn_stats()
-                self._threads.give(lambda worker: self._sync.leave(worker.rank))
+                self._threads.give(lambda worker: self._sync.leave(worker.rank - self._first))
                 self._sync.leave(0)
                 self._threads.wait_idle()
                 self._detach()
@@ -228,9 +237,9 @@ class P2PManager(WorkerGroup):
         self._threads.give(WorkerSolver.forward)
         self._sync.bring_params()
 
-    def losses(self) -> list[float]:
+    def losses(self, own: float) -> list[float]:
         self._threads.wait_idle()
-        return [worker.loss for worker in self.workers]
+        return gather(self.group, [own, *(worker.loss for worker in self.workers)])
 
     @property
     def _statistics(self) -> list[Statistics]:
@@ -246,20 +255,23 @@ class P2PManager(WorkerGroup):
     def average_bn_stats(self) -> None:
         """Give all solvers the mean of their running statistics, for good."""
         if self._has_statistics("average"):
-            batch_norm.average(self._statistics)
+            batch_norm.average(self._statistics, partial(gather, self.group))
 
     def averaged_bn_stats(self) -> AbstractContextManager[object]:
         if self._has_statistics("average"):
-            return batch_norm.averaged(self._statistics, self.raise_worker_error)
+            gather_all = partial(gather, self.group)
+            return batch_norm.averaged(self._statistics, self.raise_worker_error, gather_all)
         return nullcontext()
 
-    def bn_stats(self) -> list[list[Array]]:
-        own = self._statistics[1:] if self._has_statistics("average") else []
-        return [each.own for each in own]
+    def bn_stats(self, own: list[Array]) -> list[list[Array]]:
+        if not self._has_statistics("average"):
+            return [own]
+        return gather(self.group, [own, *(each.own for each in self._statistics[1:])])
 
     def begin_test(self, k: int) -> None:
         if self._has_statistics("root"):
-            batch_norm.copy(self._statistics)
+            batch_norm.copy(self._statistics, partial(gather, self.group))
+        self._turns.begin_test(k)
         self._threads.give(partial(WorkerSolver.begin_test, k=k))
         self._sync.bring_params()
 
@@ -270,10 +282,11 @@ class P2PManager(WorkerGroup):
                 self._threads.give(partial(WorkerSolver.test_batch, k=k), rank)
         return 0 in ranks
 
-    def totals(self, k: int) -> list[Totals]:
+    def totals(self, k: int, own: Totals) -> list[Totals]:
         self._threads.give(partial(WorkerSolver.end_test, k=k))
         self._threads.wait_idle()
-        return [worker.totals for worker in self.workers]
+        self._turns.end_test(k, self.root.param.test_iter[k])
+        return gather(self.group, [own, *(worker.totals for worker in self.workers)])
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
@@ -283,29 +296,44 @@ class P2PManager(WorkerGroup):
             )
         self.raise_worker_error()
         yield
+        follow_first(self.root, self.group)
         self._turns.restart()  # data layers go on from a state with the root's batch
-        positions = _restored_positions(self.root, self.size)
+        positions = restored_positions(self.root, self.size)
         self._threads.give(lambda worker: worker.follow(self.root, positions[worker.rank - 1]))
         self._threads.wait_idle()
         self._restore_bn_stats()
 
     def _restore_bn_stats(self) -> None:
         if self._bn_stats == "average":
-            batch_norm.restore(self._statistics, self.root.resume_state.statistics)
+            saved = self.root.resume_state.statistics
+            batch_norm.restore(self._statistics, saved, self._first, self.size)
 
     def raise_worker_error(self) -> None:
         self._threads.give(WorkerSolver.wait_idle)
         self._threads.wait_idle()
 
     def positions(self) -> list[dict[str, Any]]:
+        root, own = self.root, list[dict[str, Any]]()
         if not self.failed:
             self.raise_worker_error()
-            return [worker.positions(self.root.iter) for worker in self.workers]
+            own = [worker.positions(root.iter) for worker in self.workers]
+            roots = own_positions(root.iterations.positions(), root)
+            return gather(self.group, [roots, *own])[1:]
         idle = self._ranks.wait_until_idle()  # nothing is known of a worker that hangs
-        return [
-            self._threads.members[rank].positions(self.root.iter) if rank in idle else {}
-            for rank in range(1, self.size)
-        ]
+        every: list[dict[str, Any]] = [{}] * self.size  # nor of other nodes
+        for rank in idle:
+            every[self._first + rank] = self._threads.members[rank].positions(root.iter)
+        return every[1:]
+
+    @property
+    def writes_files(self) -> bool:  # type: ignore[override]
+        return self.group.world.writes_files
+
+    def vote(self, action: Action) -> Action:
+        if self.group.world.nodes == 1:
+            return action
+        with self.group.among_nodes() as world:
+            return Action(world.vote(action.value))
 
 
 def p2p_manager(
@@ -315,30 +343,39 @@ def p2p_manager(
     signals: Signals | None = None,
     last_resort: Callable[[BaseException], object] | None = None,
     baseline: float | None = None,
+    world: World | None = None,
 ) -> AbstractContextManager[P2PManager | None]:
-    """Make the manager of a root solver on the first of these devices; None for a single one."""
-    if len(devices) == 1:
+    """Make the manager of a root solver on the first of these devices; None for a single one.
+
+    `world` has the other nodes, if there are some.
+    """
+    nodes = world.nodes if world else 1
+    if world:
+        world.join(len(devices))
+    if len(devices) == nodes == 1:
         if sync_options.sync != "auto":
             log.warning("One solver has nothing to synchronize by %s", sync_options.sync)
         return nullcontext()
     gpus = [device.index for device in devices if device.kind == "cuda"]
-    topology = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
-    return P2PManager(root, devices, topology, sync_options, signals, last_resort, baseline)
+    if gpus:
+        topology = peers.prepare(peers.query(gpus))
+    else:
+        topology = all_joined(world.size if world else len(devices))
+    return P2PManager(root, devices, topology, sync_options, signals, last_resort, baseline, world)
 
 
-def _restored_positions(root: Solver, size: int) -> Sequence[dict[str, Any] | None]:
-    """Return the positions of the workers in the state that the root has restored, if it did."""
-    restored = root.resume_state.workers_positions
-    return restored if len(restored) == size - 1 else [None] * (size - 1)
-
-
-def _log_ready(devices: Sequence[Device], idents: Sequence[int]) -> None:
-    """Log the devices of the workers and the threads of all solvers."""
-    for rank, device in enumerate(devices, start=1):
+def _log_ready(devices: Sequence[Device], idents: Sequence[int], world: World) -> None:
+    """Log the devices of the workers and the threads of all solvers of this node."""
+    first = world.first_rank
+    last = first + len(devices)
+    if world.nodes > 1:
+        text = "MPI global rank %d of %d on %s: universal ranks %d to %d of %d"
+        log.info(text, world.node, world.nodes, world.hosts[world.node], first, last, world.size)
+    for rank, device in enumerate(devices, start=first + 1):
         place = f"GPU {device.index}" if device.kind == "cuda" else "the CPU"
-        log.info("Solver %d (of 0 to %d) is ready on %s", rank, len(devices), place)
+        log.info("Solver %d (of 0 to %d) is ready on %s", rank, world.size - 1, place)
     shown = ", ".join(f"0x{ident:016x}" for ident in idents)
-    log.info("Threads of solvers 0 to %d: %s", len(devices), shown)  # to read an abort by
+    log.info("Threads of solvers %d to %d: %s", first, last, shown)  # to read an abort by
 
 
 def _log_batch(root: Solver, size: int) -> None:

@@ -14,6 +14,7 @@ from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.sync import choose
 from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.collectives.topology import Topology, device_pairs, show
+from caffepy.collectives.world import World
 from caffepy.core.errors import UsageError
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -44,10 +45,11 @@ class Synchronization:
         self._members: dict[int, tuple[Solver, Synchronizer]] = {}
         on_gpus = devices[0].kind == "cuda"
         log.info("%s pairs %s", "GPUs" if on_gpus else "Solvers", show(device_pairs(topology)))
-        self._way = choose(sync, topology, on_gpus)
+        self._way = choose(sync, topology, on_gpus, group.world.nodes)
         for rank in range(topology.size):
             log.debug("Starting sync %d (of total %d)", rank, topology.size)
-        self._factored = choose_factored(root, devices) if self._way.name == "nccl" else ()
+        over_nccl = self._way.name == "nccl"
+        self._factored = choose_factored(root, devices, group.world) if over_nccl else ()
         if shares_batches and on_gpus and batch_norm.normalizing(root.net):
             if root.saves_memory:
                 raise UsageError("--bn-stats sync needs nets whose blobs share no memory")
@@ -88,17 +90,20 @@ def _make_alone(solver: Solver) -> None:
     batch_norm.share_batches(solver.net, None)
 
 
-def choose_factored(root: Solver, devices: Sequence[Device]) -> Collection[int]:
+def choose_factored(root: Solver, devices: Sequence[Device], world: World) -> Collection[int]:
     """Return the parameters of whose gradients the ranks exchange factors through NCCL; log them.
 
     Each rank computes the gradient itself, so all GPUs must be of one kind to get the same result,
-    and nothing may change or show gradients before that.
+    and nothing may change or show gradients before that. Between hosts factors are more than the
+    wires carry.
     """
+    if len(set(world.hosts)) > 1:
+        return ()
     names = {device.name for device in devices if isinstance(device, CudaDevice)}
     plain = root.param.iter_size == 1 and not root.param.debug_info
     if len(names) != 1 or not plain or not root.iterations.step.gradients_untouched:
         return ()
-    found = factors.factored(root.net, len(devices), root.device.math_mode.precision)
+    found = factors.factored(root.net, world.size, root.device.math_mode.precision)
     if found:
         log.info(
             "Solvers give each other the factors of the weight gradients of %s, not the gradients",

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from caffepy.collectives.rank_group import RankGroup
 from caffepy.core.errors import ConfigError
+from caffepy.data.reader import Turn, deal_of
 from caffepy.device.device import Device
 from caffepy.layer import Layer
 from caffepy.layer.python import Python
@@ -15,6 +16,8 @@ from caffepy.solver import Solver
 from caffepy.solver.worker_group import EndedGroup
 
 log = logging.getLogger(__name__)
+
+Deal = Sequence[Turn] | None
 
 
 class Turns:
@@ -31,7 +34,7 @@ class Turns:
         wait_workers: Callable[[], object] = lambda: None,
     ) -> None:
         self._group, self._devices, self._wait_workers = group, devices, wait_workers
-        self._nets: list[Net] = []  # the root's
+        self._nets: list[tuple[Net, Deal]] = []  # the root's, and what they get of all batches
         self._alone = False  # a script has run nets of the root since the last step or test
         # The ranks share the data layers of test nets, so the next batch of a net is always of the
         # rank after the one that had the last, in later tests as well.
@@ -40,15 +43,22 @@ class Turns:
     def join(self, solver: Solver, rank: int) -> None:
         """Give turns to the nets of a rank's solver; waits of the train net are timed."""
         self.share(solver.net, rank, solver.phase_timer.mark)
-        for net in solver.test_nets:
-            self.share(net, rank)
+        for net, batches in zip(solver.test_nets, solver.param.test_iter, strict=True):
+            self.share(net, rank, batches=batches)
         if rank == 0:
             self.next_ranks = [0] * len(solver.test_nets)
 
-    def share(self, net: Net, rank: int, mark: Callable[[str], object] = lambda part: None) -> None:
+    def share(
+        self,
+        net: Net,
+        rank: int,
+        mark: Callable[[str], object] = lambda part: None,
+        batches: int | None = None,
+    ) -> None:
         """Give a net of this rank turns at the layers that it shares, under the forward mutex.
 
         `mark` is called with "forward" when the net arrives there, and with "data" when it leaves.
+        `batches` is the number of batches of a test.
         """
 
         @contextmanager
@@ -62,16 +72,34 @@ class Turns:
 
         net.set_forward_mutex(forward_mutex, self._alone_at)
         if rank == 0:
-            self._nets.append(net)
-            if self._group.size > 1:
-                _serve([net], self._devices)
+            world = self._group.world
+            deal: Deal = None  # one batch to each rank in turn
+            if world.nodes > 1:
+                deal = deal_of(world.first_rank, self._group.size, world.size, batches)
+            self._nets.append((net, deal))
+            if world.size > 1:
+                _serve(net, self._devices, deal)
                 _warn_of_unshared(net)
 
+    def begin_test(self, k: int) -> None:
+        """Over several nodes each test of net `k` begins with universal rank 0."""
+        if self._group.world.nodes > 1:
+            self.next_ranks[k] = 0
+            self._group.restart_turns(self._nets[1 + k][0].shared_layers)
+
     def deal(self, k: int, batches: int) -> list[int]:
-        """Return the ranks whose turn it is for so many batches of test net `k`."""
-        first = self.next_ranks[k]
-        self.next_ranks[k] = (first + batches) % self._group.size
-        return [(first + i) % self._group.size for i in range(batches)]
+        """Return the ranks of this node whose turn it is for so many batches of test net `k`."""
+        first, world = self.next_ranks[k], self._group.world
+        self.next_ranks[k] = (first + batches) % world.size
+        ranks = [(first + i) % world.size - world.first_rank for i in range(batches)]
+        return [rank for rank in ranks if 0 <= rank < self._group.size]
+
+    def end_test(self, k: int, batches: int) -> None:
+        """Skip a test of net `k` of which this node had no batch."""
+        net, deal = self._nets[1 + k]
+        if deal == []:
+            for layer in net.shared_layers:
+                layer.skip(batches)
 
     def restart(self) -> None:
         """Make it the root's turn everywhere; no rank may be at work."""
@@ -89,29 +117,31 @@ class Turns:
         if not self._alone:
             with self._group.during("step"):
                 self._wait_workers()
-            _serve(self._nets, self._devices[:1])
+            for net, _ in self._nets:
+                _serve(net, self._devices[:1])
             self._alone = True
         return layer.forward_lock
 
     def resume(self) -> None:
         """Serve all ranks again, if a script has run nets of the root."""
         if self._alone:
-            _serve(self._nets, self._devices)
+            for net, deal in self._nets:
+                _serve(net, self._devices, deal)
             self.restart()
             self._alone = False
 
     def end(self, failed: bool = False) -> None:
         """Let the layers serve the root alone from now on; after an error (`failed`) nobody."""
-        for net in self._nets:
+        for net, _ in self._nets:
             net.set_forward_mutex(_refuse if failed else None)
-        if not failed:
-            _serve(self._nets, self._devices[:1])
+            if not failed:
+                _serve(net, self._devices[:1])
 
 
-def _serve(nets: Sequence[Net], devices: Sequence[Device]) -> None:
-    for net in nets:
-        for layer in net.shared_layers:
-            layer.serve(devices)
+def _serve(net: Net, devices: Sequence[Device], deal: Deal = None) -> None:
+    for layer in net.shared_layers:
+        if deal != []:
+            layer.serve(devices, deal)
 
 
 def _refuse(layer: Layer) -> NoReturn:

@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.worker_threads import WorkerThreads
+from caffepy.collectives.world import World
 from caffepy.core.abandoned import RANK_THREAD, abandon
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads, share
@@ -37,8 +38,8 @@ Member = TypeVar("Member", bound=Worker)
 class Workers(Generic[Member]):
     """A worker for each device but the first, which is the root's; `make` makes it in its thread.
 
-    They compute in the math mode of the root's device. `signals`, `rescue` and `last_resort` are
-    for a root that hangs, see `Watchdog`.
+    They compute in the math mode of the root's device. `world` has the other nodes. `signals`,
+    `rescue` and `last_resort` are for a root that hangs, see `Watchdog`.
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class Workers(Generic[Member]):
         signals: Signals | None = None,
         rescue: Rescue | None = None,
         last_resort: Rescue | None = None,
+        world: World | None = None,
     ) -> None:
         self.devices = devices
         for device in devices[1:]:
             device.math_mode = devices[0].math_mode
         if devices[0].kind == "cpu" and len(devices) > num_threads():
             log.warning(MORE_THAN_CORES, len(devices), num_threads())
-        self.group = RankGroup(len(devices), deadlines)
+        self.group = RankGroup(len(devices), deadlines, world)
         self.threads = WorkerThreads(self.group, make, self.cpu_share)
         self.watchdog = Watchdog(
             self.group, devices, lambda: self.threads.at_work, signals, rescue, last_resort

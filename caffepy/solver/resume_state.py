@@ -85,10 +85,10 @@ class ResumeState:
             with step.device.scope():
                 iterations.recover()
                 iterations.collect(wait=True)
-            statistics = [iterations.statistics.own, *workers.bn_stats()]
+            statistics = workers.bn_stats(iterations.statistics.own)
             with iterations.statistics.replaced(mean(statistics)):
                 self._write(statistics if statistics[1:] else [])
-            if self.keep:
+            if self.keep and workers.writes_files:
                 prefix = os.path.join(self._folder, step.param.snapshot_prefix)
                 snapshot.remove_old(prefix, self._begun, self.keep)
 
@@ -119,7 +119,8 @@ class ResumeState:
             **iterations.display.state(number),
         }
         announce, diff = reporter.snapshotted, param.snapshot_diff
-        snapshot.write(files, step.net, state, sidecar, diff, announce, self._folder)
+        if workers.writes_files:
+            snapshot.write(files, step.net, state, sidecar, diff, announce, self._folder)
         self._failed_at, self._saved = -1, (number, files.state)
 
     def try_to_save(self) -> None:

@@ -83,7 +83,7 @@ class Solver:
         if log.isEnabledFor(logging.INFO):
             log.info("Initializing solver from parameters: \n%s", format_text(param).rstrip("\n"))
         check_param(param, path)
-        if param.snapshot > 0:
+        if param.snapshot > 0 and not self.device.follows:
             check_prefix(param, path)
         files = weight_files(param.weights, path)
         if param.random_seed >= 0:
@@ -92,7 +92,7 @@ class Solver:
         ops.set_precision(self.device, choose_precision(source.param, precision))
         net = build_train_net(source, self.device, root.net if root else None, batch_parts)
         self.net: Net = finetune(net, files)
-        if rank > 0:
+        if rank > 0 and not self.device.follows:
             check_shared(net, root is not None)
         self.test_nets: list[Net] = []
         for k, test_source in enumerate(test_sources):
@@ -193,7 +193,8 @@ class Solver:
         After an error (`failed`) the last iteration may have ended on some ranks only: a snapshot
         can still be written, everything else raises SyncError.
         """
-        self.workers = EndedGroup() if failed else WorkerGroup()
+        writes_files = self.workers.writes_files
+        self.workers = EndedGroup(writes_files) if failed else WorkerGroup()
         self.reporter, self._own_reporter = self._own_reporter or self.reporter, None
 
     def close(self) -> None:
@@ -239,7 +240,7 @@ class Solver:
 
     def _poll(self, snapshot_is_due: bool = False) -> None:
         """Do what signals ask for; a snapshot comes first."""
-        action = self.action()
+        action = self.workers.vote(self.action())
         if Action.SNAPSHOT in action or snapshot_is_due:
             self.iterations.collect(wait=True)
             if saved := self.resume_state.saved_now:  # a test after the last iteration goes on
@@ -263,6 +264,7 @@ class Solver:
         """Train up to max_iter, from a snapshot if given, with all tests and snapshots due."""
         param, state = self.param, self.resume_state
         writes = param.snapshot > 0 or param.snapshot_after_train
+        writes = writes and self.workers.writes_files
         if writes:
             model = self.params.data.nbytes * (2 if param.snapshot_diff else 1)
             history = sum(flat.nbytes for flat in self.history)
@@ -291,7 +293,7 @@ class Solver:
         if due(self.iter, self.param.display):
             with self.workers.during("step"), self.device.scope(), self.net.ops.blas_scope():
                 self.workers.forward()
-                losses = [self.iterations.eager.forward(self.iter), *self.workers.losses()]
+                losses = self.workers.losses(self.iterations.eager.forward(self.iter))
             self.device.step_count += 1
             self.device.check_errors()
             window = self.iterations.display.window
@@ -333,7 +335,7 @@ class Solver:
                     return
                 if workers.test(k, min(workers.size, batches - done)):
                     test_pass.batch(self.capture)
-            loss = test_pass.average([test_pass.totals(), *workers.totals(k)])
+            loss = test_pass.average(workers.totals(k, test_pass.totals()))
         self.reporter.test_done(self.iter, k, test_pass.last_outputs, loss)
 
     # snapshots

@@ -20,13 +20,15 @@ from typing import Any, NoReturn
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
+from caffepy.solver.signals import Action
 from caffepy.solver.test_pass import Totals
 
 
 class WorkerGroup:
     """Null object: a solver without workers."""
 
-    size = 1
+    size = 1  # number of solvers, on all nodes
+    writes_files = True  # snapshots and tables; false on nodes other than the first
     phase = "idle"  # what all are in: set-up, step, test, snapshot or idle
     failed = False  # an error has ended the workers' run
     devices: Sequence[Device] = ()
@@ -59,17 +61,19 @@ class WorkerGroup:
     def forward(self) -> None:
         """Start a forward pass of the train net."""
 
-    def losses(self) -> list[float]:
-        """Wait for that pass; return its losses."""
-        return []
+    def losses(self, own: float) -> list[float]:
+        """Wait for that pass; return the losses of all solvers, of which this is the root's."""
+        return [own]
 
     def averaged_bn_stats(self) -> AbstractContextManager[object]:
         """A block in which all test with the mean of their running statistics."""
         return nullcontext()
 
-    def bn_stats(self) -> list[list[Array]]:
-        """Running statistics that each worker trains on with, if a snapshot has the mean of all."""
-        return []
+    def bn_stats(self, own: list[Array]) -> list[list[Array]]:
+        """Running statistics that each solver trains on with, if a snapshot has the mean of all;
+        else those of the root, `own`.
+        """
+        return [own]
 
     def begin_test(self, k: int) -> None:
         """Zero the totals of test net `k`."""
@@ -78,9 +82,13 @@ class WorkerGroup:
         """Start this number of its batches, at most one a solver; True if one is the root's."""
         return True
 
-    def totals(self, k: int) -> list[Totals]:
-        """End the test; return the totals of the workers."""
-        return []
+    def totals(self, k: int, own: Totals) -> list[Totals]:
+        """End the test; return the totals of all solvers, of which these are the root's."""
+        return [own]
+
+    def vote(self, action: Action) -> Action:
+        """Return what the signals of any node ask for, at the same call on all nodes."""
+        return action
 
     def restoring(self) -> AbstractContextManager[object]:
         """A block in which the root restores a state, which the workers take over at its end."""
@@ -96,6 +104,9 @@ class WorkerGroup:
 
 class EndedGroup(WorkerGroup):
     """After an error of a solver that trained with others: it can save, but not go on."""
+
+    def __init__(self, writes_files: bool = True) -> None:
+        self.writes_files = writes_files
 
     def check(self) -> NoReturn:
         """Raise SyncError."""

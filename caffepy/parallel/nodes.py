@@ -1,0 +1,103 @@
+"""What the nodes of a run tell each other beside gradients: where they start, where their data
+layers and random numbers stand, and BatchNorm's statistics.
+
+Data layers stand at the same batch on all nodes between iterations, since each node skips what the
+others take.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from caffepy.collectives.rank_group import RankGroup
+from caffepy.layer import Layer
+from caffepy.net import Net
+from caffepy.solver import Solver
+from caffepy.solver.positions import set_positions, take_positions
+
+Positions = dict[str, Any]
+
+
+def gather(group: RankGroup, values: Sequence[Any]) -> list[Any]:
+    """In the root's thread: return the values of all nodes' ranks, by universal rank."""
+    if group.world.nodes == 1:
+        return list(values)
+    with group.among_nodes() as world:
+        return [value for node in world.gather(list(values)) for value in node]
+
+
+def follow_first(root: Solver, group: RankGroup) -> None:
+    """Give the roots of all nodes the parameters, history and positions of universal rank 0.
+
+    Random numbers stay those of each rank, or come from the state that universal rank 0 restored.
+    """
+    if group.world.nodes == 1:
+        return
+    device, state = root.device, root.resume_state
+    device.flush()
+    flats = [root.params.data, *root.history]
+    with device.scope(), group.among_nodes() as world:
+        arrays = [np.ascontiguousarray(device.on_host(flat)) for flat in flats]
+        if world.node:
+            arrays = [np.empty_like(array) for array in arrays]
+        others = range(1, world.nodes) if world.node == 0 else ()
+        world.exchange(
+            [(node, array) for node in others for array in arrays],
+            [(0, array) for array in arrays if world.node],
+        )
+        news: dict[str, Any] = world.broadcast(
+            {
+                "iteration": (root.iter, root.iterations.current_step),
+                "rate_factor": root.iterations.rate_factor,
+                "control": root.update_state.state(),
+                "shared": [
+                    {name: layer.state() for name, layer in _shared(net).items()}
+                    for net in root.iterations.nets
+                ],
+                "tick": device.step_count,
+                "workers": state.workers_positions,
+                "statistics": state.statistics,
+            }
+        )
+        if world.node == 0:
+            return
+        for mine, array in zip(flats, arrays, strict=True):
+            device.upload(array, mine)
+    root.iterations.move_to(*news["iteration"])
+    root.iterations.rate_factor = news["rate_factor"]
+    state.started_at, _ = news["iteration"]
+    root.update_state.set_state(news["control"])
+    state.workers_positions, state.statistics = news["workers"], news["statistics"]
+    restored = restored_positions(root, world.size)[world.first_rank - 1]
+    own = restored or own_positions(take_positions(root.iterations.nets, device), root)
+    train, *tests = (
+        {**known, **shared}
+        for known, shared in zip((own["net"], *own["test_nets"]), news["shared"], strict=False)
+    )
+    complete = {**own, "net": train, "test_nets": tests, "tick": news["tick"]}
+    set_positions(complete, root.iterations.nets, device)
+
+
+def restored_positions(root: Solver, size: int) -> Sequence[Positions | None]:
+    """Return the positions of universal ranks 1, 2, ... in the state that was restored, if any."""
+    restored = root.resume_state.workers_positions
+    return restored if len(restored) == size - 1 else [None] * (size - 1)
+
+
+def own_positions(positions: Positions, root: Solver) -> Positions:
+    """Return these positions of a root as those of a worker, without layers that are shared."""
+    train, *tests = (
+        {name: state for name, state in states.items() if name not in _shared(net)}
+        for net, states in zip(
+            root.iterations.nets, (positions["net"], *positions["test_nets"]), strict=False
+        )
+    )
+    return {**positions, "net": train, "test_nets": tests}
+
+
+def _shared(net: Net) -> dict[str, Layer]:
+    """Return the layers that the solvers of a node share, by the names of their states."""
+    return {
+        f"{i}/{node.name}": node.layer for i, node in net.own_nodes if node.layer.share_in_parallel
+    }

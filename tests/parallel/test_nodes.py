@@ -1,0 +1,245 @@
+"""Solvers on several nodes, which are threads here: equal to the bit however they are spread."""
+
+import re
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.collectives.world import DeadNodeError, World
+from caffepy.core.errors import DataError, SyncError
+from caffepy.device.blob import Array
+from caffepy.device.device import Device
+from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver import Action, Solver
+from tests.collectives.threads_world import Wires, run_nodes
+from tests.nets import library
+from tests.parallel.cases import LOSSY, NET, SETTINGS, net
+from tests.solver import cases
+from tests.solver.cases import Recorder
+
+SPLITS = [(4,), (2, 2), (1, 3), (1, 1, 1, 1)]
+ITERATIONS = 12
+NORMALIZED = LOSSY.replace(
+    'layer { name: "ip"', library.in_place("BatchNorm", "bn", "pool") + 'layer { name: "ip"'
+)
+
+
+class Node:
+    """One node's solvers at the end of a run, by universal rank, and what its root reported."""
+
+    def __init__(self, root: Solver, solvers: list[Solver], first: int, recorder: Recorder) -> None:
+        self.data = {first + i: s.params.data.copy() for i, s in enumerate(solvers)}
+        self.history = np.concatenate(root.history)
+        self.losses, self.tests = recorder.losses, recorder.tests
+        self.iteration, self.stopped = root.iter, root.stopped
+        self.positions = root.net.state(), [test_net.state() for test_net in root.test_nets]
+
+
+def run(
+    split: tuple[int, ...],
+    text: str,
+    settings: str,
+    work: Callable[[Solver, int], object],
+    wires: Wires | None = None,
+    state: str | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Do `work` with the roots of nodes of so many solvers; return the nodes, or their errors."""
+    deadlines = options.pop("deadlines", {})
+
+    def node(world: World) -> Node:
+        world.join(split[world.node])
+        param = text_format.Merge(
+            settings + f'net_param {{ name: "noise" {text} }}',
+            text_format.Parse(cases.SETTINGS, SolverParameter()),
+        )
+        first, recorder, device = world.first_rank, Recorder(), Device(seed=1)
+        device.follows = world.node > 0
+        root = Solver(param, device=device, rank=first, reporter=recorder)
+        if state and world.node == 0:
+            root.restore(state)
+        devices = [device, *(Device(seed=9) for _ in range(split[world.node] - 1))]
+        sync = SyncOptions(deadlines=deadlines, **options)
+        failed = True
+        try:
+            with p2p_manager(root, devices, sync, world=world if len(split) > 1 else None) as group:
+                work(root, world.node)
+                assert group
+                solvers = [root, *group.workers]
+                result = Node(root, solvers, first, recorder)
+            failed = False
+            return result
+        finally:
+            world.close(failed)
+            root.close()
+
+    return run_nodes(len(split), node, wires, 120)
+
+
+def whole(nodes: list[Any]) -> list[Node]:
+    """Return the nodes, of which none may have failed."""
+    for node in nodes:
+        if isinstance(node, BaseException):
+            raise node
+    return nodes
+
+
+def test_all(root: Solver, node: int) -> None:
+    root.step(ITERATIONS)
+    root.test_all()
+
+
+test_all.__test__ = False  # type: ignore[attr-defined]
+
+
+@cache
+def one_process(text: str, settings: str, **options: Any) -> Node:
+    (node,) = whole(run((4,), text, settings, test_all, **options))
+    return node
+
+
+TEXTS = {"plain": net(3, NET), "random": LOSSY, "normalized": NORMALIZED}
+
+
+@pytest.mark.parametrize("split", SPLITS[1:])
+@pytest.mark.parametrize("case", ["plain", "random", "normalized"])
+@pytest.mark.parametrize("sync", ["auto", "tree", "flat"])
+def test_the_split_changes_no_bit(sync: str, case: str, split: tuple[int, ...]) -> None:
+    """Data that are cropped and mirrored, dropout, BatchNorm, tests of 5 batches by 4 solvers."""
+    want = one_process(TEXTS[case], SETTINGS, sync=sync)
+    nodes = whole(run(split, TEXTS[case], SETTINGS, test_all, sync=sync))
+    first = nodes[0]
+    assert first.losses == want.losses
+    np.testing.assert_array_equal(first.history, want.history)
+    data: dict[int, Array] = {}
+    for node in nodes:
+        data |= node.data
+        np.testing.assert_equal(node.positions, first.positions)
+        for own, other in zip(node.tests, want.tests, strict=True):
+            assert own.keys() == other.keys()
+            for name in own:
+                np.testing.assert_allclose(own[name], other[name], rtol=1e-6)
+    for rank, array in want.data.items():
+        np.testing.assert_array_equal(data[rank], array)
+
+
+@pytest.mark.parametrize("kind", ["average", "root", "sync"])
+def test_statistics_of_batches_of_all_nodes(kind: str) -> None:
+    want = one_process(NORMALIZED, SETTINGS, bn_stats=kind)
+    nodes = whole(run((1, 2, 1), NORMALIZED, SETTINGS, test_all, bn_stats=kind))
+    for node in nodes:
+        for rank, array in node.data.items():
+            np.testing.assert_array_equal(array, want.data[rank])
+
+
+def test_a_run_goes_on_over_other_nodes(tmp_path: Path) -> None:
+    """A snapshot of four solvers on two nodes, written by the first alone, resumed on four."""
+    settings = f'{SETTINGS} snapshot_prefix: "{tmp_path}/s" '
+
+    def save(root: Solver, node: int) -> None:
+        root.step(5)
+        root.snapshot()
+
+    def go_on(root: Solver, node: int) -> None:
+        root.step(ITERATIONS - root.iter)
+        root.test_all()
+
+    want = one_process(LOSSY, SETTINGS)
+    whole(run((2, 2), LOSSY, settings, save))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["s_iter_5.caffemodel", "s_iter_5.caffepystate", "s_iter_5.solverstate"]
+    state = f"{tmp_path}/s_iter_5.solverstate"
+    for split in ((1, 1, 1, 1), (4,), (3, 1)):
+        nodes = whole(run(split, LOSSY, settings, go_on, state=state))
+        assert nodes[0].losses == want.losses[5:]
+        for node in nodes:
+            assert node.iteration == ITERATIONS
+            for rank, array in node.data.items():
+                np.testing.assert_array_equal(array, want.data[rank])
+
+
+def test_a_signal_to_one_node_stops_all_after_the_same_iteration() -> None:
+    def stop(root: Solver, node: int) -> None:
+        asked = iter([Action.NONE] * 3 + [Action.STOP])
+        if node == 1:
+            root.action = lambda: next(asked, Action.NONE)
+        root.step(5000)
+
+    nodes = whole(run((1, 2), net(3), SETTINGS, stop))
+    assert nodes[0].iteration == nodes[1].iteration
+    assert 4 <= nodes[0].iteration < 300
+    assert all(node.stopped for node in nodes)
+
+
+def failing(phase: str, act: Callable[[], object], node: int = 1) -> Callable[[Solver, int], None]:
+    """Return work in which this node meets a fault: before it trains, while it does, in a test or
+    a snapshot.
+    """
+
+    def work(root: Solver, own: int) -> None:
+        if own == node:
+            if phase == "set-up":
+                act()
+            layer = root.net.layers[0] if phase == "step" else root.test_nets[0].layers[0]
+            forward, calls = layer.forward, iter(range(10**6))
+
+            def fails(*tops: object) -> None:
+                if next(calls) == (3 if phase == "step" else 1):
+                    act()
+                forward(*tops)
+
+            if phase in ("step", "test"):
+                layer.forward = fails  # type: ignore[method-assign]
+            if phase == "snapshot":
+                before = root.resume_state.iterations.positions
+                root.resume_state.iterations.positions = lambda: act() or before()  # type: ignore[method-assign, func-returns-value]
+        root.step(6)
+        root.snapshot()
+        root.step(20)
+
+    return work
+
+
+@pytest.mark.parametrize("phase", ["set-up", "step", "test", "snapshot"])
+def test_an_error_on_one_node_ends_all_with_its_name(phase: str, tmp_path: Path) -> None:
+    def act() -> None:
+        raise DataError("no more records")
+
+    settings = f'{SETTINGS} snapshot_prefix: "{tmp_path}/s" '
+    results = run((1, 2), net(3), settings, failing(phase, act))
+    assert all(isinstance(result, DataError) for result in results), results
+    assert re.search(r"rank [12] \(host host1\).*: no more records", str(results[0]))
+
+
+@pytest.mark.parametrize("phase", ["set-up", "step", "test", "snapshot"])
+def test_a_node_that_dies_is_named(phase: str, tmp_path: Path) -> None:
+    wires, over = Wires(3), threading.Event()
+
+    def act() -> None:
+        wires.kill(1)
+        over.wait(60)
+        raise SystemExit
+
+    settings = f'{SETTINGS} snapshot_prefix: "{tmp_path}/s" snapshot: 100 '
+    threading.Timer(4, over.set).start()
+    results = run((1, 1, 2), net(3), settings, failing(phase, act), wires)
+    for result in (results[0], results[2]):
+        assert isinstance(result, DeadNodeError), result
+        assert "node 1 (host host1, universal rank 1) has died" in str(result)
+
+
+@pytest.mark.parametrize("phase", ["set-up", "step", "test", "snapshot"])
+def test_nodes_that_are_cut_off_end_at_the_deadline(phase: str, tmp_path: Path) -> None:
+    wires = Wires(2)
+    deadlines = dict.fromkeys(("set-up", "step", "test", "snapshot", "idle"), 1.5)
+    settings = f'{SETTINGS} snapshot_prefix: "{tmp_path}/s" '
+    results = run((1, 2), net(3), settings, failing(phase, wires.cut), wires, deadlines=deadlines)
+    assert all(isinstance(result, SyncError) for result in results), results
+    assert "made no progress for 1.5 s" in str(results[0])
