@@ -16,6 +16,7 @@ from caffepy.core.errors import DataError
 from caffepy.data.loader import tolerating
 from caffepy.data.reader import Turn, deal_of
 from caffepy.data.sources.databases import Database
+from caffepy.data.sources.hdf5 import HDF5Rows
 from caffepy.data.sources.image_list import ImageList
 from caffepy.data.window_loader import WindowLoader
 from caffepy.device.blob import Array, Blob
@@ -68,17 +69,18 @@ class Node:
         self.layer.serve([Device() for _ in range(own)], self.deal)
 
     def deal_out(self) -> list[Batch]:
-        """The batches of a whole deal, as the ranks find them when it is over."""
-        seen = list[Batch]()
-        for turn in self.deal:
-            tops = self.tops[turn.rank]
-            self.layer.begin_turn()
-            self.layer.forward([], tops)
-            before = [top.host_data.copy() for top in tops]
-            self.layer.end_turn()
-            same(before, [top.host_data for top in tops])
-            seen.append(before)
-        return seen
+        """The batches of a whole deal."""
+        return [self.take(turn.rank) for turn in self.deal]
+
+    def take(self, rank: int) -> Batch:
+        """The next batch, which is a rank's."""
+        tops = self.tops[rank]
+        self.layer.begin_turn()
+        self.layer.forward([], tops)
+        found = [top.host_data.copy() for top in tops]
+        self.layer.end_turn()
+        same(found, [top.host_data for top in tops])
+        return found
 
 
 def nodes(kind: str, place: Path, split: Sequence[int], batches: int | None = None) -> list[Node]:
@@ -190,7 +192,8 @@ def test_another_number_of_processes_goes_on(kind: str, split: str, folder: Path
         for found in together(after, 4):
             same(found, *whole.deal_out())
     state = whole.layer.state()
-    for node in before:  # which have read ahead
+    before[0].take(0)  # leaves the deal unfinished
+    for node in before:
         node.layer.set_state(state)
     for found in together(before, 3):
         same(found, *whole.deal_out())
@@ -297,6 +300,24 @@ def test_after_a_batch_that_could_not_be_filled_the_deal_goes_on(
         for node in made:
             same_state(node.layer, whole.layer)
     close(*made, whole)
+
+
+def test_files_of_rows_that_others_take_are_not_loaded(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, loaded = feed("several files", folder), list[str]()
+    load = HDF5Rows._load
+
+    def loading(rows: HDF5Rows, file: str) -> list[Array]:
+        loaded.append(file)
+        return load(rows, file)
+
+    monkeypatch.setattr(HDF5Rows, "_load", loading)
+    node = Node(made, 50, 1, 100)
+    run(node, 4)
+    assert 4 <= len(loaded) <= 12  # a batch of 3 rows is of up to three files, of 69 in a round
+    close(node)
 
 
 ONE_MACHINE = "max-bad-records is for one machine, so remove it from the source"

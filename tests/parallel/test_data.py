@@ -13,7 +13,7 @@ from google.protobuf import text_format
 
 from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import ConfigError
-from caffepy.data.reader import Reader
+from caffepy.data.reader import Reader, deal_of
 from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
@@ -148,6 +148,24 @@ def test_batches_go_round(kind: str, size: int, folder: Path) -> None:
             assert sorted(
                 int(label) for _, labels in batches for label in labels.reshape(-1)
             ) == list(range(RECORDS))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_solvers_get_what_they_are_dealt(kind: str, folder: Path) -> None:
+    (alone, _) = batches_of(1, kind, folder, 20)
+    root = root_solver(kind, folder, 3, "")
+    with P2PManager(root, [root.device, Device()], all_joined(2), SyncOptions("flat")) as manager:
+        solvers = [root, *manager.workers]
+        for layer in root.net.shared_layers:
+            layer.serve([solver.device for solver in solvers], deal_of(1, 2, 4))
+        seen = [watch(solver.net) for solver in solvers]
+        root.step(5)
+    root.close()
+    for rank, batches in enumerate(seen, 1):
+        assert len(batches) == 10
+        for own, expected in zip(batches, alone[rank::4], strict=True):
+            for a, b in zip(own, expected, strict=True):
+                np.testing.assert_array_equal(a, b)
 
 
 def test_constants_and_what_is_drawn_once_reach_every_solver(folder: Path) -> None:

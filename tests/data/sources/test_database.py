@@ -15,6 +15,7 @@ from caffepy.core.errors import DataError
 from caffepy.core.files import temporary
 from caffepy.data.sources import open_database
 from caffepy.data.sources.databases import printable
+from caffepy.data.sources.lmdb import READ_AHEAD
 from caffepy.data.write import write_database
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data"
@@ -102,6 +103,32 @@ def test_taking_goes_on_at_the_key_when_its_number_has_changed(tmp_path):
     source.seek(2, b"00000005")
     assert [bytes(key) for key, _ in source.take(7)] == [b"%08d" % i for i in (5, 6, 7, 8, 9, 0, 1)]
     assert [bytes(key) for key, _ in source.take(12)] == [b"%08d" % (i % 10) for i in range(2, 14)]
+
+
+@pytest.mark.parametrize("count", [3, 7, 12])
+def test_skipping_goes_on_at_the_key_when_its_number_has_changed(count, tmp_path):
+    source, other = (open_database(make(tmp_path / name, 10)) for name in ("a", "b"))
+    for one in (source, other):
+        one.seek(2, b"00000005")
+    source.skip(count)
+    other.take(count)
+    assert position(source) == position(other)
+
+
+def test_the_system_reads_ahead_what_is_taken_alone_after_skips(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args[1:3]))
+    source = open_database(make(tmp_path / "db", 1000, 3000))  # a page each
+    source.take(10)
+    source.take(10)
+    assert [size for _, size in asked] == [READ_AHEAD]
+    del asked[:]
+    for _ in range(3):
+        source.skip(80)
+        records = source.take(10)
+        first, last = records.rows[0, 2], records.rows[-1, 2]
+        assert asked.pop() == (first, last - first + 3000)
+    assert not asked
 
 
 def test_taking_many_small_records(tmp_path, monkeypatch):
@@ -376,12 +403,16 @@ def read_until_error(path, at_a_time):
     try:
         source = open_database(path)
         while True:
-            records += len(source.take(at_a_time)) if at_a_time else bool(source.read())
+            if at_a_time == "skipped":
+                source.skip(50)
+                records += 50
+            else:
+                records += len(source.take(at_a_time)) if at_a_time else bool(source.read())
     except DataError as error:
         return records, error
 
 
-@pytest.mark.parametrize("at_a_time", [0, 50])
+@pytest.mark.parametrize("at_a_time", [0, 50, "skipped"])
 @pytest.mark.parametrize("leaf", [3, 500])
 def test_a_damaged_page_is_met_before_it_is_read(leaf, at_a_time, tmp_path):
     """LMDB itself would crash on it; the first leaves are checked at once."""
@@ -419,6 +450,7 @@ for i in range(200):
         count = len(source) % 1000
         for records in ([source.read() for _ in range(count)], source.take(count)):
             records = [(bytes(k), bytes(v)) for k, v in records]
+        source.skip(2 * count)
         source.seek(5, b"00000005")
         print("read")
     except DataError:

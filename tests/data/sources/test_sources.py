@@ -99,6 +99,20 @@ def test_a_position_can_be_taken_up_again(taken: int, path: str) -> None:
         one.close()
 
 
+@pytest.mark.parametrize("count", [1, 3, 10, 27])
+def test_skipping_leads_where_taking_does(count: int, path: str) -> None:
+    source, other = opened(path), opened(path)
+    for _ in range(3):
+        source.take(count)
+        other.skip(count)
+        ours, theirs = source.state(), other.state()
+        for name in ours:
+            np.testing.assert_array_equal(ours[name], theirs[name])
+        assert labels(source, source.take(4)) == labels(other, other.take(4))
+    for one in (source, other):
+        one.close()
+
+
 def test_all_items_once(path: str) -> None:
     source = opened(path)
     parts = [labels(source, items) for items in source.once(4)]
