@@ -211,7 +211,7 @@ def upgrade_solver_fields(solver: SolverParameter, path: str) -> SolverParameter
         upgraded.type = _SOLVER_TYPES[SolverParameter.SolverType.Name(solver.solver_type)]
         upgraded.ClearField("solver_type")
         _upgraded("'solver_type' field (enum) to 'type' field (string).")
-        _note("'type' field (string) for a solver's type.", logging.WARNING)
+        _note("'type' field (string) for a solver's type.")
     for field in ("net_param", "train_net_param"):
         if solver.HasField(field):
             getattr(upgraded, field).CopyFrom(upgrade_net(getattr(solver, field), path))
@@ -238,8 +238,8 @@ def _upgraded(what: str) -> None:
     log.info("Successfully upgraded file specified using deprecated %s", what)
 
 
-def _note(what: str, level: int = logging.INFO) -> None:
-    log.log(level, "Note that future Caffe releases will only support %s", what)
+def _note(what: str) -> None:
+    log.warning("Note that future Caffe releases will only support %s", what)
 
 
 def _upgrade_v0(net: NetParameter) -> tuple[NetParameter, bool]:

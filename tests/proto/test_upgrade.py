@@ -148,6 +148,22 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+OLD = {
+    "transform_param": V1,
+    "input": 'input: "a" input_dim: 1 input_dim: 1 input_dim: 1 input_dim: 1',
+    "V0NetParameter": V0,
+}
+
+
+@pytest.mark.parametrize("what", OLD)
+def test_notes_are_warnings_as_in_caffe(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        upgrade.upgrade_net(net(OLD[what]), "old.prototxt")
+    notes = [r for r in caplog.records if r.message.startswith("Note that future Caffe releases")]
+    assert any(what in record.message for record in notes)
+    assert all(record.levelno == logging.WARNING for record in notes)
+
+
 ERRORS = {
     "unknown V0 type": (
         'layers { layer { name: "x" type: "pol" } }',
