@@ -18,14 +18,16 @@ from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.report.performance import difference, shares
 from caffepy.report.text import AsJson
 
+CPU = "the CPU"
+
 
 @dataclass(frozen=True)
 class Point:
     """Speed of a number of devices: images a second of all, which is `times` that of one.
 
     `efficiency` is `times` by the number of devices; on the CPU, of which one solver alone uses all
-    threads, it is `times`. `ms` the time of an iteration, `exposed` the
-    share of it in which devices, in the mean, only synchronize.
+    threads, it is `times`. `ms` is the time of an iteration, `exposed` the share of it in which
+    devices, in the mean, only synchronize.
     """
 
     devices: int
@@ -58,6 +60,8 @@ class Scaling(AsJson):
         for p in self.points:
             speeds = f"{p.images_per_s:12.0f}{p.times:12.2f}{p.efficiency:12.1%}"
             lines.append(f"{p.devices:8}{speeds}{p.ms:10.3f}{p.exposed:14.1%}")
+        if self.device == CPU:
+            lines.append("efficiency is that against one solver, which uses all threads by itself")
         return "\n".join(lines)
 
 
@@ -107,5 +111,5 @@ def bench_scaling(
             points.append(Point(count, rate, times, efficiency, ms, exposed, host_ms))
             name, each = trainer.net.name, trainer.batch
     first = devices[0]
-    kind = first.name if isinstance(first, CudaDevice) else "the CPU"
+    kind = first.name if isinstance(first, CudaDevice) else CPU
     return Scaling(name, kind, first.math_mode.precision, sync, each, points)

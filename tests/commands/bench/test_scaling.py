@@ -33,6 +33,16 @@ def test_two_solvers_beside_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < two["exposed"] < 1
 
 
+def test_the_table_says_what_efficiency_is_on_the_cpu() -> None:
+    point = scaling.Point(1, 100.0, 1.0, 1.0, 10.0, 0.0, None)
+    tables = [
+        scaling.Scaling("net", on, "fp32", "flat", 1, [point]).table()
+        for on in ("the CPU", "NVIDIA H200")
+    ]
+    told = ["one solver, which uses all threads by itself" in table for table in tables]
+    assert told == [True, False]
+
+
 def test_what_to_train_and_where_must_be_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["bench", "scaling", "--cpu", "2"]) == 2
     assert main.run(["bench", "scaling", "--model", "lenet", "--cpu", "2", "--gpu", "0"]) == 2
