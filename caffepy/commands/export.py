@@ -112,8 +112,8 @@ def export_onnx(
     with closing(net):
         if not load_all(net, weights):
             raise ConfigError(
-                f"{', '.join(weights)} gives no weights to this net, and a model of random weights "
-                "is not exported; give the weights that belong to it"
+                "no weights are given, and a model of random weights is not exported; give those "
+                "that belong to the net"
             )
         if isinstance(batch, int):
             Batch(net).resize(batch)

@@ -10,7 +10,7 @@ from caffepy.core.registry import nearest
 from caffepy.device.blob import Blob
 from caffepy.device.device import Device
 from caffepy.net import Net
-from caffepy.net.weights import check_weights, load_weights
+from caffepy.net.weights import check_weights, layers_in, load_weights
 from caffepy.proto.caffe_pb2 import TEST, NetParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net
@@ -71,7 +71,8 @@ def checked(weights: Iterable[str]) -> list[str]:
 def load_all(net: Net, weights: Iterable[str]) -> bool:
     """Load these files of weights in turn; one warning names the layers without any.
 
-    Returns False if all layers with parameters are without.
+    ConfigError if that are all that have parameters. Returns False if no file is given that could
+    fill them.
     """
     learnable = {net.nodes[param.layer].name for param in net.learnable}
     missing = set(learnable)
@@ -80,9 +81,20 @@ def load_all(net: Net, weights: Iterable[str]) -> bool:
         verify_model(name)
         filled = load_weights(net, name)
         missing -= filled
+    if names and learnable and missing == learnable:
+        files, there = ", ".join(names), [layer for name in names for layer in layers_in(name)]
+        raise ConfigError(
+            f"{files} gives no weights to this net: its layers are {_first(there)}, those of the "
+            f"net {_first([net.nodes[p.layer].name for p in net.learnable])}; names must agree"
+        )
     if names:
         warn_of_layers(f"{', '.join(names)}: no weights for", missing, "the fillers set them")
-    return not learnable or missing != learnable
+    return not learnable or bool(names)
+
+
+def _first(names: Iterable[str]) -> str:
+    first = list(dict.fromkeys(names))
+    return ", ".join([*(f'"{name}"' for name in first[:3]), *(["..."] if first[3:] else [])])
 
 
 def find_blob(net: Net, name: str) -> Blob:

@@ -45,6 +45,14 @@ def load_weights(net: Net, path: str) -> set[str]:
         raise error.at(path) from None
 
 
+def layers_in(path: str) -> list[str]:
+    """Return the names of the layers with weights in a caffemodel."""
+    if binary.sniff(path) != "HDF5":
+        return [layer.name for layer in binary.read_net(path).layer if layer.blobs]
+    with open_hdf5(path) as file:
+        return [name for name, group in file["data"].items() if len(group)]
+
+
 def copy_trained(net: Net, source: NetParameter) -> set[str]:
     """Copy blobs and stored diffs to the first layer of the same name; return the names."""
     targets = {name: i for i, name in reversed(list(enumerate(net.layer_names)))}

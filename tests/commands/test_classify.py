@@ -212,11 +212,11 @@ def test_layers_without_weights_are_told_of(
 ) -> None:
     classify([str(sorted(folder.iterdir())[0])], MODEL, [WEIGHTS])
     assert not caplog.records
-    classify([str(sorted(folder.iterdir())[0])], MODEL, [colour[1]])
-    assert (
-        'colour.caffemodel: no weights for "conv1", "conv2", "ip1", "ip2": the fillers set them'
-        in caplog.text
-    )
+    with pytest.raises(ConfigError) as caught:
+        classify([str(sorted(folder.iterdir())[0])], MODEL, [colour[1]])
+    told = str(caught.value).partition("colour.caffemodel gives ")[2]
+    assert told.startswith('no weights to this net: its layers are "')
+    assert told.endswith(' those of the net "conv1", "conv2", "ip1", ...; names must agree')
 
 
 @pytest.mark.gpu

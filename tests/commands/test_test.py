@@ -74,6 +74,19 @@ def logged_by(caplog: pytest.LogCaptureFixture, **where: Any) -> tuple[Score, li
     ]
 
 
+def test_weights_of_another_net_are_refused(tmp_path: Path) -> None:
+    text = re.sub('name: "(conv|ip)', r'name: "my_\1', Path(MODEL).read_text())
+    text = text.replace('source: "', f'source: "{DIGITS}/')
+    (tmp_path / "net.prototxt").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        score(str(tmp_path / "net.prototxt"), [WEIGHTS], iterations=1)
+    assert str(caught.value) == (
+        f'{WEIGHTS} gives no weights to this net: its layers are "conv1", "conv2", "ip1", ..., '
+        'those of the net "my_conv1", "my_conv2", "my_ip1", ...; names must agree'
+    )
+    assert caught.value.exit_code == 3
+
+
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_several_nets_give_what_one_does(count: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "caffepy.commands.test")
