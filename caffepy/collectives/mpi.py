@@ -14,8 +14,9 @@ large message to go on.
 
 How a node's death becomes known: under `mpirun --with-ft ulfm` MPI's calls fail; without it mpirun
 ends all processes. A stopped process or a cut link is never heard of. Also with ULFM mpirun ends
-all processes when the first of them exits with another code than 0: who has files to write must
-exit first.
+all processes when one of them exits with another code than 0, unless one was killed before: who
+has files to write must exit first. MPI_Init waits for all processes, with ULFM for dead ones, too,
+and holds the GIL.
 """
 
 import logging

@@ -168,6 +168,43 @@ def test_large_array(n: int) -> None:
     assert code == 0
 
 
+@pytest.mark.usefixtures("version")
+def test_threads_may_call_at_once() -> None:
+    code, lines = run(
+        2,
+        """
+        from threading import Thread
+        other = 1 - world.node
+        found = {}
+
+        def values():
+            for i in range(300):
+                sent = world.send(other, Tag.VOTE, i)
+                assert wait(world.receive(other, Tag.VOTE)) == [i]
+                wait(sent)
+            found["values"] = i
+
+        def arrays():
+            for i in range(300):
+                came = np.zeros(1000)
+                sent = world.send_array(other, Tag.ARRAY, np.full(1000, float(i)))
+                wait(world.receive_array(other, Tag.ARRAY, came), sent)
+                assert (came == i).all()
+            found["arrays"] = i
+
+        threads = [Thread(target=values), Thread(target=arrays)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        say(found["values"], found["arrays"])
+        world.close(failed=False)
+        """,
+    )
+    assert lines == ["0 299 299", "1 299 299"]
+    assert code == 0
+
+
 DYING = """
     receives = {node: world.receive(node, Tag.VOTE) for node in others()}
     arrays = {node: world.receive_array(node, Tag.ARRAY, np.zeros(4)) for node in others()}
@@ -260,6 +297,25 @@ def test_a_stopped_process_is_not_heard_of() -> None:
         "ulfm",
     )
     assert lines == ["0 not heard True"]
+    assert code == 7
+
+
+@pytest.mark.usefixtures("ulfm")
+def test_also_with_ulfm_mpirun_ends_all_when_one_exits_with_a_code() -> None:
+    """So who has files to write must exit first."""
+    code, lines = run(
+        2,
+        """
+        if world.node == 1:
+            world.close(failed=True)
+            sys.exit(7)
+        time.sleep(10)
+        say("lives")
+        """,
+        "--with-ft",
+        "ulfm",
+    )
+    assert not [line for line in lines if "lives" in line]
     assert code == 7
 
 
