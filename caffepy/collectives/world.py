@@ -27,8 +27,14 @@ from caffepy.device.blob import Array
 SPIN = 200e-6
 """Seconds that a wait polls without sleeping."""
 
-LONGEST_SLEEP = 1e-3
-"""Seconds between polls of a long wait: it costs under 5 % of a core."""
+LONGEST_SLEEP = 5e-3
+"""Seconds between polls of a long wait: it costs about 1 % of a core."""
+
+ARRAY_SLEEP = 1e-3
+"""The same while arrays are on their way: MPI moves them only when it is polled."""
+
+SLEEP_SHARE = 1 / 16
+"""Length of a sleep as part of the time waited: a wait ends so much late at most."""
 
 VOTE_SECONDS = 0.1
 """Seconds between votes, about."""
@@ -191,6 +197,7 @@ class World:
         self._wait_until(
             lambda: all(request.done() for _, request in requests),
             lambda: sorted({node for node, request in requests if not request.done()}),
+            ARRAY_SLEEP,
         )
 
     # failures
@@ -232,15 +239,20 @@ class World:
             lambda: [node for node, request in requests.items() if not request.done()],
         )
 
-    def _wait_until(self, holds: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        begun, pause = time.perf_counter(), 20e-6
+    def _wait_until(
+        self,
+        holds: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        longest: float = LONGEST_SLEEP,
+    ) -> None:
+        begun = time.perf_counter()
         try:
             while not holds():
-                if time.perf_counter() - begun < SPIN:
+                waited = time.perf_counter() - begun
+                if waited < SPIN:
                     continue
                 self.poll(missing())
-                time.sleep(pause)
-                pause = min(1.5 * pause, LONGEST_SLEEP)
+                time.sleep(min(SLEEP_SHARE * waited, longest))
         except DeadNodeError as error:
             raise self._died(error) from None
 

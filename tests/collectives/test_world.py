@@ -1,9 +1,11 @@
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from caffepy.collectives import world
 from caffepy.collectives.rank_group import GroupStoppedError, RankGroup
 from caffepy.collectives.schedule import flat, muji, tree
 from caffepy.collectives.sync import Choice
@@ -32,6 +34,30 @@ def test_one_process_is_a_world() -> None:
     assert (world.first_rank, world.size, world.writes_files, world.vote(5)) == (0, 2, True, 5)
     world.barrier()
     world.close()
+
+
+def test_a_long_wait_polls_seldom_and_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a time in which a poll takes 20 us."""
+
+    class Request:
+        value = None
+
+        def done(self) -> bool:
+            clock[0] += 20e-6
+            polls.append(clock[0])
+            return clock[0] >= seconds
+
+    def sleep(pause: float) -> None:
+        clock[0] += pause + 60e-6  # what Linux adds
+
+    monkeypatch.setattr(world, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=sleep))
+    waiting = World()
+    waiting.poll = lambda missing: None
+    for seconds in (1e-3, 10e-3, 0.1, 3.0):
+        clock, polls = [0.0], list[float]()
+        waiting.wait({1: Request()})
+        assert clock[0] < 1.07 * seconds + 200e-6
+    assert 20e-6 * len(polls) < 0.02 * seconds
 
 
 def test_ranks_are_counted_over_unequal_nodes() -> None:
