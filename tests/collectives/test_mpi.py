@@ -32,7 +32,7 @@ import numpy as np
 from caffepy.collectives import mpi
 from caffepy.collectives.world import DeadNodeError, Tag
 
-def wait(*requests, seconds=20):
+def wait(*requests, seconds=40):
     end = time.monotonic() + seconds
     for request in requests:
         while not request.done():
@@ -216,7 +216,7 @@ DYING = """
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     heard = {}
-    while time.monotonic() - begin < 3 and len(heard) < 2:
+    while time.monotonic() - begin < 10 and len(heard) < 2:
         for name, requests in ("value", receives), ("array", arrays):
             for node, request in requests.items():
                 try:
@@ -237,7 +237,7 @@ def test_ulfm_tells_which_node_died(n: int) -> None:
         + """
     for request in (world.receive(1, Tag.VOTE), world.send(1, Tag.VOTE, "x" * 10**6)):
         try:
-            wait(request, seconds=2)
+            wait(request, seconds=10)
         except DeadNodeError as error:
             heard[len(heard)] = error.node
     alive = [node for node in others() if node != 1]
@@ -265,7 +265,7 @@ def test_without_ulfm_mpirun_ends_all() -> None:
     code, lines = run(2, DYING + "\n    say(*heard.items())\n    time.sleep(20)")
     assert code == 128 + signal.SIGKILL
     assert not [line for line in lines if line.startswith("0")]
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 25
 
 
 @pytest.mark.usefixtures("ulfm")
@@ -334,7 +334,7 @@ def test_after_a_failure_the_exit_code_is_the_programs(options: tuple[str, ...])
         *options,
     )
     assert code == 7
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 25
 
 
 @pytest.mark.usefixtures("version")
