@@ -21,6 +21,7 @@ def test_a_run_that_never_gets_on_is_not_started_for_ever(folder: Path) -> None:
     assert run.returncode == 137
     assert "The run ended with SIGKILL; restart 1 of 1, from its beginning" in run.stderr
     assert "The run ended with SIGKILL; restarts without a new snapshot: 1" in run.stderr
+    assert run.stderr.count("; restart 1 of 1") == run.stderr.count("; restart ") == 1
 
 
 def test_mistakes_are_no_reason_to_restart(folder: Path) -> None:
