@@ -288,6 +288,7 @@ class RankGroup:
                 seconds = f"{self.deadlines[self.phase]:g} s ({self.phase})"
                 error = SyncError(f"{names} made no progress for {seconds}")
                 log.error("%s", error)
+                world.dead.update(missing)
                 world.tell(error)
                 self.abort(REMOTE, error)
 

@@ -9,6 +9,7 @@ which nodes are missing.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from functools import reduce
 from operator import or_
@@ -44,6 +45,9 @@ MOST_BETWEEN_VOTES = 64
 SET_UP_DEADLINE = 900.0
 """Seconds that the nodes wait for each other before they train."""
 
+LAST_WAIT = 30.0
+"""Seconds that nodes wait after a failure for the one that writes the snapshot."""
+
 
 class Tag(IntEnum):
     """Streams of messages; those of one sender, receiver and tag arrive in order."""
@@ -52,6 +56,7 @@ class Tag(IntEnum):
     VOTE = 2
     FAILURE = 3
     ARRAY = 4
+    WRITTEN = 5
 
 
 class DeadNodeError(SyncError):
@@ -111,7 +116,7 @@ class World:
         self.hosts: Sequence[str] = transport.hosts if transport else ["localhost"]
         self.solvers: Sequence[int] = [solvers] * self.nodes
         self.dead: set[int] = set()
-        self.poll: Callable[[Sequence[int]], object] = _Deadline()
+        self.poll: Callable[[Sequence[int]], object] = _SetUp(self)
         self._others = [node for node in range(self.nodes) if node != self.node]
         if transport:
             self.transport = transport
@@ -223,12 +228,34 @@ class World:
         return None
 
     def close(self, failed: bool = False) -> None:
-        """Leave the others; unless this node has failed, when all have done so."""
+        """Leave the others, when all do. After a failure the node that writes files leaves first:
+        launchers end all processes when one has failed.
+        """
         if not failed:
             self._votes.end()
             self.barrier()
+        elif self.nodes > 1:
+            self._await_writer()
         if self.nodes > 1:
             self.transport.close(failed)
+
+    def _await_writer(self) -> None:
+        until = time.monotonic() + LAST_WAIT
+        while not self.writes_files and time.monotonic() < until:
+            writer = min(node for node in range(self.nodes) if node not in self.dead)
+            request = self.transport.receive(writer, Tag.WRITTEN)
+            try:
+                while not request.done() and time.monotonic() < until:
+                    time.sleep(LONGEST_SLEEP)
+                return
+            except DeadNodeError as error:
+                self.dead.add(error.node)
+        living = [node for node in self._others if node not in self.dead]
+        sent = [self.transport.send(node, Tag.WRITTEN, None) for node in living]
+        until = min(until, time.monotonic() + 1)
+        with suppress(DeadNodeError):
+            while not all(request.done() for request in sent) and time.monotonic() < until:
+                time.sleep(LONGEST_SLEEP)
 
     # waits
 
@@ -276,13 +303,18 @@ class World:
         self.wait({node: self.transport.send(node, tag, value) for node in self._others})
 
 
-class _Deadline:
-    """What `poll` is before solvers are there: it raises when the nodes wait too long."""
+class _SetUp:
+    """What `poll` is before solvers are there: it raises another node's error, and when the nodes
+    wait too long.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._begun, self._last = 0.0, 0.0
 
     def __call__(self, missing: Sequence[int]) -> None:
+        if error := self._world.failure():
+            raise error
         now = time.monotonic()
         if now - self._last > 1:  # another wait
             self._begun = now

@@ -12,7 +12,15 @@ from typing import Literal
 
 from caffepy import ops
 from caffepy.collectives.rank_group import DEADLINES
+from caffepy.collectives.world import World
 from caffepy.commands.devices import choose_for_training
+from caffepy.commands.nodes import (
+    check_alike,
+    gpus_of_process,
+    nodes,
+    seed_of_all,
+    threads_of_process,
+)
 from caffepy.commands.rollback import STOP, Rollback, Start, on_divergence
 from caffepy.core.errors import STOPPED, ConfigError, DivergenceError, UsageError
 from caffepy.core.events import Output
@@ -22,7 +30,8 @@ from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.proto.text import read_solver
+from caffepy.proto.text import format as format_text
+from caffepy.proto.text import read_net, read_solver
 from caffepy.report import Reporters, TensorBoard, logging_to, open_report
 from caffepy.report.speed import BaselineRecorder, baseline_key, known_baseline
 from caffepy.solver import Monitor, Signals, Solver, StopError, Watch, newest_good
@@ -34,16 +43,6 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 SEED = 1  # of a deterministic run whose solver has none
-
-LAUNCHERS = {
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "MV2_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpirun",
-    "SLURM_STEP_NUM_TASKS": "srun",
-}
-"""Variables with the number of processes that a launcher started, the innermost launcher's first.
-sbatch sets none of them in its script.
-"""
 
 Effect = Literal["stop", "snapshot", "none"]
 
@@ -142,7 +141,11 @@ def train(options: TrainOptions) -> TrainResult:
     """
     if options.snapshot and options.weights and options.snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
-    _refuse_ranks(os.environ)
+    with nodes() as world:
+        return _train_as_node(options, world)
+
+
+def _train_as_node(options: TrainOptions, world: World | None) -> TrainResult:
     rollback = on_divergence(options.on_divergence)
     signals = Signals(options.sigint_effect, options.sighup_effect, options.sigusr1_effect)
     monitor = Monitor(signals, options.grace, options.last_resort)
@@ -154,16 +157,23 @@ def train(options: TrainOptions) -> TrainResult:
     ):
         param = read_solver(options.solver)
         check_max_iter(param, options.solver)
-        devices = choose_for_training(options.gpu, options.cpu, param, options.solver)
-        ends = bool(options.deadlines) or len(devices) > 1
+        gpu = gpus_of_process(options.gpu, world)
+        devices = choose_for_training(gpu, options.cpu, param, options.solver)
+        ends = bool(options.deadlines) or len(devices) > 1 or world is not None
         monitor.begin({**DEADLINES, **options.deadlines}, ends)
+        if world:
+            _meet(options, param, devices, world)
         _set_up(options, param, devices[0])
-        clean(param.snapshot_prefix)
-        first = _starting_point(options, param)
+        first: str | None = None
+        alone: AbstractContextManager[None] = nullcontext()
+        if world is None or world.writes_files:
+            clean(param.snapshot_prefix)
+            first = _starting_point(options, param)
+            alone = _alone(param, options.solver)
         start = Start(first, anew=first is None)
-        with _alone(param, options.solver), tolerating(options.max_bad_records):
+        with alone, tolerating(options.max_bad_records):
             while True:
-                end = _train(options, param, devices, monitor, start, rollback)
+                end = _train(options, param, devices, monitor, start, rollback, world)
                 if isinstance(end, TrainResult):
                     return end
                 start = end
@@ -179,14 +189,17 @@ def _train(
     monitor: Monitor,
     start: Start,
     rollback: Rollback | None,
+    world: World | None,
 ) -> TrainResult | Start:
     """Train from `start` to the end, or to a divergence that is rolled back: return where to."""
     signals, folder = monitor.signals, working_directory()
+    follows, size = devices[0].follows, world.size if world else len(devices)
     boards, prefix = list[TensorBoard](), param.snapshot_prefix or None
-    if options.tensorboard:
+    if options.tensorboard and not follows:
         boards = [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
+    prefix, progress = (None, False) if follows else (prefix, options.progress)
     with (
-        open_report(prefix, param.max_iter, options.progress, boards) as reporter,
+        open_report(prefix, param.max_iter, progress, boards) as reporter,
         closing(
             Solver(
                 param,
@@ -194,7 +207,8 @@ def _train(
                 path=options.solver,
                 reporter=reporter,
                 precision=options.precision,
-                batch_parts=len(devices) if options.batch_mode == "global" else 1,
+                rank=world.first_rank if world else 0,
+                batch_parts=size if options.batch_mode == "global" else 1,
             )
         ) as solver,
     ):
@@ -221,9 +235,10 @@ def _train(
         if start.rate_factor is not None:
             solver.iterations.rate_factor = start.rate_factor
         sync = SyncOptions(options.sync, options.bn_stats, options.deadlines)
-        known = _baseline(solver, len(devices))
+        known = _baseline(solver, size)
         try:
-            with p2p_manager(solver, devices, sync, signals, options.last_resort, known):
+            last_resort = options.last_resort
+            with p2p_manager(solver, devices, sync, signals, last_resort, known, world):
                 for board in boards:
                     board.watch = Watch(solver, board.every)
                 log.info("Starting Optimization")
@@ -247,15 +262,35 @@ def _train(
         return result
 
 
-def _refuse_ranks(environment: Mapping[str, str]) -> None:
-    """UsageError if a launcher started several processes: each would do all of the run."""
-    name = next((name for name in LAUNCHERS if environment.get(name, "").isdigit()), None)
-    if name and (size := int(environment[name])) > 1:
-        raise UsageError(
-            f"this is one of {size} processes that {LAUNCHERS[name]} started ({name}={size}): each "
-            "would train by itself and write the same files; start one, with --gpu 0,1,... for "
-            f"several GPUs of a machine, or unset {name} if each has a solver file of its own"
-        )
+def _meet(
+    options: TrainOptions, param: SolverParameter, devices: Sequence[Device], world: World
+) -> None:
+    """Count the solvers of all nodes; ConfigError unless all nodes were given the same."""
+    if on_divergence(options.on_divergence) is not None:
+        raise UsageError("--on-divergence rollback is for one process: give --on-divergence stop")
+    param.random_seed = seed_of_all(world, param.random_seed)
+    check_alike(
+        world,
+        {
+            "solver": format_text(param),
+            "net": [format_text(read_net(path)) for path in _net_files(param, options.solver)],
+            "kind of device": devices[0].kind,
+            "precision": options.precision,
+            "way to synchronize": (options.sync, options.bn_stats, options.batch_mode),
+        },
+    )
+    world.join(len(devices))
+    follows = world.node > 0
+    devices[0].follows, devices[0].writes_files = follows, not follows
+    if follows:
+        del param.weights[:]  # those of the first node come
+    if not options.threads:
+        ops.backend(devices[0]).set_num_threads(threads_of_process(world))
+
+
+def _net_files(param: SolverParameter, path: str) -> list[str]:
+    names = [param.net, param.train_net, *param.test_net]
+    return [locate(name, path) for name in names if name]
 
 
 def _alone(param: SolverParameter, path: str) -> AbstractContextManager[None]:

@@ -147,7 +147,8 @@ class P2PManager(WorkerGroup):
             self.group.phase = "idle"
             _log_ready(self.devices, [get_ident(), *self._threads.idents], self.group.world)
             threads = None if root.device.is_cuda else num_threads()
-            performance = Performance(self.seconds, self._baseline, threads)
+            nodes = self.group.world.nodes
+            performance = Performance(self.seconds, self._baseline, threads, nodes)
             root.join(self, Reporters(root.reporter, performance))
             _log_batch(root, self.size)
         except BaseException as error:
@@ -192,8 +193,9 @@ class P2PManager(WorkerGroup):
         self._turns.end(failed)
 
     def seconds(self) -> list[dict[str, float]]:
-        """Return the seconds that each solver's iterations took so far, by part."""
-        return [solver.phase_timer.read() for solver in (self.root, *self.workers)]
+        """Return the seconds that each solver's iterations took so far, by part; of all nodes."""
+        own = [solver.phase_timer.read() for solver in (self.root, *self.workers)]
+        return gather(self.group, own)
 
     # what the root calls, see WorkerGroup
 
@@ -347,11 +349,9 @@ def p2p_manager(
 ) -> AbstractContextManager[P2PManager | None]:
     """Make the manager of a root solver on the first of these devices; None for a single one.
 
-    `world` has the other nodes, if there are some.
+    `world` has the other nodes, if there are some, whose solvers it has counted.
     """
     nodes = world.nodes if world else 1
-    if world:
-        world.join(len(devices))
     if len(devices) == nodes == 1:
         if sync_options.sync != "auto":
             log.warning("One solver has nothing to synchronize by %s", sync_options.sync)

@@ -23,7 +23,8 @@ def gather(group: RankGroup, values: Sequence[Any]) -> list[Any]:
     """In the root's thread: return the values of all nodes' ranks, by universal rank."""
     if group.world.nodes == 1:
         return list(values)
-    with group.among_nodes() as world:
+    phase = "step" if group.phase == "idle" else group.phase  # where nobody waits without end
+    with group.during(phase), group.among_nodes() as world:
         return [value for node in world.gather(list(values)) for value in node]
 
 

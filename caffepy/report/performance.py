@@ -28,9 +28,10 @@ class Performance(Timed):
         read: Callable[[], Sequence[Seconds]],
         alone: float | None = None,
         threads: int | None = None,
+        nodes: int = 1,
     ) -> None:
         self._read = read
-        self._alone, self._threads = alone, threads
+        self._alone, self._threads, self._nodes = alone, threads, nodes
         self._size = len(read())
         self._speed, self._whole = Speed(), Speed()
         super().__init__(self._speed, self._whole)
@@ -52,6 +53,8 @@ class Performance(Timed):
         if rate is None:
             return
         log.info("Performance of %d solvers: %s", self._size, self._rates(rate))
+        if self._nodes > 1:
+            log.info("Overall multi-node performance: %.1f img/sec", rate)
         spent = list(map(difference, self._read(), self._begin))
         if not shares(spent):
             return
@@ -71,7 +74,8 @@ class Performance(Timed):
 
     @property
     def _crowded(self) -> bool:
-        return self._threads is not None and self._threads < self._size
+        """True if the solvers of one node have fewer threads than they are."""
+        return self._threads is not None and self._threads * self._nodes < self._size
 
     def _rates(self, rate: float) -> str:
         text = f"{rate:.1f} images/s, {rate / self._size:.1f} per solver"

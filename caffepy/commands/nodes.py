@@ -1,0 +1,157 @@
+"""The nodes of a run that MPI started: joined at its start, left at its end.
+
+Each process of `mpirun` or `srun` is a node. They meet before anything is read, so that an error of
+one ends all, with its message.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+from caffepy import __version__
+from caffepy.collectives.mpi import MpiTransport, launched, start, widen_affinity
+from caffepy.collectives.world import World
+from caffepy.core.errors import CaffeError, ConfigError, DeviceError, UsageError
+from caffepy.device.gpus import gpu_numbers
+from caffepy.device.threads import num_threads
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+"""Option of prctl(2)."""
+
+LOCAL = "local"
+"""Value of --gpu: one GPU for each process of a host."""
+
+
+@contextmanager
+def nodes() -> Iterator[World | None]:
+    """A block in which this process is one of those that a launcher started; None if it is alone.
+
+    An error of one node ends the block in all of them, in the first with its message, in others
+    with its exit code.
+    """
+    if not launched():
+        yield None
+        return
+    transport = start()
+    widen_affinity(transport.processes_on_host, transport.rank_on_host)
+    world = World(transport)
+    _end_with_parent()
+    with _warnings_only() if world.node else nullcontext():
+        try:
+            yield world
+        except BaseException as error:
+            _leave(world, error)
+            raise
+        world.close()
+
+
+def _leave(world: World, error: BaseException) -> None:
+    """Tell the other nodes of an error, unless it is theirs, and leave them.
+
+    Raises SystemExit with its exit code where another node shows it.
+    """
+    theirs = world.failure()
+    if theirs is None:
+        if isinstance(error, CaffeError) and "(host " not in str(error):
+            place = f"node {world.node} (host {world.hosts[world.node]})"
+            error.where = f"{place}: {error.where}" if error.where else place
+        world.tell(error)
+    world.close(failed=True)
+    if isinstance(theirs, CaffeError) and not world.writes_files:
+        log.info("%s", theirs)
+        raise SystemExit(theirs.exit_code) from error
+
+
+def gpus_of_process(gpu: str | None, world: World | None) -> str | None:
+    """Return the GPUs of this process, as --gpu names them, where a host runs several.
+
+    "all" are dealt among the processes that see the same GPUs; "local" is one for each.
+    """
+    if gpu not in ("all", LOCAL):
+        return gpu
+    if world is None:
+        if gpu == LOCAL:
+            raise UsageError("--gpu local is for processes that mpirun or srun started")
+        return gpu
+    host, seen = world.hosts[world.node], os.environ.get("CUDA_VISIBLE_DEVICES")
+    places = world.gather((host, seen))
+    beside = [node for node, place in enumerate(places) if place == (host, seen)]
+    numbers, count, own = gpu_numbers("all"), len(beside), beside.index(world.node)
+    if len(numbers) < count:
+        raise DeviceError(
+            f"{count} processes share {len(numbers)} GPU(s): start one for each GPU or less, "
+            "or choose them by CUDA_VISIBLE_DEVICES"
+        )
+    lo, hi = (len(numbers) * (own + i) // count for i in (0, 1))
+    numbers = [numbers[own]] if gpu == LOCAL else numbers[lo:hi]
+    return ",".join(map(str, numbers))
+
+
+def threads_of_process(world: World) -> int:
+    """Return this process's share of the host's CPU threads."""
+    transport = world.transport
+    assert isinstance(transport, MpiTransport)
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    everywhere = os.cpu_count() or 1
+    share = max(1, everywhere // transport.processes_on_host)
+    return min(num_threads(), share) if bound and bound > share else num_threads()
+
+
+def check_alike(world: World, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError, which names the odd node, unless all nodes have these settings."""
+    first, *others = world.gather({"version of caffepy": __version__, **settings})
+    for node, own in enumerate(others, start=1):
+        for name, value in own.items():
+            if value != first[name]:
+                raise ConfigError(
+                    f"the {name} of {world.describe(node)} is not that of node 0: "
+                    f"{_short(value)} instead of {_short(first[name])}"
+                )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) < 60 else f"{text[:40]}... ({len(text)} characters)"
+
+
+def seed_of_all(world: World, seed: int) -> int:
+    """Return the random seed of all nodes: this one, or one of the clock if it is below 0."""
+    drawn = time.time_ns() % (1 << 31)
+    return int(world.broadcast(seed if seed >= 0 else drawn))
+
+
+def _end_with_parent() -> None:
+    """Get SIGTERM, as from a user, when the launcher dies; only Linux can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextmanager
+def _warnings_only() -> Iterator[None]:
+    """Log to stderr only warnings: the lines of the first node stand for all; files have all."""
+    from caffepy.report.glog import Stderr, Together
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING
+
+    handlers = [
+        handler
+        for together in logging.getLogger("caffepy").handlers
+        if isinstance(together, Together)
+        for handler in together.handlers
+        if isinstance(handler, Stderr)
+    ]
+    for handler in handlers:
+        handler.addFilter(passes)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(passes)
