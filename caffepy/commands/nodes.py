@@ -11,9 +11,9 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from importlib.metadata import version
 from typing import Any
 
-from caffepy import __version__
 from caffepy.collectives.mpi import MpiTransport, launched, start, widen_affinity
 from caffepy.collectives.world import World
 from caffepy.core.errors import CaffeError, ConfigError, DeviceError, UsageError
@@ -106,7 +106,7 @@ def threads_of_process(world: World) -> int:
 
 def check_alike(world: World, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError, which names the odd node, unless all nodes have these settings."""
-    first, *others = world.gather({"version of caffepy": __version__, **settings})
+    first, *others = world.gather({"version of caffepy": version("caffepy"), **settings})
     for node, own in enumerate(others, start=1):
         for name, value in own.items():
             if value != first[name]:
