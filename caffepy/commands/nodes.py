@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from caffepy.collectives.mpi import MpiTransport, launched, start, widen_affinity
@@ -106,7 +106,10 @@ def threads_of_process(world: World) -> int:
 
 def check_alike(world: World, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError, which names the odd node, unless all nodes have these settings."""
-    first, *others = world.gather({"version of caffepy": version("caffepy"), **settings})
+    caffepy = "unknown"  # as where it is run from a clone
+    with suppress(PackageNotFoundError):
+        caffepy = version("caffepy")
+    first, *others = world.gather({"version of caffepy": caffepy, **settings})
     for node, own in enumerate(others, start=1):
         for name, value in own.items():
             if value != first[name]:
