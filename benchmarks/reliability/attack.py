@@ -10,6 +10,7 @@ Exit code 1 if anything is found; FOLDER keeps the inputs.
 """
 
 import argparse
+import gzip
 import os
 import random
 import re
@@ -23,11 +24,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import cv2
 import h5py
 import numpy as np
 
@@ -40,6 +43,8 @@ import caffepy.data.datum_kernels
 import caffepy.ops.cpu
 import caffepy.ops.cpu.lock_watch
 from caffepy.cli import main
+from caffepy.commands import preprocess
+from caffepy.commands.data import mnist_and_cifar
 from caffepy.core.errors import CaffeError
 from caffepy.data.sources import open_source
 from caffepy.data.write import write_database
@@ -415,11 +420,13 @@ def spoil_once(content: bytes) -> bytes:
 
 
 class Reader(NamedTuple):
-    """Something that reads a file: its name, the file, the command; and if it resumes a run."""
+    """Something that reads a file: its name, the file, the command or function; and if it resumes a
+    run.
+    """
 
     name: str
     file: Path
-    command: list[str]
+    command: list[str] | Callable[[], object]
     resumes: bool = False
 
 
@@ -455,6 +462,24 @@ def readers(here: Path) -> Iterator[Reader]:
             yield Reader(f"resume, {path.suffixes[0][1:]}{end}", path, command, True)
 
 
+def readers_of_images(here: Path) -> Iterator[Reader]:
+    """What reads images and arrays; each function is that of the commands."""
+    draw = np.random.default_rng(1)
+    image = draw.integers(0, 256, (40, 50, 3), np.uint8)
+    for kind in ("png", "jpg", "bmp"):
+        path = here / f"image.{kind}"
+        cv2.imwrite(str(path), image)
+        yield Reader(kind, path, partial(preprocess.load, str(path), 3))
+    np.save(here / "mean.npy", draw.random((3, 8, 8)))
+    path = here / "mean.npy"
+    yield Reader("npy", path, partial(preprocess.read_mean, str(path)))
+    idx = np.array([mnist_and_cifar.IMAGES, 30, 8, 8], ">i4").tobytes() + draw.bytes(30 * 64)
+    for name, content in (("images-idx3", idx), ("images-idx3.gz", gzip.compress(idx))):
+        (here / name).write_bytes(content)
+        read = partial(mnist_and_cifar.read_idx, str(here / name), mnist_and_cifar.IMAGES, 3)
+        yield Reader(name, here / name, read)
+
+
 def attack_binary(folder: Path, trials: int, whole: Whole) -> Findings:
     """Each reader of binary files so often; and snapshots with their sidecars, which must be whole,
     or else not be loaded.
@@ -477,7 +502,7 @@ def attack_binary(folder: Path, trials: int, whole: Whole) -> Findings:
     }
     expected = {place: [path.read_bytes() for path in paths] for place, paths in results.items()}
     assert expected[here] == whole.result
-    for reader in list(readers(here)):
+    for reader in [*readers(here), *readers_of_images(here)]:
         place = reader.file.parent if reader.resumes else here
         good = reader.file.read_bytes()
         for _ in range(trials):
