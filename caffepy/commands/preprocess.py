@@ -101,7 +101,7 @@ def read_array(path: str) -> Array:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {reason(error)}") from None
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # the head is read as Python code, which fails in many ways
         if sniff(path) != ARRAY:
             raise mismatch(path, ARRAY, DataError) from None
         raise DataError(f"{path}: not an array that can be read: {error}") from None

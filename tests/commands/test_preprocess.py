@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import cv2
@@ -12,6 +13,7 @@ from caffepy.commands.preprocess import (
     read_mean,
 )
 from caffepy.core.errors import ConfigError, DataError
+from caffepy.device.blob import Array
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import BlobProto
 
@@ -84,6 +86,33 @@ def test_what_does_not_fit(given: Preparation, message: str) -> None:
         ConfigError, match=f'images do not fit input "data" of 1 3 2 2 .12.: {message}'
     ):
         given.transformer("data", SHAPE)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"(3, 8, 8 ", b"(3, 8,-8)", b"(9999999999999999999,)", b"('3', 8,)", b"(None, 8,)"],
+    ids=["open", "negative", "huge", "text", "none"],
+)
+@pytest.mark.parametrize("read", [read_array, read_mean])
+def test_the_head_of_an_array_is_damaged(
+    read: Callable[[str], Array], damaged: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.zeros((3, 8, 8)))
+    head, shape = 128, b"(3, 8, 8)"
+    content = path.read_bytes()
+    path.write_bytes(content[:head].replace(shape, damaged)[:head].ljust(head) + content[head:])
+    with pytest.raises(DataError, match=r"x\.npy: not an array that can be read"):
+        read(str(path))
+
+
+@pytest.mark.parametrize("name", ["'descr'", "'fortran_order'"])
+def test_a_key_of_an_array_is_damaged(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.zeros((3, 8, 8)))
+    path.write_bytes(path.read_bytes().replace(name.encode(), b"1".ljust(len(name))))
+    with pytest.raises(DataError, match=r"x\.npy: not an array that can be read"):
+        read_array(str(path))
 
 
 def test_files_that_are_no_means_or_arrays(tmp_path: Path) -> None:
