@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -185,6 +186,9 @@ def _run(work: list[str] | Callable[[], object]) -> int:
         work()
     except CaffeError as error:
         return error.exit_code
+    except Exception:
+        traceback.print_exc()
+        return 71
     return 0
 
 
