@@ -247,6 +247,13 @@ class Net:
             for blob in self.learnable_params:
                 blob.diff.fill(0)
 
+    def params_beyond(self, other: "Net") -> list[Blob]:
+        """Return the parameters of the layers of which the other net has none of the name, so that
+        `share_trained_layers_with` leaves them alone.
+        """
+        known, pairs = set(other.layer_names), zip(self.layer_names, self.layers, strict=True)
+        return [blob for name, layer in pairs if name not in known for blob in layer.blobs]
+
     def share_trained_layers_with(self, other: "Net") -> None:
         """Use the parameter data of the other net's layers of the same names and shapes."""
         targets = {name: i for i, name in reversed(list(enumerate(self.layer_names)))}

@@ -37,7 +37,7 @@ def follow_first(root: Solver, group: RankGroup) -> None:
         return
     device, state = root.device, root.resume_state
     device.flush()
-    flats = [root.params.data, *root.history]
+    flats = root.arrays
     with device.scope(), group.among_nodes() as world:
         arrays = [np.ascontiguousarray(device.on_host(flat)) for flat in flats]
         if world.node:

@@ -44,9 +44,7 @@ class WorkerSolver(Solver):
         """Copy the root's state; take random numbers from `positions`, if there are any."""
         root.device.flush()
         with self.device.scope():
-            for mine, theirs in zip(
-                (self.params.data, *self.history), (root.params.data, *root.history), strict=True
-            ):
+            for mine, theirs in zip(self.arrays, root.arrays, strict=True):
                 self.device.upload(root.device.on_host(theirs), mine)
         self.iterations.move_to(root.iter, root.iterations.current_step)
         self.iterations.rate_factor = root.iterations.rate_factor
@@ -145,9 +143,13 @@ def edits(root: Solver) -> dict[int, Blob]:
 
 
 def _editable(solver: Solver) -> list[Blob]:
-    """Return the weights, without the running statistics, and the tops that no layer writes."""
+    """Return the weights, without the running statistics, those of layers that only test nets have,
+    and the tops that no layer writes.
+    """
     own = {id(blob.data_memory) for layer in solver.net.layers for blob in layer.statistics}
     blobs = [blob for blob in solver.params.blobs if id(blob.data_memory) not in own]
+    for net in solver.test_nets:
+        blobs += net.params_beyond(solver.net)
     for net in (solver.net, *solver.test_nets):
         for node in net.nodes:
             blobs += node.layer.tops_of_user(node.tops)

@@ -13,6 +13,7 @@ from caffepy.core.abandoned import abandon
 from caffepy.core.errors import ConfigError
 from caffepy.core.events import Output, Reporter
 from caffepy.core.files import working_directory
+from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.net import Net, memory
 from caffepy.ops.objects import PhaseTimer
@@ -173,6 +174,14 @@ class Solver:
         self._step.callbacks.append(callback)
 
     # other solvers
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Flat arrays that another solver of these nets needs to go on from here: parameters,
+        history, and the parameters of layers that only test nets have.
+        """
+        tests = (blob for net in self.test_nets for blob in net.params_beyond(self.net))
+        return [self.params.data, *self.history, *(blob.data_memory.array for blob in tests)]
 
     def synchronize(self, synchronizer: Synchronizer | None, pulls: bool = False) -> None:
         """Average gradients with other solvers by this callback from now on; None: no more.

@@ -15,6 +15,7 @@ from caffepy.device.device import Device
 from caffepy.parallel.manager import P2PManager, SyncOptions, p2p_manager
 from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.solver import Solver
+from tests.nets import library
 from tests.parallel.cases import ITERATIONS, NET, SETTINGS, Run, net
 from tests.solver.cases import NET as SMALL
 from tests.solver.cases import Recorder, solver_of
@@ -51,6 +52,27 @@ def test_solvers_follow_one_with_their_batches_together(size: int, sync: str) ->
             assert not np.isnan(data).any()
         else:
             np.testing.assert_array_equal(data, run.data[0])
+
+
+def test_all_solvers_test_with_the_layers_that_only_the_roots_test_net_has() -> None:
+    text = library.regression(
+        library.dummies("in", 'type: "constant" value: 1', x=(4, 3), y=(4, 2))
+    )
+    text += library.inner_product("only", "x", 2, more=library.IN_TESTS)
+    root = solver_of("base_lr: 0.1 test_iter: 5 test_interval: 100 ", text)
+    net = root.test_nets[0]
+    weight, bias = net.layers[net.layer_names.index("only")].blobs
+
+    def tested() -> Array:
+        root.test_all()
+        (outputs,) = root.last_outputs
+        return {name: values for name, values, _ in outputs}["only"]
+
+    with P2PManager(root, [Device() for _ in range(3)], all_joined(3), SyncOptions()):
+        own = np.broadcast_to(weight.host_data.sum(1), (4, 2))
+        np.testing.assert_allclose(tested(), own, rtol=1e-6)
+        bias.host_data[...] = 5  # by a script
+        np.testing.assert_allclose(tested(), own + 5, rtol=1e-6)
 
 
 class LastLoss(Recorder):

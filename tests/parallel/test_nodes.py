@@ -105,14 +105,17 @@ def one_process(text: str, settings: str, **options: Any) -> Node:
     return node
 
 
-TEXTS = {"plain": net(3, NET), "random": LOSSY, "normalized": NORMALIZED}
+TESTED = library.inner_product("tested", "pool", 2, more=library.IN_TESTS)
+TEXTS = {"plain": net(3, NET) + TESTED, "random": LOSSY, "normalized": NORMALIZED}
 
 
 @pytest.mark.parametrize("split", SPLITS[1:])
 @pytest.mark.parametrize("case", ["plain", "random", "normalized"])
 @pytest.mark.parametrize("sync", ["auto", "tree", "flat"])
 def test_the_split_changes_no_bit(sync: str, case: str, split: tuple[int, ...]) -> None:
-    """Data that are cropped and mirrored, dropout, BatchNorm, tests of 5 batches by 4 solvers."""
+    """Data that are cropped and mirrored, dropout, BatchNorm, tests of 5 batches by 4 solvers, and a layer
+    that only the test net has.
+    """
     want = one_process(TEXTS[case], SETTINGS, sync=sync)
     nodes = whole(run(split, TEXTS[case], SETTINGS, test_all, sync=sync))
     first = nodes[0]
