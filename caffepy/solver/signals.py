@@ -171,6 +171,8 @@ class Signals:
         if Action.STOP in action or not self.listening:
             asked_to_end.set()
             self.requests.add(number)
+            if not self.listening:
+                self._asked |= action | Action.STOP  # Python ignores what is raised in a destructor
             if not self.listening or (self.aborting and (not aborting or number == signal.SIGINT)):
                 if callable(before):
                     before(number, frame)

@@ -116,6 +116,19 @@ def test_before_a_run_listens_a_signal_does_what_it_did_before() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_run_stops_for_a_signal_that_met_a_destructor_before_it_listened() -> None:
+    class Dying:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with Signals() as signals:
+        dying = Dying()
+        del dying  # KeyboardInterrupt is raised in there, which Python ignores
+        signals.listen()
+        assert Action.STOP in signals.poll()
+
+
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in Signals().effects]
     with Signals():
