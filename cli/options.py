@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import click
 
@@ -47,6 +47,16 @@ class Definition(NamedTuple):
     bundled: str | None = None
 
 
+class Result(Protocol):
+    """What a command found out."""
+
+    def table(self) -> str:
+        """Return it as text."""
+
+    def json(self) -> str:
+        """Return it as JSON."""
+
+
 def find_definition(name: str, kind: str) -> Definition:
     """Return the file of this name, else the bundled model's prototxt of this kind.
 
@@ -77,7 +87,8 @@ def _prototxt(kind: str, help: str, *further: str) -> Decorator:
 
 
 def _devices(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    if value and value != "all" and not all(token.strip().isdigit() for token in value.split(",")):
+    tokens = value.split(",") if value and value not in ("all", "local") else []
+    if not all(token.strip().isdigit() for token in tokens):
         raise click.BadParameter(
             f'{value!r} is neither "all" nor device numbers separated by commas'
         )
@@ -137,8 +148,10 @@ pretrained = _trained_weights("--pretrained-model")
 gpu = _gpus("; only the first computes. Default: the CPU.")
 gpus_measured = _gpus(". Default: all.")
 gpus_if_named = _gpus(". Default: the CPU.")
-gpus_in_turn = _gpus("; they share the batches. Default: the CPU.")
-gpus = _gpus("; they train as one. Default: what solver_mode and device_id of the solver say.")
+gpus_in_turn = _gpus("; they share the batches. local: one for each process. Default: the CPU.")
+gpus = _gpus(
+    "; they train as one. local: one for each process. Default: what solver_mode and device_id of the solver say."
+)
 gpu_if_any: Decorator = click.option(
     "--gpu",
     is_flag=False,
@@ -451,6 +464,14 @@ def image_of(definition: Definition, synthetic: bool) -> tuple[int, ...] | None:
     from caffepy.models.synthetic import image_shape
 
     return image_shape(definition.bundled)
+
+
+def show(result: Result, as_json: bool) -> None:
+    """Print a result; of several processes that work as one, only the first does."""
+    from caffepy.commands.nodes import is_first
+
+    if is_first():
+        click.echo(result.json() if as_json else result.table())
 
 
 def need_weights(model: Definition | None, weights: tuple[str, ...]) -> Definition:

@@ -27,13 +27,15 @@ def test(
 ) -> None:
     """Run a net in its TEST phase and print the means of its outputs to stdout.
 
-    Several devices share the data layers and the batches; the means are those of one device.
+    Several devices, and the processes that mpirun or srun started, share the batches; the means are
+    those of one device.
 
     \b
     Examples:
       caffepy test --model digits --weights digits_iter_500.caffemodel --iterations 3
       caffepy test --model train_val.prototxt --weights net.caffemodel --json
       caffepy test --model train_val.prototxt --weights net.caffemodel --gpu all --iterations 1000
+      mpirun -n 4 caffepy test --model train_val.prototxt --weights net.caffemodel --gpu all
     """
     if model is None:
         raise click.UsageError(
@@ -43,5 +45,4 @@ def test(
         raise click.UsageError("Need model weights to score: give --weights FILE.")
     from caffepy.commands.test import test as run
 
-    result = run(model.path, weights, last_resort=options.leave, **values)
-    click.echo(result.json() if as_json else result.table())
+    options.show(run(model.path, weights, last_resort=options.leave, **values), as_json)

@@ -28,6 +28,13 @@ PR_SET_PDEATHSIG = 1
 LOCAL = "local"
 """Value of --gpu: one GPU for each process of a host."""
 
+_node = 0  # this process's, once it has met the others
+
+
+def is_first() -> bool:
+    """Return True unless this process was a node that leaves what is printed to the first."""
+    return _node == 0
+
 
 @contextmanager
 def nodes() -> Iterator[World | None]:
@@ -36,10 +43,12 @@ def nodes() -> Iterator[World | None]:
     An error of one node ends the block in all of them, in the first with its message, in others
     with its exit code.
     """
+    global _node
     if not launched():
         yield None
         return
     transport = start()
+    _node = transport.node
     widen_affinity(transport.processes_on_host, transport.rank_on_host)
     world = World(transport)
     _end_with_parent()

@@ -1,8 +1,11 @@
-"""`caffepy test`: mean outputs of a net over a number of test batches, on one device or several."""
+"""`caffepy test`: mean outputs of a net over a number of test batches, on one device or several, of
+one node or several.
+"""
 
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,16 +13,19 @@ from functools import partial
 import numpy as np
 
 from caffepy import ops
-from caffepy.collectives.rank_group import DEADLINES
+from caffepy.collectives.rank_group import DEADLINES, RankGroup
 from caffepy.commands.devices import choose_for_test
 from caffepy.commands.inference import checked, definition, load_all
-from caffepy.core.errors import DataError
+from caffepy.commands.nodes import check_alike, gpus_of_process, nodes, threads_of_process
+from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.events import Output
 from caffepy.data.loader import tolerating
 from caffepy.device.blob import Array, shape_string
+from caffepy.layer.data import HDF5Output
 from caffepy.net import Net
 from caffepy.parallel.turns import Turns
 from caffepy.parallel.workers import Workers
+from caffepy.proto.text import format as format_text
 from caffepy.report.text import as_json, number, scalars
 from caffepy.solver.capture import GraphRunner
 
@@ -61,8 +67,9 @@ def test(
 ) -> Score:
     """Run the net of the file `model` in its TEST phase with trained weights; log as Caffe does.
 
-    gpu: numbers of GPUs, or "all"; cpu: number of nets on the CPU. Several devices take the batches
-        in turn, from data layers that they share; the result is that of one device.
+    gpu: numbers of GPUs, or "all"; cpu: number of nets on the CPU. Several devices, and the nodes
+        that mpirun or srun started, take the batches in turn, from data layers that devices of a
+        node share; the result is that of one device.
     precision: on a GPU "fp32", "tf32", "bf16" or "fp16".
     max_bad_records: number of unreadable records of each source that are skipped.
     deadlines: see `RankGroup`.
@@ -70,35 +77,51 @@ def test(
 
     ConfigError and DataError say what is wrong with the net, the weights or the data.
     """
-    devices = choose_for_test(gpu, cpu)
-    weights = checked(weights)
-    if threads:
-        ops.backend(devices[0]).set_num_threads(threads)
-    param = definition(model, devices[0], precision=precision, level=level, stages=stages)
+    with nodes() as world, tolerating(max_bad_records):
+        devices = choose_for_test(gpus_of_process(gpu, world), cpu)
+        if world and not threads:
+            threads = threads_of_process(world)
+        if threads:
+            ops.backend(devices[0]).set_num_threads(threads)
+        follows = world is not None and world.node > 0
+        files = [] if follows else checked(weights)
+        param = definition(model, devices[0], precision=precision, level=level, stages=stages)
+        if world:
+            alike = {
+                "net": format_text(param),
+                "number of iterations": iterations,
+                "kind of device": devices[0].kind,
+                "precision": devices[0].math_mode.precision,
+            }
+            check_alike(world, alike)
+            world.join(len(devices))
 
-    def make(rank: int) -> EvalWorker:
-        net = Net(param, device=devices[rank], path=model, root_net=root.net if rank else None)
-        turns.share(net, rank)
-        worker = EvalWorker(net)
-        if rank:
-            with net.device.scope():
-                for mine, theirs in zip(net.params, root.net.params, strict=True):
-                    net.device.upload(root.net.device.on_host(theirs.data), mine.data)
-        return worker
+        def make(rank: int) -> EvalWorker:
+            net = Net(param, device=devices[rank], path=model, root_net=root.net if rank else None)
+            turns.share(net, rank, batches=iterations)
+            worker = EvalWorker(net)
+            if rank:
+                with net.device.scope():
+                    for mine, theirs in zip(net.params, root.net.params, strict=True):
+                        net.device.upload(root.net.device.on_host(theirs.data), mine.data)
+            return worker
 
-    workers = Workers(devices, make, deadlines, last_resort=last_resort)
-    turns = Turns(workers.group, devices)
-    with tolerating(max_bad_records):
+        workers = Workers(devices, make, deadlines, last_resort=last_resort, world=world)
+        turns = Turns(workers.group, devices)
         workers.group.join(0)
         root, failed = make(0), True
         try:
-            load_all(root.net, weights)
+            workers.group.watch_nodes()
+            load_all(root.net, files)
+            if world:
+                _follow_first(root.net, workers.group, model)
             root.net.device.flush()
             with workers.cpu_share(0):
                 with workers.starting():
                     pass
                 workers.group.phase = "test"
                 score = _run(root, workers, iterations)
+            workers.group.leave_nodes()
             failed = False
             return score
         except BaseException as error:
@@ -107,6 +130,28 @@ def test(
         finally:
             workers.end(failed)
             root.close()
+
+
+def _follow_first(net: Net, group: RankGroup, path: str) -> None:
+    """Give the nets of all nodes the parameters and the state of data layers of the first."""
+    if any(isinstance(layer, HDF5Output) for layer in net.layers):
+        raise ConfigError("an HDF5Output layer writes the batches of one process: start one", path)
+    device, layers = net.device, net.shared_layers
+    with device.scope(), group.among_nodes() as world:
+        arrays = [np.ascontiguousarray(device.on_host(param.data)) for param in net.params]
+        if world.node:
+            arrays = [np.empty_like(array) for array in arrays]
+        others = range(1, world.nodes) if world.node == 0 else ()
+        world.exchange(
+            [(node, array) for node in others for array in arrays],
+            [(0, array) for array in arrays if world.node],
+        )
+        states = world.broadcast([layer.state() for layer in layers])
+        if world.node:
+            for param, array in zip(net.params, arrays, strict=True):
+                device.upload(array, param.data)
+            for layer, state in zip(layers, states, strict=True):
+                layer.set_state(state)
 
 
 Batch = tuple[float, list[Array]]
@@ -134,52 +179,61 @@ class EvalWorker:
 
 
 class _Totals:
-    """Sums over batches, added and logged in the order of the batches, whichever comes first.
-
-    So the sums are those of one device to the last bit.
+    """Sums over the batches of a node, which have these numbers. They are added and logged in that
+    order, whichever comes first, so that the sums are those of one device to the last bit.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, names: Sequence[str], numbers: Iterable[int]) -> None:
+        self.names = names
         self._waiting: dict[int, Batch] = {}
-        self._done = 0
+        self._left = deque(numbers)
         self._lock = threading.Lock()
         self.loss = 0.0
         self.outputs: list[Array] = []  # in double precision
 
     def add(self, index: int, added: Batch) -> None:
-        """Add the batch of this index; DataError if an output has changed its shape."""
+        """Add the batch of this number; DataError if an output has changed its shape."""
         with self._lock:
             self._waiting[index] = added
-            while batch := self._waiting.pop(self._done, None):
-                loss, outputs = batch
-                self.outputs = self.outputs or [np.zeros(values.shape) for values in outputs]
-                self.loss += loss
-                for name, total, x in zip(self._names, self.outputs, outputs, strict=True):
-                    if x.shape != total.shape:
-                        raise DataError(
-                            f'output "{name}" changed its shape between batches, from '
-                            f"{shape_string(total.shape)} to {shape_string(x.shape)}, so there is "
-                            "no mean"
-                        )
-                    total += x
-                    for value in x.reshape(-1):
-                        log.info("Batch %d, %s = %s", self._done, name, number(value))
-                self._done += 1
+            while self._left and (batch := self._waiting.pop(self._left[0], None)):
+                self.plus(*batch)
+                done = self._left.popleft()
+                for name, values in zip(self.names, batch[1], strict=True):
+                    for value in values.reshape(-1):
+                        log.info("Batch %d, %s = %s", done, name, number(value))
+
+    def plus(self, loss: float, outputs: Sequence[Array]) -> None:
+        """Add a batch, or the sums of another node; DataError if shapes differ."""
+        self.loss += loss
+        self.outputs = self.outputs or [np.zeros(values.shape) for values in outputs]
+        for name, total, x in zip(self.names, self.outputs, outputs, strict=True):
+            if x.shape != total.shape:
+                raise DataError(
+                    f'output "{name}" changed its shape between batches, from '
+                    f"{shape_string(total.shape)} to {shape_string(x.shape)}, so there is no mean"
+                )
+            total += x
 
 
 def _run(root: EvalWorker, workers: Workers[EvalWorker], iterations: int) -> Score:
+    """Run batch b on universal rank b mod N, for all b; return the means of all."""
     log.info("Running for %d iterations.", iterations)
-    totals, size = _Totals(root.net.outputs), workers.group.size
+    group, world = workers.group, workers.group.world
+    rounds = range(world.first_rank, iterations, world.size)
+    mine = [range(first, min(first + group.size, iterations)) for first in rounds]
+    totals = _Totals(root.net.outputs, (k for of_round in mine for k in of_round))
 
     def run(worker: EvalWorker, k: int) -> None:
         totals.add(k, worker.batch())
 
-    for first in range(0, iterations, size):
-        for k in range(first + 1, min(first + size, iterations)):
-            workers.threads.give(partial(run, k=k), k % size)
+    for first, *others in mine:
+        for rank, k in enumerate(others, start=1):
+            workers.threads.give(partial(run, k=k), rank)
+        group.check(0)
         run(root, first)
     workers.threads.wait_idle()
+    if world.nodes > 1:
+        totals = _of_all_nodes(totals, group)
     loss_weights = root.net.blob_loss_weights
     count = iterations or math.nan
     outputs = [
@@ -190,3 +244,14 @@ def _run(root: EvalWorker, workers: Workers[EvalWorker], iterations: int) -> Sco
     for line in scalars(outputs):
         log.info(line)
     return Score(iterations, totals.loss / count, outputs)
+
+
+def _of_all_nodes(own: _Totals, group: RankGroup) -> _Totals:
+    """Return the sums of the nodes' totals, in the order of the nodes."""
+    with group.among_nodes() as world:
+        of_nodes = world.gather((own.loss, own.outputs))
+    totals = _Totals(own.names, ())
+    for loss, outputs in of_nodes:
+        if outputs:  # a node may have had no batch
+            totals.plus(loss, outputs)
+    return totals

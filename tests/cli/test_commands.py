@@ -225,3 +225,12 @@ def test_check(folder: Path, capsys: Captured) -> None:
     assert main.run(["check", "-model", "lenet", "-image", "1,20,20", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["layers"][0]["tops"]["data"] == [64, 1, 20, 20]
     assert main.run(["check", "-model", "lenet", "-solver", "digits"]) == 2
+
+
+@pytest.mark.parametrize(
+    "command", ["train --solver digits", f"test --model digits --weights {WEIGHTS}"]
+)
+def test_a_gpu_for_each_process_needs_processes(command: str, capsys: Captured) -> None:
+    assert main.run([*command.split(), "--gpu", "local"]) == 2
+    told = "--gpu local is for processes that mpirun or srun started"
+    assert told in capsys.readouterr().err

@@ -1,7 +1,14 @@
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from caffepy.collectives.world import World
+from caffepy.commands import nodes
+from tests.collectives.threads_world import run_nodes
 
 
 @pytest.fixture
@@ -10,3 +17,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copy(Path(__file__).parent.parent / "parallel/faulty.py", tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def as_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], Any]], list[Any]]:
+    """Return what runs a command as each of some nodes, in threads, and returns what each got."""
+    own = threading.local()
+    monkeypatch.setattr(nodes, "start", lambda: own.transport)
+    monkeypatch.setattr(nodes, "widen_affinity", lambda *processes: None)
+    monkeypatch.setattr(nodes, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(nodes, "_node", 0)
+
+    def run(count: int, work: Callable[[int], Any]) -> list[Any]:
+        def node(world: World) -> Any:
+            own.transport = world.transport
+            own.transport.processes_on_host, own.transport.rank_on_host = count, world.node
+            return work(world.node)
+
+        monkeypatch.setattr(nodes, "launched", lambda: (count, "TEST") if count > 1 else None)
+        return run_nodes(count, node, seconds=120)
+
+    return run

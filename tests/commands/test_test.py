@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ DIGITS = Path(__file__).parents[1] / "golden" / "digits"
 MODEL, WEIGHTS = str(DIGITS / "train_val.prototxt"), str(DIGITS / "digits_iter_500.caffemodel")
 DEADLINES = {"set-up": 60.0, "test": 60.0}
 NUMBER = re.compile(r"(?<== )[\d.e+-]+|(?<=Loss: )[\d.e+-]+|(?<=\* 1 = )[\d.e+-]+")
+Nodes = Callable[[int, Callable[[int], Any]], list[Any]]
 FAULTY = (
     library.records(DIGITS / "digits_test_lmdb", 7)
     + library.layer(
@@ -97,6 +99,88 @@ def test_several_nets_give_what_one_does(count: int, caplog: pytest.LogCaptureFi
     assert not [
         thread for thread in threading.enumerate() if thread.name.startswith("caffepy rank")
     ]
+
+
+@pytest.mark.parametrize("solvers", [(1, 1), (2, 1), (1, 1, 2), (1,) * 9])
+def test_several_nodes_give_what_one_process_does(
+    solvers: tuple[int, ...], as_nodes: Nodes
+) -> None:
+    """Seven batches: 9 nodes have none for two of them. Only the first has the weights."""
+
+    def node(number: int) -> Score:
+        weights = [WEIGHTS] if number == 0 else ["elsewhere.caffemodel"]
+        return score(MODEL, weights, iterations=7, cpu=solvers[number], threads=1)
+
+    alone = score(MODEL, [WEIGHTS], iterations=7)
+    for result in as_nodes(len(solvers), node):
+        assert isinstance(result, Score), result
+        assert result.loss == pytest.approx(alone.loss, rel=1e-6)
+        assert [name for name, _, _ in result.outputs] == [name for name, _, _ in alone.outputs]
+        for (_, values, _), (_, expected, _) in zip(result.outputs, alone.outputs, strict=True):
+            np.testing.assert_allclose(values, expected, rtol=1e-6)
+
+
+def test_each_node_takes_its_batches(as_nodes: Nodes, tmp_path: Path) -> None:
+    """A layer that counts: the batches of all nodes are those of one process, each once."""
+    (tmp_path / "counting.py").write_text(
+        "class Counting:\n"
+        "    share_in_parallel = True\n"
+        "    def setup(self, bottom, top): self.passes = 0\n"
+        "    def reshape(self, bottom, top): top[0].reshape(1)\n"
+        "    def forward(self, bottom, top):\n"
+        "        top[0].data[...] = 10.0 ** self.passes\n"
+        "        self.passes += 1\n"
+    )
+    text = 'layer { name: "c" type: "Python" top: "c" python_param { module: "counting" layer: "Counting" share_in_parallel: true } }'
+    (tmp_path / "net.prototxt").write_text(text)
+
+    def node(number: int) -> Score:
+        return score(str(tmp_path / "net.prototxt"), [], iterations=5, threads=1)
+
+    for result in as_nodes(3, node):
+        assert json.loads(result.json())["outputs"] == {"c": [pytest.approx(11111 / 5)]}
+
+
+def test_an_error_on_one_node_ends_all(as_nodes: Nodes, tmp_path: Path) -> None:
+    """The last node's root meets it; one more solver of the first waits for the rest."""
+    (tmp_path / "failing.py").write_text(
+        "import threading\n"
+        "class Failing:\n"
+        "    passes = 0\n"
+        "    def reshape(self, bottom, top): top[0].reshape(1)\n"
+        "    def forward(self, bottom, top):\n"
+        "        self.passes += 1\n"
+        "        if self.passes == 2 and threading.current_thread().name == 'node 1': 1 / 0\n"
+    )
+    text = library.records(DIGITS / "digits_test_lmdb", 7) + library.layer(
+        "Python", "f", "data", 'python_param { module: "failing" layer: "Failing" }'
+    )
+    (tmp_path / "net.prototxt").write_text(text)
+
+    def node(number: int) -> Score:
+        cpu = 2 - number
+        return score(str(tmp_path / "net.prototxt"), [], iterations=9, cpu=cpu, threads=1)
+
+    first, second = as_nodes(2, node)
+    assert re.search(r'rank 2 \(host host1\).*layer "f".*division by zero', str(first)), first
+    assert isinstance(second, SystemExit) or "division by zero" in str(second)
+
+
+def test_nodes_must_be_given_the_same(as_nodes: Nodes) -> None:
+    results = as_nodes(2, lambda number: score(MODEL, [WEIGHTS], iterations=3 + number, threads=1))
+    assert (
+        "the number of iterations of node 1 (host host1) is not that of node 0: 4 instead of 3"
+        in str(results[0])
+    )
+
+
+def test_a_net_that_writes_is_for_one_process(as_nodes: Nodes, tmp_path: Path) -> None:
+    text = library.records(DIGITS / "digits_test_lmdb", 7) + library.layer(
+        "HDF5Output", "save", "data label", 'hdf5_output_param { file_name: "out.h5" }', top=""
+    )
+    (tmp_path / "net.prototxt").write_text(text)
+    results = as_nodes(2, lambda number: score(str(tmp_path / "net.prototxt"), [], threads=1))
+    assert "an HDF5Output layer writes the batches of one process" in str(results[0])
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.gpus(4))])

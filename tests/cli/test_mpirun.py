@@ -1,0 +1,42 @@
+"""Commands that mpirun starts several times, which work as one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.collectives.test_mpi import ENVIRONMENT, MPIRUN, version
+
+__all__ = ["version"]
+
+DIGITS = Path(__file__).parents[1] / "golden" / "digits"
+MODEL, WEIGHTS = DIGITS / "train_val.prototxt", DIGITS / "digits_iter_500.caffemodel"
+
+pytestmark = pytest.mark.usefixtures("version")
+
+
+def caffepy(nodes: int, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    assert MPIRUN
+    start = [MPIRUN, "--oversubscribe", "-n", str(nodes)] if nodes > 1 else []
+    command = [*start, sys.executable, "-m", "caffepy", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+
+
+def test_scores_are_those_of_one_process_and_printed_once() -> None:
+    command = ["test", "--model", MODEL, "--weights", WEIGHTS, "--iterations", 5, "--json"]
+    alone, together = (caffepy(nodes, *command) for nodes in (1, 2))
+    assert (alone.returncode, together.returncode) == (0, 0), together.stderr
+    expected, told = json.loads(alone.stdout), json.loads(together.stdout)
+    assert told["iterations"] == expected["iterations"] == 5
+    assert told["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert told["outputs"] == pytest.approx(expected["outputs"], rel=1e-6)
+
+
+def test_an_error_of_all_is_told_once() -> None:
+    ended = caffepy(2, "test", "--model", MODEL, "--weights", "none.caffemodel")
+    assert ended.returncode == 3, ended.stderr
+    assert ended.stderr.count("caffepy: error:") == 1
+    assert "none.caffemodel" in ended.stderr
+    assert ended.stdout == ""
