@@ -150,7 +150,8 @@ gpus_measured = _gpus(". Default: all.")
 gpus_if_named = _gpus(". Default: the CPU.")
 gpus_in_turn = _gpus("; they share the batches. local: one for each process. Default: the CPU.")
 gpus = _gpus(
-    "; they train as one. local: one for each process. Default: what solver_mode and device_id of the solver say."
+    "; they train as one. local: one for each process. Default: what solver_mode and device_id of "
+    "the solver say."
 )
 gpu_if_any: Decorator = click.option(
     "--gpu",
