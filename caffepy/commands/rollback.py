@@ -9,6 +9,7 @@ from caffepy.core.abandoned import at_work
 from caffepy.core.errors import DivergenceError, UsageError
 from caffepy.core.events import asked_to_end
 from caffepy.solver import Solver
+from caffepy.solver.snapshot import is_whole
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +57,11 @@ class Start(NamedTuple):
     def after(self, error: DivergenceError, solver: Solver, rollback: Rollback | None) -> "Start":
         """Return where to go on after this error of a run that began here; if nowhere, raise it.
 
+        That is the last snapshot that is not damaged; the beginning only if there never was one.
         The iteration that diverged is not the first one after a rollback: its loss would be the
         same at any rate.
         """
-        snapshot = solver.resume_state.last_before(solver.iter)
-        gets_on = snapshot is not None or (self.anew and solver.iter > 0)
-        if rollback is None or not gets_on or asked_to_end.is_set() or at_work():
+        if rollback is None or asked_to_end.is_set() or at_work():
             raise error
         before, base_lr = solver.iterations.rate_factor, solver.param.base_lr
         if self.rollbacks == rollback.most:
@@ -69,6 +69,11 @@ class Start(NamedTuple):
                 f"{error}; rollbacks before this: {rollback.most}, the last to base_lr {base_lr:g} "
                 f"x {before:g}"
             ) from error
+        earlier = solver.resume_state.before(solver.iter)
+        snapshot = next(filter(is_whole, earlier), None)
+        if snapshot is None and (earlier or not self.anew or solver.iter == 0):
+            what = "no earlier snapshot is whole" if earlier else "there is no earlier snapshot"
+            raise DivergenceError(f"{error}; no rollback: {what}") from error
         factor = before * rollback.factor
         log.warning(
             "%s; rollback %d of %d: training goes on from %s with base_lr %g x %g = %g",

@@ -147,6 +147,11 @@ def train(options: TrainOptions) -> TrainResult:
 
 def _train_as_node(options: TrainOptions, world: World | None) -> TrainResult:
     rollback = on_divergence(options.on_divergence)
+    if rollback and options.keep == 1:
+        raise UsageError(
+            "--on-divergence rollback needs --keep 2 or more: where the iteration after a snapshot "
+            "diverges, it goes back to the one before"
+        )
     signals = Signals(options.sigint_effect, options.sighup_effect, options.sigusr1_effect)
     monitor = Monitor(signals, options.grace, options.last_resort)
     log_dir = options.log_dir

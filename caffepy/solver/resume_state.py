@@ -64,15 +64,15 @@ class ResumeState:
         """The state file to resume from, if any: the last one written, else the one restored."""
         return self._saved[1] if self._saved else self._restored_from
 
-    def last_before(self, iteration: int) -> str | None:
-        """Return the last state file of this run, as it was written or restored, of an earlier
-        iteration; None if there is none.
+    def before(self, iteration: int) -> list[str]:
+        """Return the state files of this run, as they were written or restored, of iterations
+        before this one, the last first.
         """
-        if (self._saved[0] if self._saved else self.started_at) < iteration:
-            return self.last_file
+        is_earlier = (self._saved[0] if self._saved else self.started_at) < iteration
+        last = [self.last_file] if is_earlier and self.last_file else []
         found = snapshot.under(self.iterations.step.param.snapshot_prefix)
-        earlier = (f.state for f in found if f.begun == self._begun and f.iteration < iteration)
-        return next(earlier, None)
+        ours = [f.state for f in found if f.begun == self._begun and f.iteration < iteration]
+        return [*last, *(state for state in ours if state not in last)]
 
     def save(self) -> None:
         """Write model, sidecar and state; ConfigError if that fails, DivergenceError if a parameter

@@ -411,20 +411,8 @@ def newest_good(prefix: str, run: Mapping[str, Any] | None = None) -> str | None
             others.append(f"{snapshot.state} is of another run, with {differs}")
             log.warning("%s; it is skipped", others[-1])
             continue
-        path = snapshot.state
-        try:
-            content, state = read_sidecar(path), read_state(path)
-            model = find_model(state.learned_net, path)
-            if content:
-                verify(content, path, model)
-            elif binary.sniff(model) == "HDF5":
-                check_hdf5(model)
-            else:
-                binary.read_net(model)
-        except CaffeError as error:
-            log.warning("%s cannot be resumed from: %s", path, error)
-        else:
-            return path
+        if is_whole(snapshot.state):
+            return snapshot.state
     if others:
         raise ConfigError(
             f"no snapshot under {prefix} is of this run: {others[0]}; give it as --snapshot to go "
@@ -436,6 +424,23 @@ def newest_good(prefix: str, run: Mapping[str, Any] | None = None) -> str | None
             "from scratch"
         )
     return None
+
+
+def is_whole(path: str) -> bool:
+    """True if the snapshot of this state file is not damaged, else a line in the log says why."""
+    try:
+        content, state = read_sidecar(path), read_state(path)
+        model = find_model(state.learned_net, path)
+        if content:
+            verify(content, path, model)
+        elif binary.sniff(model) == "HDF5":
+            check_hdf5(model)
+        else:
+            binary.read_net(model)
+    except CaffeError as error:
+        log.warning("%s cannot be resumed from: %s", path, error)
+        return False
+    return True
 
 
 def warn_of_earlier(prefix: str) -> None:

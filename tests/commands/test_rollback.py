@@ -119,6 +119,50 @@ def test_it_gives_up_after_that_many(solvers: int, caplog: pytest.LogCaptureFixt
     assert [told.split(" = ")[1] for told in rollbacks(caplog)] == ["50000", "25000"]
 
 
+def damage(monkeypatch: pytest.MonkeyPatch, files: str) -> None:
+    """Damage files of these names when a run diverges, before it goes back."""
+
+    def damage_now() -> list[str]:
+        for path in Path().glob(files):
+            path.write_bytes(b"damaged")
+        return []
+
+    monkeypatch.setattr("caffepy.commands.rollback.at_work", damage_now)
+
+
+@pytest.mark.parametrize("solvers", [1, 2])
+@pytest.mark.parametrize("kind", ["solverstate", "caffemodel", "caffepystate"])
+def test_a_damaged_snapshot_is_passed_over(
+    kind: str, solvers: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(monkeypatch, f"s_iter_3.{kind}")
+    assert run("rollback:1e-6", 1, solvers).exit_code == 0
+    (told,) = rollbacks(caplog)
+    assert "from s_iter_2.solverstate" in told
+
+
+def test_without_a_whole_snapshot_it_does_not_begin_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(monkeypatch, "s_iter_*.caffemodel")
+    with pytest.raises(DivergenceError, match=r"iteration 4: .*no earlier snapshot is whole$"):
+        run("rollback:0.1", 2)
+    assert not rollbacks(caplog)
+
+
+def test_the_first_iteration_has_nothing_to_go_back_to(folder: Path) -> None:
+    net = (DATA + LEARNING).replace('"constant" value: 1', '"constant" value: 3e38')
+    (folder / "net.prototxt").write_text(net)
+    with pytest.raises(DivergenceError, match=r"iteration 0: .*there is no earlier snapshot$"):
+        run("rollback:0.1", 2)
+
+
+def test_it_needs_the_snapshot_before_the_last_one() -> None:
+    with pytest.raises(UsageError, match="rollback needs --keep 2 or more"):
+        run("rollback:0.1", 1, keep=1)
+    assert run("rollback:1e-6", 1, keep=2).exit_code == 0
+
+
 def test_by_default_it_stops(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(DivergenceError):
         run("stop", 2)
