@@ -403,7 +403,9 @@ def test_a_run_that_is_killed_leaves_gpus_that_work(number: str, phase: str) -> 
     where, at, rank = PHASE[phase]
     code = BALLAST.format(total // 4) + arranged(where, number, at, rank)
     run = caffepy(on=GPUS, code=code)
-    assert run.returncode == -getattr(signal, number), run.stderr
+    # faulthandler, which reads the stacks of threads that go on running, may meet a SIGSEGV itself
+    ends = {"SIGKILL": [-signal.SIGKILL], "SIGABRT": [-signal.SIGABRT, -signal.SIGSEGV]}
+    assert run.returncode in ends[number], run.stderr
     memory_comes_back(free, total)
     again = caffepy("--snapshot", "auto", on=GPUS)
     assert again.returncode == 0, again.stderr
