@@ -1,27 +1,45 @@
-"""A command that has commands of its own."""
+"""A command that has commands of its own, and which of them several processes may run."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import click
 
 from caffepy.core.registry import nearest
 
+OVER_NODES = {"train", "test", "time", "bench allreduce", "bench scaling"}
+"""Commands that the processes of mpirun or srun run as one."""
+
+WRITES_NOTHING = {"check", "summarize", "weights show", "device-query", "device-pairs", "doctor"}
+"""Commands that each of them may run by itself. All others are for one process."""
+
 
 class Commands(click.Group):
     """A group of commands; an unknown one comes with the nearest known name.
 
-    Its help lists them in `sections`, if they are given.
+    Its help lists them in `sections`, if they are given. Commands that are for one process raise
+    UsageError in one of several.
     """
 
     def __init__(
-        self, *, sections: Mapping[str, Sequence[click.Command]] | None = None, **settings: Any
+        self,
+        *,
+        commands: Sequence[click.Command] = (),
+        sections: Mapping[str, Sequence[click.Command]] | None = None,
+        **settings: Any,
     ) -> None:
         self.sections = sections or {}
         super().__init__(**settings)
-        for commands in self.sections.values():
-            for command in commands:
-                self.add_command(command)
+        for command in chain(commands, *self.sections.values()):
+            self.add_command(command)
+
+    def add_command(self, command: click.Command, name: str | None = None) -> None:
+        """Add a command."""
+        if command.callback and not isinstance(command, click.Group):
+            command.callback = _checked(command.callback)
+        super().add_command(command, name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Return the command that the first argument names; UsageError if there is none."""
@@ -44,3 +62,22 @@ class Commands(click.Group):
                 formatter.write_dl(
                     [(f"{c.name:{width}}", c.get_short_help_str(room)) for c in commands]
                 )
+
+
+def _checked(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what checks that the current command may run in this process, then calls this."""
+
+    @functools.wraps(callback)
+    def run(**values: Any) -> Any:
+        context, names = click.get_current_context(), list[str]()
+        while context.parent:
+            names.insert(0, context.command.name or "")
+            context = context.parent
+        name = " ".join(names)
+        if name not in OVER_NODES | WRITES_NOTHING:
+            from caffepy.collectives.mpi import check_single
+
+            check_single(f"caffepy {name}")
+        return callback(**values)
+
+    return run

@@ -31,6 +31,9 @@ def time(
 ) -> None:
     """Print the mean times of each layer, forward and backward, to stdout.
 
+    Of the processes that mpirun or srun started each times its own device; the first prints its
+    times, and which is the slowest.
+
     \b
     Examples:
       caffepy time --model lenet --synthetic
@@ -49,4 +52,4 @@ def time(
         image=image or options.image_of(model, synthetic),
         **values,
     )
-    click.echo(result.json() if as_json else result.table())
+    options.show(result, as_json)

@@ -209,6 +209,16 @@ def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, str] | N
     return int(environment[name]), name
 
 
+def check_single(what: str) -> None:
+    """Raise UsageError if this is one of several processes, which would write the same files."""
+    if found := launched():
+        count, name = found
+        raise UsageError(
+            f"{what} is for one process, but this is one of {count} ({name}={count}): start it "
+            f"without mpirun or srun, or on purpose in this one by env -u {name} {what} ..."
+        )
+
+
 def start() -> MpiTransport:
     """Initialize MPI and return the transport between the processes of the launcher.
 

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from caffepy.core.errors import DataError, DeviceError, SyncError
+from caffepy.collectives.mpi import launched
+from caffepy.core.errors import DataError, DeviceError, SyncError, UsageError
 from caffepy.proto.text import read_solver
 from caffepy.solver import Signals
 from caffepy.solver.snapshot import under
@@ -23,6 +24,11 @@ def supervise(arguments: Sequence[str], solver: str, most: int) -> int:
     After a crash it is run again, from the newest snapshot if there is a new one: up to `most`
     times without one. Signals are passed on.
     """
+    if launched():
+        raise UsageError(
+            "--max-restarts is for one process: MPI starts none of several again; let the launcher "
+            "start all of them anew, with --snapshot auto"
+        )
     prefix = read_solver(solver).snapshot_prefix
     command = [sys.executable, "-m", "caffepy", *arguments]
     before, resumed, restarts = _newest(prefix), list[str](), 0

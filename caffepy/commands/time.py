@@ -4,17 +4,20 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
 from caffepy import ops
+from caffepy.collectives.world import World
 from caffepy.commands.devices import choose_device
+from caffepy.commands.nodes import check_alike, gpus_of_process, nodes, threads_of_process
 from caffepy.core.errors import ConfigError
 from caffepy.layer.base import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TEST, TRAIN
+from caffepy.proto.text import format as format_text
 from caffepy.proto.text import read_net
 from caffepy.report.text import as_json, number
 
@@ -32,10 +35,19 @@ class LayerTime:
 
 
 @dataclass(frozen=True)
+class NodeTime:
+    """Milliseconds of a node's passes, in all."""
+
+    host: str
+    total: float
+
+
+@dataclass(frozen=True)
 class Timing:
     """Mean milliseconds of each layer and of whole passes over `iterations` batches.
 
-    `batch` is the number of images of one, 0 if it is unknown.
+    `batch` is the number of images of one, 0 if it is unknown. `nodes` are all nodes, if this is
+    the timing of one of several.
     """
 
     layers: Sequence[LayerTime]
@@ -44,6 +56,7 @@ class Timing:
     total: float
     iterations: int
     batch: int
+    nodes: Sequence[NodeTime] = ()
 
     @property
     def images_per_s(self) -> float:
@@ -65,7 +78,21 @@ class Timing:
         lines.append(f"{'all':{width}}  {'':{kind}}  {self.forward:10.3f}  {self.backward:11.3f}")
         if self.batch:
             lines.append(f"{self.images_per_s:.0f} images/s")
+        if self.nodes:
+            lines.append(self.slowest())
         return "\n".join(lines)
+
+    def slowest(self) -> str:
+        """Return which node takes longest, and by how much, as text."""
+        totals = [node.total for node in self.nodes]
+        slow, fast = totals.index(max(totals)), totals.index(min(totals))
+        names = [f"node {i} ({node.host})" for i, node in enumerate(self.nodes)]
+        ms = totals[slow] / (self.iterations or math.nan)
+        more = totals[slow] / (totals[fast] or math.nan) - 1
+        return (
+            f"the slowest of {len(names)} nodes is {names[slow]}: {ms:.3f} ms an iteration, "
+            f"{more:.1%} more than {names[fast]}"
+        )
 
     def json(self) -> str:
         """Return an object of the same fields; times in milliseconds, null for none."""
@@ -90,19 +117,41 @@ def time(
     `synthetic` replaces data by random images, of the shape `image` (C, H, W) if the net does not
     state it. Times of a GPU, the first of `gpu`, are the device's: each pass is enqueued as a
     whole, so that it waits neither for the host nor between layers. `precision` is "fp32", "tf32",
-    "bf16" or "fp16". ConfigError and DataError say what is wrong with the net.
+    "bf16" or "fp16". The nodes that mpirun or srun started each time their own device, all at a
+    time. ConfigError and DataError say what is wrong with the net.
     """
-    device = choose_device(gpu, threads)
-    ops.set_precision(device, precision)
-    param = read_net(model)
-    param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
-    param.state.stage.extend(stages)
-    param = without_data(param, image=image) if synthetic else param
-    device.writes_files = False
-    with closing(Net(param, device=device, path=model)) as net:
-        if not net.layers:
-            raise ConfigError(f"the net has no layers in the {phase} phase", model)
-        return _time(net, iterations)
+    with nodes() as world:
+        if world and not threads:
+            threads = threads_of_process(world)
+        device = choose_device(gpus_of_process(gpu, world), threads)
+        ops.set_precision(device, precision)
+        param = read_net(model)
+        param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
+        param.state.stage.extend(stages)
+        param = without_data(param, image=image) if synthetic else param
+        device.writes_files = False
+        if world:
+            alike = {
+                "net": format_text(param),
+                "number of iterations": iterations,
+                "kind of device": device.kind,
+                "precision": device.math_mode.precision,
+            }
+            check_alike(world, alike)
+        with closing(Net(param, device=device, path=model)) as net:
+            if not net.layers:
+                raise ConfigError(f"the net has no layers in the {phase} phase", model)
+            timing = _time(net, iterations)
+        return _beside_others(timing, world) if world else timing
+
+
+def _beside_others(timing: Timing, world: World) -> Timing:
+    """Return a node's timing with the totals of all."""
+    totals = world.gather(timing.total)
+    each = [NodeTime(*both) for both in zip(world.hosts, totals, strict=True)]
+    timing = replace(timing, nodes=each)
+    log.info("%s", timing.slowest())
+    return timing
 
 
 def _time(net: Net, iterations: int) -> Timing:

@@ -40,3 +40,12 @@ def test_an_error_of_all_is_told_once() -> None:
     assert ended.stderr.count("caffepy: error:") == 1
     assert "none.caffemodel" in ended.stderr
     assert ended.stdout == ""
+
+
+def test_each_node_times_itself() -> None:
+    ended = caffepy(2, "time", "--model", "lenet", "--synthetic", "--iterations", 2)
+    assert ended.returncode == 0, ended.stderr
+    *_, images, slowest = ended.stdout.splitlines()
+    assert images.endswith("images/s")
+    assert slowest.startswith("the slowest of 2 nodes is node ")
+    assert ended.stdout.count("conv1 ") == 1

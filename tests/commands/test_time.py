@@ -1,15 +1,18 @@
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from caffepy import models
-from caffepy.commands.time import time
+from caffepy.commands.time import Timing, time
 from caffepy.core.errors import ConfigError
 from caffepy.models.synthetic import image_shape
 
+Nodes = Callable[[int, Callable[[int], Any]], list[Any]]
 MS = r"[\d.e+-]+ ms\."
 HEAD = [
     "Use CPU.",
@@ -86,4 +89,39 @@ def test_layers_that_need_no_gradient_are_timed_too() -> None:
         layer.backward > 0
         for layer in result.layers
         if layer.type in ("Convolution", "InnerProduct")
+    )
+
+
+def test_each_node_times_itself_and_the_slowest_is_named(as_nodes: Nodes) -> None:
+    def node(number: int) -> Timing:
+        net = lenet("train_val")
+        shape = image_shape("lenet")
+        return time(net, iterations=2, synthetic=True, image=shape, threads=1)
+
+    first, second = as_nodes(2, node)
+    assert first.nodes == second.nodes
+    assert [(n.host, n.total) for n in first.nodes] == [
+        ("host0", first.total),
+        ("host1", second.total),
+    ]
+    slow = int(second.total > first.total)
+    more = max(first.total, second.total) / min(first.total, second.total) - 1
+    assert first.table().splitlines()[-1] == (
+        f"the slowest of 2 nodes is node {slow} (host{slow}): "
+        f"{first.nodes[slow].total / 2:.3f} ms an iteration, {more:.1%} more than "
+        f"node {1 - slow} (host{1 - slow})"
+    )
+    assert json.loads(first.json())["nodes"][1] == {"host": "host1", "total": second.total}
+
+
+def test_nodes_time_the_same(as_nodes: Nodes) -> None:
+    shape = image_shape("lenet")
+    results = as_nodes(
+        2,
+        lambda number: time(
+            lenet("train_val"), iterations=1 + number, synthetic=True, image=shape, threads=1
+        ),
+    )
+    assert "the number of iterations of node 1 (host host1) is not that of node 0" in str(
+        results[0]
     )
