@@ -34,6 +34,7 @@ DOCUMENTS = (
     "docs/reference.md",
     "docs/from-caffe.md",
     "docs/troubleshooting.md",
+    "docs/many-machines.md",
 )
 
 DEVELOPERS = [
@@ -46,6 +47,7 @@ DEVELOPERS = [
 CREATES_ENVIRONMENT = "makes an environment and installs into it"
 STARTS_SHELL = "is for the reader's shell"
 NEEDS_GPUS = "needs GPUs"
+NEEDS_MACHINES = "needs several machines"
 NOT_RUN = {
     "python3 -m venv .venv && .venv/bin/pip install '.[plot]' && .venv/bin/caffepy train --solver digits": (
         CREATES_ENVIRONMENT
@@ -63,6 +65,13 @@ NOT_RUN = {
     "caffepy device-pairs --gpu all --measure": NEEDS_GPUS,
     "caffepy bench scaling --model resnet50 --gpu all": NEEDS_GPUS,
     "caffepy bench allreduce --gpu all": NEEDS_GPUS,
+    "pip install 'caffepy[cuda13,mpi]'": CREATES_ENVIRONMENT,
+    "mpirun -n 4 --hostfile hosts --map-by node caffepy train --solver solver.prototxt --gpu all": NEEDS_MACHINES,
+    "srun -N 4 --ntasks-per-node 1 --gpus-per-node 8 --mpi=pmix caffepy train --solver solver.prototxt --gpu all": (
+        NEEDS_MACHINES
+    ),
+    "export NCCL_SOCKET_IFNAME=ib0": STARTS_SHELL,
+    "export NCCL_DEBUG=INFO": STARTS_SHELL,
 }
 EXTRAS = {"plot": "matplotlib", "--tensorboard": "tensorboardX", "export": "onnxruntime"}
 """What a word of a command line needs besides caffepy."""
@@ -229,8 +238,8 @@ def test_commands_and_flags_exist(document: str) -> None:
     assert alone - flags <= OF_OTHERS, alone - flags - OF_OTHERS
 
 
-OF_OTHERS = {"--shm-size", "--ipc", "--timing"}
-"""Flags of Docker and of Caffe's scripts."""
+OF_OTHERS = {"--shm-size", "--ipc", "--timing", "--signal", "--param-server"}
+"""Flags of Docker, SLURM, Intel Caffe and Caffe's scripts."""
 
 
 def flags_of(command: click.Command) -> set[str]:
@@ -242,7 +251,7 @@ def flags_of(command: click.Command) -> set[str]:
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *DEVELOPERS])
 def test_links_lead_somewhere(document: str) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", text_of(document)):
+    for target in re.findall(r"\]\((?!https:)([^)]+)\)", text_of(document)):
         path, _, heading = target.partition("#")
         there = (ROOT / document).parent / path
         assert there.exists(), target
