@@ -32,13 +32,14 @@ def allreduce(
     gpu: str | None, cpu: int | None, sync: str, sizes: str, as_json: bool, plot: str | None
 ) -> None:
     """Sum buffers of all GPUs (or threads) into each of them, by every way; print times and bus
-    bandwidths.
+    bandwidths. The processes that mpirun or srun started do it together.
 
     \b
     Examples:
       caffepy bench allreduce
       caffepy bench allreduce --gpu 0,1 --sync nccl,tree --sizes 64K,244M --plot sync.png
       caffepy bench allreduce --cpu 4 --sizes 64K..16M --json
+      mpirun -n 2 caffepy bench allreduce --gpu all
     """
     if gpu and cpu:
         raise click.UsageError("Give --gpu or --cpu, not both.")
@@ -50,6 +51,6 @@ def allreduce(
         format_of(plot)
         check_writable(plot)
     result = bench_allreduce(gpu, cpu or 0, sync, sizes)
-    if plot:
+    if plot and options.is_first():
         result.plot(plot)
-    click.echo(result.json() if as_json else result.table())
+    options.show(result, as_json)

@@ -39,16 +39,18 @@ def scaling(
     **values: Any,
 ) -> None:
     """Train a net on synthetic data with 1, 2, 4... devices; print images/s and what
-    synchronization adds.
+    synchronization adds. The processes that mpirun or srun started do that each by itself, then all
+    together.
 
     \b
     Examples:
       caffepy bench scaling --model resnet50 --gpu 0,1,2,3 --precision bf16
       caffepy bench scaling --model lenet --cpu 2 --json
+      mpirun -n 4 caffepy bench scaling --model resnet50 --gpu all
     """
     definition = options.trained(solver, model, gpu, cpu)
     from caffepy.commands.bench.scaling import bench_scaling
 
     image = image or options.image_of(definition, True)
     result = bench_scaling(definition.path, gpu=gpu, cpu=cpu or 0, image=image, **values)
-    click.echo(result.json() if as_json else result.table())
+    options.show(result, as_json)

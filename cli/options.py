@@ -467,10 +467,15 @@ def image_of(definition: Definition, synthetic: bool) -> tuple[int, ...] | None:
     return image_shape(definition.bundled)
 
 
+def is_first() -> bool:
+    """Return True unless another of several processes that worked as one has the result to show."""
+    from caffepy.commands import nodes
+
+    return nodes.is_first()
+
+
 def show(result: Result, as_json: bool) -> None:
     """Print a result; of several processes that work as one, only the first does."""
-    from caffepy.commands.nodes import is_first
-
     if is_first():
         click.echo(result.json() if as_json else result.table())
 

@@ -146,8 +146,10 @@ def reason_nccl_unavailable(gpu: bool) -> str | None:
     return None
 
 
-def reason_unavailable(name: str, topology: Topology, gpu: bool) -> str | None:
+def reason_unavailable(name: str, topology: Topology, gpu: bool, nodes: int = 1) -> str | None:
     """Return why `--sync name` is not available for these devices; None if it is."""
+    if gpu and nodes > 1 and name in SCHEDULES:
+        return "it is for GPUs of one process; several take nccl"
     if name == "nccl":
         return reason_nccl_unavailable(gpu)
     if name == "muji" and not muji(topology):
@@ -181,14 +183,12 @@ def choose(name: str, topology: Topology, gpu: bool, nodes: int = 1) -> Choice:
     several nodes need NCCL.
     """
     size = topology.size
-    if gpu and nodes > 1:
-        if name not in ("auto", "nccl"):
-            raise UsageError(f"--sync {name} is for GPUs of one process; several take nccl")
+    if gpu and nodes > 1 and name == "auto":
         name = "nccl"
     if name != "auto":
         if name not in NAMES:
             raise UsageError(f"--sync {name!r} is none of auto, {', '.join(NAMES)}")
-        if reason := reason_unavailable(name, topology, gpu):
+        if reason := reason_unavailable(name, topology, gpu, nodes):
             raise UsageError(f"--sync {name}: {reason}")
         schedule = SCHEDULES[name](topology) if name in SCHEDULES else None
         choice, why = Choice(name, schedule, root_updates=name == "tree"), "as asked for"

@@ -49,3 +49,23 @@ def test_each_node_times_itself() -> None:
     assert images.endswith("images/s")
     assert slowest.startswith("the slowest of 2 nodes is node ")
     assert ended.stdout.count("conv1 ") == 1
+
+
+def test_one_table_of_all_processes() -> None:
+    command = ["bench", "scaling", "--model", "lenet", "--batch", 2, "--windows", 1, "--json"]
+    ended = caffepy(2, *command)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    one, two = told["points"]
+    assert [(p["nodes"], p["devices"]) for p in (one, two)] == [(1, 1), (2, 2)]
+    assert two["images_per_s"] == pytest.approx(2 * 2 * 1000 / two["ms"])
+    assert two["times"] == pytest.approx(two["images_per_s"] / one["images_per_s"])
+    assert two["efficiency"] == pytest.approx(two["times"] / 2)
+    assert 0 < two["exposed"] < 1
+    assert two["host_ms"] is None
+
+    ended = caffepy(2, "bench", "allreduce", "--cpu", 2, "--sizes", "4K,1M", "--sync", "flat")
+    assert ended.returncode == 0, ended.stderr
+    head, *_, small, large = ended.stdout.splitlines()
+    assert head.startswith("All-reduce of 4 ranks on the CPU of 2 nodes")
+    assert (small.split()[0], large.split()[0]) == ("4K", "1M")

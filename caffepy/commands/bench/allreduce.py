@@ -16,6 +16,8 @@ from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.sync import NAMES, Choice, choose, reason_unavailable
 from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.collectives.topology import all_joined
+from caffepy.collectives.world import World
+from caffepy.commands.nodes import check_alike, gpus_of_process, nodes
 from caffepy.core.errors import SyncError, UsageError
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -125,45 +127,63 @@ def show_size(size: int) -> str:
 def bench_allreduce(
     gpu: str | None = None, cpu: int = 0, sync: str = "", sizes: str = SIZES
 ) -> AllReduceBench:
-    """Time the ways in `sync` (NAME,...), or all that are available, on GPUs or `cpu` threads.
+    """Time the ways in `sync` (NAME,...), or all that are available, on GPUs or `cpu` threads, of
+    all nodes that mpirun or srun started.
 
     SyncError if a result is not the mean, which is checked for each size.
     """
     counts = [size // 4 for size in parse_sizes(sizes)]
     on_gpu = not cpu
-    if on_gpu:
-        topology = peers.prepare(peers.query(gpu_numbers(gpu or "all")))
-        devices: Sequence[Device] = [CudaDevice(index) for index in topology.devices]
-        where = f"{len(devices)} GPUs ({devices[0].name})"  # type: ignore[attr-defined]
-    else:
-        topology = all_joined(cpu)
-        devices = [Device() for _ in range(cpu)]
-        where = "the CPU"
-    timings: list[Timing] = []
-    left_out = {}
-    for name in sync.split(",") if sync else NAMES:
-        if not sync and (why := reason_unavailable(name, topology, on_gpu)):
-            left_out[name] = why
-            continue
-        choice = choose(name, topology, on_gpu)._replace(root_updates=False)
-        timings += _measure(choice, devices, counts)
-    return AllReduceBench(where, len(devices), timings, left_out)
+    with nodes() as world:
+        if on_gpu:
+            numbers = gpu_numbers(gpus_of_process(gpu or "all", world) or "")
+            topology = peers.prepare(peers.query(numbers))
+            devices: Sequence[Device] = [CudaDevice(index) for index in topology.devices]
+        else:
+            devices = [Device() for _ in range(cpu)]
+        if world:
+            check_alike(world, {"kind of device": on_gpu, "sizes": sizes, "way": sync})
+            world.join(len(devices))
+        else:
+            world = World(solvers=len(devices))
+        if on_gpu:
+            where = f"{world.size} GPUs ({devices[0].name})"  # type: ignore[attr-defined]
+        else:
+            topology = all_joined(world.size)
+            where = "the CPU"
+        timings: list[Timing] = []
+        left_out = {}
+        for name in sync.split(",") if sync else NAMES:
+            why = reason_unavailable(name, topology, on_gpu, world.nodes)
+            if why and not sync:
+                left_out[name] = why
+                continue
+            choice = choose(name, topology, on_gpu, world.nodes)._replace(root_updates=False)
+            timings += _measure(choice, devices, counts, world)
+        where += f" of {world.nodes} nodes" if world.nodes > 1 else ""
+        return AllReduceBench(where, world.size, timings, left_out)
 
 
-def _measure(choice: Choice, devices: Sequence[Device], counts: Sequence[int]) -> list[Timing]:
-    group = RankGroup(len(devices), {})
-    n = len(devices)
+def _measure(
+    choice: Choice, devices: Sequence[Device], counts: Sequence[int], world: World
+) -> list[Timing]:
+    group = RankGroup(len(devices), {}, world)
+    group.phase = "step"
 
     def work(rank: int) -> list[tuple[float, bool]]:
         with group.guard(rank):
             return _rank(group, rank, choice, devices[rank], counts)
 
-    with ThreadPoolExecutor(n, "rank") as pool:
-        ranks = [pool.submit(work, rank) for rank in range(n)]
+    group.watch_nodes()
+    with ThreadPoolExecutor(len(devices), "rank") as pool:
+        ranks = [pool.submit(work, rank) for rank in range(len(devices))]
+    group.leave_nodes()
     if group.failure:
         raise group.failure[1]
     times = [rank.result() for rank in ranks]
-    found = []
+    if world.nodes > 1:
+        times = [of_rank for of_node in world.gather(times) for of_rank in of_node]
+    found, n = [], world.size
     for count, *of_ranks in zip(counts, *times, strict=True):
         ms, captured = max(of_ranks)
         speed = count * 4 / ms / 1e6
@@ -183,11 +203,12 @@ def _rank(
         meet = partial(group.barrier, rank, "bench")
         found = []
         for count in counts:
-            diff[:count] = rank + 1
+            diff[:count] = 1 + synchronizer.universal_rank
             synchronizer.reduce(count)
             for part in (diff[:count][:EDGE], diff[:count][-EDGE:]):
                 if not np.allclose(device.on_host(part), (synchronizer.size + 1) / 2, rtol=1e-5):
-                    raise SyncError(f"the mean of {count} numbers in rank {rank} is wrong")
+                    name = group.name(rank)
+                    raise SyncError(f"the mean of {count} numbers in {name} is wrong")
             meet()
             found.append(_time(synchronizer, device, count, meet))
         device.synchronize()

@@ -1,20 +1,26 @@
-"""`caffepy bench scaling`: the speed of training on several devices, beside that of one."""
+"""`caffepy bench scaling`: the speed of training on several devices, of one node or several, beside
+that of one.
+"""
 
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 from caffepy import ops
 from caffepy.collectives import peers
 from caffepy.collectives.sync import reason_unavailable
-from caffepy.collectives.topology import all_joined
+from caffepy.collectives.topology import Topology, all_joined
+from caffepy.collectives.world import World
 from caffepy.commands.bench.train import WINDOW, Trainer
+from caffepy.commands.nodes import check_alike, gpus_of_process, nodes, threads_of_process
 from caffepy.core.errors import UsageError
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
 from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.nodes import gather
 from caffepy.report.performance import difference, shares
 from caffepy.report.text import AsJson
 
@@ -23,14 +29,16 @@ CPU = "the CPU"
 
 @dataclass(frozen=True)
 class Point:
-    """Speed of a number of devices: images a second of all, which is `times` that of one.
+    """Speed of a number of devices of so many nodes: images a second of all, which is `times` that
+    of one.
 
     `efficiency` is `times` by the number of devices; on the CPU, of which one solver alone uses all
-    threads, it is `times`. `ms` is the time of an iteration, `exposed` the share of it in which
-    devices, in the mean, only synchronize.
+    threads of its node, by that of nodes. `ms` is the time of an iteration, `exposed` the share of
+    it in which devices, in the mean, only synchronize.
     """
 
     devices: int
+    nodes: int
     images_per_s: float
     times: float
     efficiency: float
@@ -52,16 +60,25 @@ class Scaling(AsJson):
 
     def table(self) -> str:
         """Return a table as text."""
+        several = self.points[-1].nodes > 1
         head = f"{self.net} on {self.device}, {self.precision}, batch {self.batch} each"
+        nodes = " nodes" if several else ""
         lines = [
             f"{head}, sync {self.sync}",
-            " devices    images/s   times one  efficiency        ms  exposed sync",
+            f"{nodes} devices    images/s   times one  efficiency        ms  exposed sync",
         ]
         for p in self.points:
+            nodes = f"{p.nodes:6}" if several else ""
             speeds = f"{p.images_per_s:12.0f}{p.times:12.2f}{p.efficiency:12.1%}"
-            lines.append(f"{p.devices:8}{speeds}{p.ms:10.3f}{p.exposed:14.1%}")
+            lines.append(f"{nodes}{p.devices:8}{speeds}{p.ms:10.3f}{p.exposed:14.1%}")
+        if several:
+            lines.append("of one node: the slowest, while each trains by itself")
         if self.device == CPU:
-            lines.append("efficiency is that against one solver, which uses all threads by itself")
+            lines.append(
+                "efficiency is that against one solver, which uses all threads of its node"
+                if several
+                else "efficiency is that against one solver, which uses all threads by itself"
+            )
         return "\n".join(lines)
 
 
@@ -79,37 +96,77 @@ def bench_scaling(
     """Train the net of the solver file on synthetic data with 1, 2, 4, ... and all of the devices.
 
     `gpu` names GPUs ("all" for every one), `cpu` is a number of solvers on the CPU, `batch` that of
-    each device. UsageError if `sync` cannot synchronize one of these numbers of devices.
+    each device. The nodes that mpirun or srun started each do so, and then all together. UsageError
+    if `sync` cannot synchronize one of these numbers of devices.
     """
-    numbers = gpu_numbers(gpu) if gpu else []
-    size = len(numbers) or max(1, cpu)
-    counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n <= size} | {size})
-    for count in counts[1:]:
-        joined = peers.query(numbers[:count]) if numbers else all_joined(count)
-        if why := reason_unavailable(sync, joined, bool(numbers)):
-            raise UsageError(f"--sync {sync}: {why}")
-    points: list[Point] = []
-    for count in counts:
-        gpus = [CudaDevice(number) for number in numbers[:count]]
-        devices: Sequence[Device] = gpus or [Device() for _ in range(count)]
-        ops.set_precision(devices[0], precision)
-        with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
-            with p2p_manager(trainer.solver, devices, SyncOptions(sync)) as manager:
-                trainer.window(5)
-                iterations = trainer.iterations_in(WINDOW)
-                before = manager.seconds() if manager else []
-                done = [trainer.window(iterations) for _ in range(windows)]
-                after = manager.seconds() if manager else []
-            ms = median(w.seconds / w.iterations for w in done) * 1000
-            hosts = [w.host_ms for w in done if w.host_ms is not None]
-            rate = count * trainer.batch / ms * 1000
-            times = rate / points[0].images_per_s if points else 1.0
-            spent = [difference(*both) for both in zip(after, before, strict=True)]
-            exposed = shares(spent)["synchronization"] if spent else 0.0
-            host_ms = median(hosts) if hosts else None
-            efficiency = times / count if gpus else times
-            points.append(Point(count, rate, times, efficiency, ms, exposed, host_ms))
-            name, each = trainer.net.name, trainer.batch
-    first = devices[0]
-    kind = first.name if isinstance(first, CudaDevice) else CPU
-    return Scaling(name, kind, first.math_mode.precision, sync, each, points)
+    with nodes() as world:
+        gpu = gpus_of_process(gpu, world)
+        numbers = gpu_numbers(gpu) if gpu else []
+        size = len(numbers) or max(1, cpu)
+        counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n <= size} | {size})
+        for count in counts[1:]:
+            joined = peers.query(numbers[:count]) if numbers else all_joined(count)
+            _check(sync, joined, bool(numbers))
+        if world:
+            alike = {
+                "solver": Path(solver).read_text(),
+                "settings": (bool(numbers), batch, image, precision, windows, sync),
+            }
+            check_alike(world, alike)
+            world.join(size)
+            joined = peers.query(numbers) if numbers else all_joined(world.size)
+            _check(sync, joined, bool(numbers), world.nodes)
+            smallest = min(world.solvers)
+            counts = [count for count in counts if count <= smallest]
+        runs: list[tuple[int, World | None]] = [(count, None) for count in counts]
+        if world:
+            runs.append((size, world))
+        points: list[Point] = []
+        for count, together in runs:
+            gpus = [CudaDevice(number) for number in numbers[:count]]
+            devices: Sequence[Device] = gpus or [Device() for _ in range(count)]
+            if world and not gpus:
+                ops.backend(devices[0]).set_num_threads(threads_of_process(world))
+            ops.set_precision(devices[0], precision)
+            with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
+                ms, exposed, host_ms = _measure(trainer, devices, sync, windows, together)
+                if world:  # the slowest node
+                    ms, exposed, host_ms = max(world.gather((ms, exposed, host_ms or 0.0)))
+                    host_ms = host_ms or None
+                count, on = (world.size, world.nodes) if world and together else (count, 1)
+                rate = count * trainer.batch / ms * 1000
+                times = rate / points[0].images_per_s if points else 1.0
+                efficiency = times / (count if gpus else on)
+                points.append(Point(count, on, rate, times, efficiency, ms, exposed, host_ms))
+                name, each = trainer.net.name, trainer.batch
+        first = devices[0]
+        kind = first.name if isinstance(first, CudaDevice) else CPU
+        return Scaling(name, kind, first.math_mode.precision, sync, each, points)
+
+
+def _check(sync: str, topology: Topology, gpu: bool, nodes: int = 1) -> None:
+    if why := reason_unavailable(sync, topology, gpu, nodes):
+        raise UsageError(f"--sync {sync}: {why}")
+
+
+def _measure(
+    trainer: Trainer, devices: Sequence[Device], sync: str, windows: int, world: World | None
+) -> tuple[float, float, float | None]:
+    """Return the milliseconds of an iteration, the share that only synchronizes, and the host's
+    milliseconds, of solvers on these devices, and with them those of other nodes.
+    """
+    with p2p_manager(trainer.solver, devices, SyncOptions(sync), world=world) as manager:
+        trainer.window(5)
+        iterations = trainer.iterations_in(WINDOW)
+        if manager:  # of the first node
+            iterations = gather(manager.group, [iterations])[0]
+        before = manager.seconds() if manager else []
+        done = [trainer.window(iterations) for _ in range(windows)]
+        after = manager.seconds() if manager else []
+    hosts = [w.host_ms for w in done if w.host_ms is not None]
+    spent = [difference(*both) for both in zip(after, before, strict=True)]
+    return (
+        median(w.seconds / w.iterations for w in done) * 1000,
+        shares(spent)["synchronization"] if spent else 0.0,
+        median(hosts) if hosts else None,
+    )

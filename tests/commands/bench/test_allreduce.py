@@ -1,10 +1,15 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from caffepy.collectives.sync import HostSync
 from caffepy.commands.bench.allreduce import AllReduceBench, bench_allreduce, parse_sizes, show_size
-from caffepy.core.errors import UsageError
+from caffepy.core.errors import SyncError, UsageError
+
+Nodes = Callable[[int, Callable[[int], Any]], list[Any]]
 
 
 def test_sizes_are_lists_and_ranges() -> None:
@@ -87,3 +92,28 @@ def test_only_what_is_named_is_timed_and_must_be_there() -> None:
         .left_out["muji"]
         .startswith("it is for 2, 4 or 8 devices")
     )
+
+
+def test_ranks_of_several_nodes(as_nodes: Nodes) -> None:
+    first, second = as_nodes(2, lambda number: bench_allreduce(cpu=1 + number, sizes="4K,8K"))
+    assert isinstance(first, AllReduceBench), first
+    assert first == second
+    assert (first.ranks, first.devices) == (3, "the CPU of 2 nodes")
+    assert {t.sync for t in first.timings} == {"tree", "flat"}
+    assert "muji" in first.left_out
+
+
+def test_a_wrong_mean_on_one_node_ends_all(
+    as_nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduce = HostSync.reduce
+
+    def wrong(self: HostSync, count: int) -> None:
+        reduce(self, count)
+        if self.universal_rank == 1:
+            self._diffs[1][:count] += 1
+
+    monkeypatch.setattr(HostSync, "reduce", wrong)
+    first, second = as_nodes(2, lambda number: bench_allreduce(cpu=1, sizes="4K", sync="flat"))
+    assert "the mean of 1024 numbers in rank 1 (host host1) is wrong" in str(first)
+    assert isinstance(second, SystemExit | SyncError)

@@ -34,7 +34,7 @@ def test_two_solvers_beside_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_says_what_efficiency_is_on_the_cpu() -> None:
-    point = scaling.Point(1, 100.0, 1.0, 1.0, 10.0, 0.0, None)
+    point = scaling.Point(1, 1, 100.0, 1.0, 1.0, 10.0, 0.0, None)
     tables = [
         scaling.Scaling("net", on, "fp32", "flat", 1, [point]).table()
         for on in ("the CPU", "NVIDIA H200")
