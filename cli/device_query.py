@@ -1,6 +1,5 @@
 """caffepy device-query"""
 
-import json
 import logging
 import os
 import platform
@@ -69,6 +68,8 @@ def device_query(gpu: str | None, as_json: bool) -> None:
     cpu = {"name": cpu_name(), "threads": os.cpu_count()}
     if as_json:
         told = [{name: _value(properties[name]) for name in LABELS.values()} for properties in gpus]
+        import json
+
         click.echo(json.dumps({"cpu": cpu, "gpus": told}))
         return
     click.echo(f"CPU: {cpu['name']}, {cpu['threads']} threads")

@@ -1,7 +1,6 @@
 """One registry class: names to things, filled by decorators, helpful about unknown names."""
 
 from collections.abc import Callable, Iterable, Iterator
-from difflib import SequenceMatcher
 from typing import TypeVar
 
 from caffepy.core.errors import ConfigError
@@ -20,6 +19,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     The name, if not too short, may be like the beginning of a known one; of several the first is
     the nearest.
     """
+    from difflib import SequenceMatcher  # only needed for a mistake
+
     folded = name.casefold()
 
     def likeness(of: str) -> float:
