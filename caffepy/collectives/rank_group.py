@@ -136,6 +136,7 @@ class RankGroup:
             while not (self.stopped or ended.wait(WATCH)):
                 if error := self.world.failure():
                     self.abort(REMOTE, error)
+                self.world.answer(self.root_is_away)
 
         threading.Thread(target=watch, name="caffepy nodes", daemon=True).start()
 
@@ -162,11 +163,16 @@ class RankGroup:
             self.missing = found
             names = ", ".join(map(self.name, found)) or "another rank"
             waited = more if found == missing else ""
-            error = SyncError(f"{names} made no progress for {seconds:g} s ({self.phase}){waited}")
+            error = self._no_progress(names, seconds, waited)
             log.error("%s\n%s", error, doing)
             self._fail(found[0] if found else 0, error)
             if self.world.nodes > 1:
                 self.world.tell(self.named(found[0] if found else 0, error))
+
+    def _no_progress(self, names: str, seconds: float, more: str = "") -> SyncError:
+        return SyncError(
+            f"{names} made no progress for {seconds:g} s ({self.phase}{self.world.at}){more}"
+        )
 
     def _fail(self, rank: int, error: BaseException) -> None:
         self.failure = rank, error
@@ -232,15 +238,15 @@ class RankGroup:
         world = self.world
         if world.nodes == 1:
             return f"rank {rank}"
-        return f"rank {world.first_rank + rank} (host {world.hosts[world.node]})"
+        return f"rank {world.first_rank + rank} (host {world.hosts[world.node]}{self.world.at})"
 
     def named(self, rank: int, error: BaseException) -> BaseException:
         """Return the error with the name of the rank that it comes from."""
-        place = self.name(rank)
         if rank == REMOTE:  # which has named it
             return error
+        place = self.name(rank)
         if not isinstance(error, CaffeError):
-            if f"({place})" not in getattr(error, "__notes__", ()):
+            if not any(note.startswith("(rank ") for note in getattr(error, "__notes__", ())):
                 error.add_note(f"({place})")
             return error
         told = copy(error)  # the original may still be reported where it was raised
@@ -283,12 +289,13 @@ class RankGroup:
         def poll(missing: Sequence[int]) -> None:
             self.check(0)
             self.interrupted()
-            if wait.left() < 0 and not self.stopped:
-                names = " and ".join(map(world.describe, missing)) or "another node"
-                seconds = f"{self.deadlines[self.phase]:g} s ({self.phase})"
-                error = SyncError(f"{names} made no progress for {seconds}")
-                log.error("%s", error)
-                world.dead.update(missing)
+            if wait.left() < 0:
+                hung = world.find_hung(missing)
+                self.check(0)  # another node may have found it meanwhile
+                names = " and ".join(map(world.describe, hung)) or "another node"
+                error = self._no_progress(names, self.deadlines[self.phase])
+                log.info("%s", error)
+                world.dead.update(hung)
                 world.tell(error)
                 self.abort(REMOTE, error)
 

@@ -13,13 +13,14 @@ from contextlib import suppress
 from enum import IntEnum
 from functools import reduce
 from operator import or_
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from caffepy.core.errors import (
     ConfigError,
     DataError,
     DeviceError,
     DivergenceError,
+    RecordError,
     SyncError,
     UsageError,
 )
@@ -45,8 +46,20 @@ MOST_BETWEEN_VOTES = 64
 SET_UP_DEADLINE = 900.0
 """Seconds that the nodes wait for each other before they train."""
 
+LONGER = 3.0
+"""Seconds that the others then wait longer than node 0, which knows who is missing."""
+
+TIME_TO_ANSWER = 1.0
+"""Seconds that a node has to say if it waits, too, when another has waited too long."""
+
 LAST_WAIT = 30.0
 """Seconds that nodes wait after a failure for the one that writes the snapshot."""
+
+TOLD = (
+    *(RecordError, DataError, UsageError, ConfigError, DivergenceError, DeviceError),
+    SyncError,  # any other
+)
+"""Classes of errors that other nodes are told of."""
 
 
 class Tag(IntEnum):
@@ -57,6 +70,8 @@ class Tag(IntEnum):
     FAILURE = 3
     ARRAY = 4
     WRITTEN = 5
+    QUESTION = 6
+    ANSWER = 7
 
 
 class DeadNodeError(SyncError):
@@ -108,7 +123,7 @@ class World:
 
     `poll` is called while a wait lasts, with the nodes that are missing; what it raises ends the
     wait. `solvers` is the number of solvers of each node, known after `join`. Without a transport
-    it is the world of one process.
+    it is the world of one process. `dead` are nodes that died or do not answer.
     """
 
     def __init__(self, transport: Transport | None = None, solvers: int = 0) -> None:
@@ -116,11 +131,17 @@ class World:
         self.hosts: Sequence[str] = transport.hosts if transport else ["localhost"]
         self.solvers: Sequence[int] = [solvers] * self.nodes
         self.dead: set[int] = set()
-        self.poll: Callable[[Sequence[int]], object] = _SetUp(self)
+        self.iteration: Callable[[], int] | None = None  # of this node's root
+        self.set_up = _SetUp(self)
+        self.poll: Callable[[Sequence[int]], object] = self.set_up
         self._others = [node for node in range(self.nodes) if node != self.node]
         if transport:
             self.transport = transport
         self._notices = {node: self.transport.receive(node, Tag.FAILURE) for node in self._others}
+        self._questions = {
+            node: self.transport.receive(node, Tag.QUESTION) for node in self._others
+        }
+        self._told = list[Request]()  # messages that nobody waits for
         self._votes = _Votes(self)
 
     # who is who
@@ -142,7 +163,12 @@ class World:
     @property
     def writes_files(self) -> bool:
         """True for the lowest node that lives."""
-        return self.node == min(node for node in range(self.nodes) if node not in self.dead)
+        return self.node == self._writer
+
+    @property
+    def _writer(self) -> int:
+        living = (node for node in range(self.nodes) if node not in self.dead)
+        return min(living, default=self.node)
 
     def node_of(self, universal_rank: int) -> int:
         """Return the node of a universal rank."""
@@ -158,6 +184,11 @@ class World:
         ranks = f", universal rank{'s' if count > 1 else ''} {first}" if count else ""
         ranks += f" to {first + count - 1}" if count > 1 else ""
         return f"node {node} (host {self.hosts[node]}{ranks})"
+
+    @property
+    def at(self) -> str:
+        """The iteration, for messages over several nodes: ", iteration 7"."""
+        return f", iteration {self.iteration()}" if self.iteration and self.nodes > 1 else ""
 
     # what all nodes do together
 
@@ -209,45 +240,80 @@ class World:
 
     def tell(self, error: BaseException) -> None:
         """Tell the other nodes what ended this one, without waiting for them."""
-        told: BaseException = SyncError(str(error))
-        if type(error) in (ConfigError, DataError, DeviceError, DivergenceError, UsageError):
-            told = error
+        text = str(error) or f"node {self.node} was interrupted"
+        kind = next((kind for kind in TOLD if isinstance(error, kind)), SyncError)
         for node in self._others:
             if node not in self.dead:
-                self.transport.send(node, Tag.FAILURE, told)
+                told = kind(text), self.dead
+                self._told.append(self.transport.send(node, Tag.FAILURE, told))
 
     def failure(self) -> BaseException | None:
         """Return what another node has told or died of, if any; never blocks."""
         for notice in self._notices.values():
             try:
                 if notice.done():
-                    error: BaseException = notice.value
-                    return error
+                    error, dead = notice.value
+                    self.dead |= dead
+                    return cast(BaseException, error)
             except DeadNodeError as error:
                 return self._died(error)
         return None
 
-    def close(self, failed: bool = False) -> None:
-        """Leave the others, when all do. After a failure the node that writes files leaves first:
-        launchers end all processes when one has failed.
+    def answer(self, waits: bool) -> None:
+        """Tell the nodes that have asked if this one waits for another; never blocks."""
+        for node, question in self._questions.items():
+            with suppress(DeadNodeError):
+                if question.done():
+                    self._told.append(self.transport.send(node, Tag.ANSWER, waits))
+                    self._questions[node] = self.transport.receive(node, Tag.QUESTION)
+
+    def find_hung(self, missing: Sequence[int]) -> list[int]:
+        """Return the nodes that do not answer, or do not wait for others: for them all wait. If
+        there are none, those that are `missing` here.
         """
+        hung, until = list[int](), time.monotonic() + TIME_TO_ANSWER
+        answers: dict[int, Request] = {}
+        for node in self._others:
+            with suppress(DeadNodeError):
+                answers[node] = self.transport.receive(node, Tag.ANSWER)
+                self._told.append(self.transport.send(node, Tag.QUESTION, None))
+        for node in self._others:
+            waits = False
+            with suppress(DeadNodeError, KeyError):
+                while not (came := answers[node].done()) and time.monotonic() < until:
+                    time.sleep(LONGEST_SLEEP)
+                waits = came and answers[node].value
+            if not waits:
+                hung.append(node)
+        return hung or list(missing)
+
+    def close(self, failed: bool = False) -> bool:
+        """Leave the others, when all do. After a failure the node that writes files leaves first:
+        launchers end all processes when one has failed. Return true if it did, and this is another.
+        """
+        left = False
         if not failed:
             self._votes.end()
             self.barrier()
         elif self.nodes > 1:
-            self._await_writer()
+            left = self._await_writer()
         if self.nodes > 1:
             self.transport.close(failed)
+        return left
 
-    def _await_writer(self) -> None:
+    def _await_writer(self) -> bool:
         until = time.monotonic() + LAST_WAIT
         while not self.writes_files and time.monotonic() < until:
-            writer = min(node for node in range(self.nodes) if node not in self.dead)
+            writer = self._writer
             request = self.transport.receive(writer, Tag.WRITTEN)
             try:
-                while not request.done() and time.monotonic() < until:
+                while not (left := request.done()) and time.monotonic() < until:
+                    self.failure()  # which may tell that the writer is dead
+                    if self._writer != writer:
+                        break
                     time.sleep(LONGEST_SLEEP)
-                return
+                else:
+                    return left
             except DeadNodeError as error:
                 self.dead.add(error.node)
         living = [node for node in self._others if node not in self.dead]
@@ -256,6 +322,7 @@ class World:
         with suppress(DeadNodeError):
             while not all(request.done() for request in sent) and time.monotonic() < until:
                 time.sleep(LONGEST_SLEEP)
+        return False
 
     # waits
 
@@ -285,7 +352,7 @@ class World:
 
     def _died(self, error: DeadNodeError) -> DeadNodeError:
         self.dead.add(error.node)
-        error.message = f"{self.describe(error.node)} has died"
+        error.message = f"{self.describe(error.node)} has died{self.at}"
         error.args = (error.message,)
         return error
 
@@ -305,23 +372,27 @@ class World:
 
 class _SetUp:
     """What `poll` is before solvers are there: it raises another node's error, and when the nodes
-    wait too long.
+    wait too long. It calls `interrupted`, which may raise.
     """
 
     def __init__(self, world: World) -> None:
+        self.deadline = SET_UP_DEADLINE
+        self.interrupted: Callable[[], object] = lambda: None
         self._world = world
         self._begun, self._last = 0.0, 0.0
 
     def __call__(self, missing: Sequence[int]) -> None:
         if error := self._world.failure():
             raise error
+        self.interrupted()
         now = time.monotonic()
         if now - self._last > 1:  # another wait
             self._begun = now
         self._last = now
-        if now - self._begun > SET_UP_DEADLINE:
-            nodes = ", ".join(f"node {node}" for node in missing)
-            raise SyncError(f"{nodes} did not answer for {SET_UP_DEADLINE:g} s")
+        if now - self._begun > self.deadline + (LONGER if self._world.node else 0):
+            self._world.dead.update(missing)
+            nodes = " and ".join(map(self._world.describe, missing))
+            raise SyncError(f"{nodes} did not answer for {self.deadline:g} s (set-up)")
 
 
 class _Votes:

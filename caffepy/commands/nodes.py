@@ -47,11 +47,12 @@ def nodes() -> Iterator[World | None]:
     if not launched():
         yield None
         return
+    _end_with_parent(signal.SIGKILL)  # MPI_Init listens to nothing
     transport = start()
     _node = transport.node
+    _end_with_parent(signal.SIGTERM)
     widen_affinity(transport.processes_on_host, transport.rank_on_host)
     world = World(transport)
-    _end_with_parent()
     with _warnings_only() if world.node else nullcontext():
         try:
             yield world
@@ -64,7 +65,8 @@ def nodes() -> Iterator[World | None]:
 def _leave(world: World, error: BaseException) -> None:
     """Tell the other nodes of an error, unless it is theirs, and leave them.
 
-    Raises SystemExit with its exit code where another node shows it.
+    Raises SystemExit with its exit code where another node shows one: the node that writes files
+    does, so that there is one message even if all have met the same.
     """
     theirs = world.failure()
     if theirs is None:
@@ -72,10 +74,10 @@ def _leave(world: World, error: BaseException) -> None:
             place = f"node {world.node} (host {world.hosts[world.node]})"
             error.where = f"{place}: {error.where}" if error.where else place
         world.tell(error)
-    world.close(failed=True)
-    if isinstance(theirs, CaffeError) and not world.writes_files:
-        log.info("%s", theirs)
-        raise SystemExit(theirs.exit_code) from error
+    is_shown = world.close(failed=True)
+    if is_shown and isinstance(error, CaffeError):
+        log.info("%s", error)
+        raise SystemExit(error.exit_code) from error
 
 
 def gpus_of_process(gpu: str | None, world: World | None) -> str | None:
@@ -139,10 +141,10 @@ def seed_of_all(world: World, seed: int) -> int:
     return int(world.broadcast(seed if seed >= 0 else drawn))
 
 
-def _end_with_parent() -> None:
-    """Get SIGTERM, as from a user, when the launcher dies; only Linux can."""
+def _end_with_parent(number: int) -> None:
+    """Get this signal when the launcher dies; only Linux can."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from caffepy import ops
+from caffepy.collectives.mpi import launched
 from caffepy.collectives.rank_group import DEADLINES
 from caffepy.collectives.world import World
 from caffepy.commands.devices import choose_for_training
@@ -141,32 +142,35 @@ def train(options: TrainOptions) -> TrainResult:
     """
     if options.snapshot and options.weights and options.snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
-    with nodes() as world:
-        return _train_as_node(options, world)
+    signals = Signals(options.sigint_effect, options.sighup_effect, options.sigusr1_effect)
+    monitor = Monitor(signals, options.grace, options.last_resort)
+    deadlines = {**DEADLINES, **options.deadlines}
+    with signals, monitor:
+        if launched():
+            monitor.begin(deadlines, ends=True)  # MPI_Init may keep Python's lock for ever
+        with nodes() as world:
+            if world:
+                world.set_up.deadline = deadlines["set-up"]
+                world.set_up.interrupted = signals.check
+            return _train_as_node(options, monitor, world)
 
 
-def _train_as_node(options: TrainOptions, world: World | None) -> TrainResult:
-    rollback = on_divergence(options.on_divergence)
+def _train_as_node(options: TrainOptions, monitor: Monitor, world: World | None) -> TrainResult:
+    rollback, log_dir = on_divergence(options.on_divergence), options.log_dir
     if rollback and options.keep == 1:
         raise UsageError(
             "--on-divergence rollback needs --keep 2 or more: where the iteration after a snapshot "
             "diverges, it goes back to the one before"
         )
-    signals = Signals(options.sigint_effect, options.sighup_effect, options.sigusr1_effect)
-    monitor = Monitor(signals, options.grace, options.last_resort)
-    log_dir = options.log_dir
-    with (
-        signals,
-        monitor,
-        nullcontext() if log_dir is None else logging_to(stderr=False, log_dir=log_dir),
-    ):
+    with nullcontext() if log_dir is None else logging_to(stderr=False, log_dir=log_dir):
         param = read_solver(options.solver)
         check_max_iter(param, options.solver)
         gpu = gpus_of_process(options.gpu, world)
         devices = choose_for_training(gpu, options.cpu, param, options.solver)
-        ends = bool(options.deadlines) or len(devices) > 1 or world is not None
-        monitor.begin({**DEADLINES, **options.deadlines}, ends)
-        if world:
+        if world is None:
+            ends = bool(options.deadlines) or len(devices) > 1
+            monitor.begin({**DEADLINES, **options.deadlines}, ends)
+        else:
             _meet(options, param, devices, world)
         _set_up(options, param, devices[0])
         first: str | None = None

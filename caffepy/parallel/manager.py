@@ -39,7 +39,7 @@ from caffepy.collectives import peers
 from caffepy.collectives.rank_group import DEADLINES
 from caffepy.collectives.topology import Topology, all_joined
 from caffepy.collectives.world import World
-from caffepy.core.errors import ConfigError, LostDeviceError
+from caffepy.core.errors import CaffeError, ConfigError, LostDeviceError
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads
@@ -110,6 +110,7 @@ class P2PManager(WorkerGroup):
 
         self._ranks = Workers(devices, make, deadlines, signals, save, last_resort, world)
         self.group, self._threads = self._ranks.group, self._ranks.threads
+        self.group.world.iteration = lambda: root.iter
         self.size, self._first = self.group.world.size, self.group.world.first_rank
         self.watchdog = self._ranks.watchdog
         self._turns = Turns(self.group, devices, self.raise_worker_error)
@@ -330,6 +331,18 @@ class P2PManager(WorkerGroup):
     @property
     def writes_files(self) -> bool:  # type: ignore[override]
         return self.group.world.writes_files
+
+    def write(self, files: Callable[[], object]) -> None:
+        error: CaffeError | None = None
+        try:
+            super().write(files)
+        except CaffeError as met:
+            error = met
+        if self.group.world.nodes > 1 and not self.failed:
+            with self.group.among_nodes() as world:
+                error = world.broadcast(error)
+        if error:
+            raise error
 
     def vote(self, action: Action) -> Action:
         if self.group.world.nodes == 1:

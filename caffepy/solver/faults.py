@@ -90,8 +90,9 @@ def _save_before_failing(resume_state: ResumeState, error: BaseException) -> Non
         step.restore_stats()
     what = "The data failed" if isinstance(error, DataError) else "A solver failed"
     what = str(error) if isinstance(error, StopError) else what
-    text = "%s; what was learned up to iteration %d is saved before the run ends"
-    log.warning(text, what, iteration)
+    if resume_state.iterations.trainer.workers.writes_files:
+        text = "%s; what was learned up to iteration %d is saved before the run ends"
+        log.warning(text, what, iteration)
     try:
         resume_state.save()
     except Exception as error:  # the error that ends the run is the one to raise

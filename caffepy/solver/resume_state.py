@@ -118,9 +118,10 @@ class ResumeState:
             "control": step.update_state.state(),
             **iterations.display.state(number),
         }
-        announce, diff = reporter.snapshotted, param.snapshot_diff
-        if workers.writes_files:
-            snapshot.write(files, step.net, state, sidecar, diff, announce, self._folder)
+        announce, diff, folder = reporter.snapshotted, param.snapshot_diff, self._folder
+        workers.write(
+            lambda: snapshot.write(files, step.net, state, sidecar, diff, announce, folder)
+        )
         self._failed_at, self._saved = -1, (number, files.state)
 
     def try_to_save(self) -> None:
@@ -136,7 +137,8 @@ class ResumeState:
             if self.iterations.trainer.workers.failed:
                 raise
             number = self.iterations.iter
-            log.error("No snapshot of iteration %d: %s; training goes on", number, error)
+            if self.iterations.trainer.workers.writes_files:
+                log.error("No snapshot of iteration %d: %s; training goes on", number, error)
 
     def restore(self, path: str) -> None:
         """Continue from a snapshot; exactly, if its sidecar lies beside it."""

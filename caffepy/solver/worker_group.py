@@ -13,7 +13,7 @@ workers; P2PManager overrides every method. Work that is started here runs on th
 root's own; errors of workers are raised where the root waits for them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -85,6 +85,11 @@ class WorkerGroup:
     def totals(self, k: int, own: Totals) -> list[Totals]:
         """End the test; return the totals of all solvers, of which these are the root's."""
         return [own]
+
+    def write(self, files: Callable[[], object]) -> None:
+        """Write files by this call, on one node; all raise the CaffeError that it raises there."""
+        if self.writes_files:
+            files()
 
     def vote(self, action: Action) -> Action:
         """Return what the signals of any node ask for, at the same call on all nodes."""

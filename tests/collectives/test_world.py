@@ -12,7 +12,14 @@ from caffepy.collectives.sync import Choice
 from caffepy.collectives.synchronizer import FlatParams
 from caffepy.collectives.topology import all_joined
 from caffepy.collectives.world import DeadNodeError, World
-from caffepy.core.errors import DataError, SyncError
+from caffepy.core.errors import (
+    CaffeError,
+    ConfigError,
+    DataError,
+    RecordError,
+    SyncError,
+    UserCodeError,
+)
 from caffepy.device.device import Device
 from tests.collectives.threads_world import Wires, run_nodes
 
@@ -145,12 +152,17 @@ def test_the_mean_does_not_depend_on_the_split(name: str, split: list[int]) -> N
     assert (results[1][1] is None) == (name == "tree")
 
 
-def waiting_groups(wires: Wires, seconds: float, act: dict[int, object]) -> list[object]:
-    """Three nodes of two ranks that meet again and again, until node 1 does `act` instead."""
+def waiting_groups(
+    wires: Wires, seconds: float | list[float], act: dict[int, object]
+) -> list[object]:
+    """Three nodes of two ranks that meet again and again, until node 1 does `act` instead.
+    `seconds` is the deadline, or that of each node.
+    """
+    deadlines = seconds if isinstance(seconds, list) else [seconds] * 3
 
     def work(world: World) -> object:
         world.join(2)
-        group = RankGroup(2, {"step": seconds}, world)
+        group = RankGroup(2, {"step": deadlines[world.node]}, world)
         group.phase = "step"
         group.watch_nodes()
         errors: dict[int, BaseException] = {}
@@ -210,8 +222,78 @@ def test_a_dead_node_is_named() -> None:
 def test_nodes_that_are_cut_off_end_at_the_deadline() -> None:
     wires = Wires(3)
     results = waiting_groups(wires, 1.0, {0: wires.cut})
-    assert all(type(error) is SyncError for error in results)
-    assert str(results[1]).startswith(
-        "node 0 (host host0, universal ranks 0 to 1) made no progress"
-    )
-    assert "made no progress for 1 s (step)" in str(results[0])
+    names = [f"node {n} (host host{n}, universal ranks {2 * n} to {2 * n + 1})" for n in range(3)]
+    assert [(type(error), str(error)) for error in results] == [
+        (SyncError, f"{names[a]} and {names[b]} made no progress for 1 s (step)")
+        for a, b in ((1, 2), (0, 2), (0, 1))
+    ]
+
+
+def test_a_node_that_hangs_is_named_and_not_those_that_wait_for_it() -> None:
+    """Node 2 waits for node 0, which waits for node 1, and loses its patience first."""
+    over = threading.Event()
+
+    def hangs() -> None:
+        over.wait(20)
+        raise SystemExit
+
+    threading.Timer(4, over.set).start()
+    results = waiting_groups(Wires(3), [2.0, 2.0, 1.0], {0: hangs})
+    told = "node 1 (host host1, universal ranks 2 to 3) made no progress for 1 s (step)"
+    assert [str(error) for error in (results[0], results[2])] == [told] * 2
+
+
+def test_the_lowest_node_that_answers_writes_files() -> None:
+    """Node 2 finds that nodes 0 and 1 do not answer; node 3 hears it from node 2."""
+    wires = Wires(4)
+
+    def work(world: World) -> object:
+        if world.node == 2:
+            world.dead |= {0, 1}
+            world.tell(SyncError("no progress"))
+        if world.node == 3:
+            while world.failure() is None:
+                time.sleep(1e-3)
+        return world.node < 2 or world.close(failed=True), world.writes_files
+
+    begun = time.monotonic()
+    assert run_nodes(4, work, wires)[2:] == [(False, True), (True, False)]
+    assert time.monotonic() - begun < world.LAST_WAIT / 2
+
+
+@pytest.mark.parametrize("kind", [DataError, ConfigError, RecordError, UserCodeError, SyncError])
+def test_another_nodes_error_ends_with_its_exit_code(kind: type[CaffeError]) -> None:
+    def work(world: World) -> object:
+        if world.node:
+            world.tell(kind("wrong", *[ValueError()] * (kind is UserCodeError)))
+            return None
+        while not (error := world.failure()):
+            time.sleep(1e-3)
+        return error
+
+    error, _ = run_nodes(2, work)
+    assert (error.exit_code, str(error)) == (kind.exit_code, "wrong")
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_who_is_late_in_the_set_up_is_named_by_all(late: int) -> None:
+    over = threading.Event()
+
+    def work(world: World) -> object:
+        world.join(1)
+        world.set_up.deadline = 1.0
+        if world.node == late:
+            over.wait(20)
+        try:
+            world.barrier()
+        except SyncError as error:
+            if world.node != late:
+                world.tell(error)
+            return str(error)
+        return None
+
+    threading.Timer(6, over.set).start()
+    told = run_nodes(3, work)
+    del told[late]
+    name = f"node {late} (host host{late}, universal rank {late})"
+    assert set(told) == {f"{name} did not answer for 1 s (set-up)"}

@@ -218,7 +218,10 @@ def test_an_error_on_one_node_ends_all_with_its_name(phase: str, tmp_path: Path)
     settings = f'{SETTINGS} snapshot_prefix: "{tmp_path}/s" '
     results = run((1, 2), net(3), settings, failing(phase, act))
     assert all(isinstance(result, DataError) for result in results), results
-    assert re.search(r"rank [12] \(host host1\).*: no more records", str(results[0]))
+    found = re.search(
+        r"rank [12] \(host host1, iteration \d+\).*: no more records", str(results[0])
+    )
+    assert found, results
 
 
 @pytest.mark.parametrize("phase", ["set-up", "step", "test", "snapshot"])
@@ -235,7 +238,9 @@ def test_a_node_that_dies_is_named(phase: str, tmp_path: Path) -> None:
     results = run((1, 1, 2), net(3), settings, failing(phase, act), wires)
     for result in (results[0], results[2]):
         assert isinstance(result, DeadNodeError), result
-        assert "node 1 (host host1, universal rank 1) has died" in str(result)
+        at = {"set-up": 0, "step": 1, "test": 20, "snapshot": 6}[phase]
+        told = f"node 1 (host host1, universal rank 1) has died, iteration {at}"
+        assert str(result) == told
 
 
 @pytest.mark.parametrize("phase", ["set-up", "step", "test", "snapshot"])
