@@ -9,14 +9,12 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from caffepy.collectives.mpi import MpiTransport, launched, start, widen_affinity
 from caffepy.collectives.world import World
-from caffepy.core.errors import CaffeError, ConfigError, DeviceError, UsageError
+from caffepy.core.errors import CaffeError, DeviceError, UsageError
 from caffepy.device.gpus import gpu_numbers
 from caffepy.device.threads import num_threads
 
@@ -113,26 +111,6 @@ def threads_of_process(world: World) -> int:
     everywhere = os.cpu_count() or 1
     share = max(1, everywhere // transport.processes_on_host)
     return min(num_threads(), share) if bound and bound > share else num_threads()
-
-
-def check_alike(world: World, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError, which names the odd node, unless all nodes have these settings."""
-    caffepy = "unknown"  # as where it is run from a clone
-    with suppress(PackageNotFoundError):
-        caffepy = version("caffepy")
-    first, *others = world.gather({"version of caffepy": caffepy, **settings})
-    for node, own in enumerate(others, start=1):
-        for name, value in own.items():
-            if value != first[name]:
-                raise ConfigError(
-                    f"the {name} of {world.describe(node)} is not that of node 0: "
-                    f"{_short(value)} instead of {_short(first[name])}"
-                )
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) < 60 else f"{text[:40]}... ({len(text)} characters)"
 
 
 def seed_of_all(world: World, seed: int) -> int:

@@ -16,13 +16,14 @@ from caffepy import ops
 from caffepy.collectives.rank_group import DEADLINES, RankGroup
 from caffepy.commands.devices import choose_for_test
 from caffepy.commands.inference import checked, definition, load_all
-from caffepy.commands.nodes import check_alike, gpus_of_process, nodes, threads_of_process
+from caffepy.commands.nodes import gpus_of_process, nodes, threads_of_process
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.events import Output
 from caffepy.data.loader import tolerating
 from caffepy.device.blob import Array, shape_string
 from caffepy.layer.data import HDF5Output
 from caffepy.net import Net
+from caffepy.parallel.nodes import check_alike, check_data
 from caffepy.parallel.turns import Turns
 from caffepy.parallel.workers import Workers
 from caffepy.proto.text import format as format_text
@@ -136,6 +137,7 @@ def _follow_first(net: Net, group: RankGroup, path: str) -> None:
     """Give the nets of all nodes the parameters and the state of data layers of the first."""
     if any(isinstance(layer, HDF5Output) for layer in net.layers):
         raise ConfigError("an HDF5Output layer writes the batches of one process: start one", path)
+    check_data([net], net.device, group)
     device, layers = net.device, net.shared_layers
     with device.scope(), group.among_nodes() as world:
         arrays = [np.ascontiguousarray(device.on_host(param.data)) for param in net.params]

@@ -11,11 +11,12 @@ from typing import Any
 from caffepy import ops
 from caffepy.collectives.world import World
 from caffepy.commands.devices import choose_device
-from caffepy.commands.nodes import check_alike, gpus_of_process, nodes, threads_of_process
+from caffepy.commands.nodes import gpus_of_process, nodes, threads_of_process
 from caffepy.core.errors import ConfigError
 from caffepy.layer.base import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
+from caffepy.parallel.nodes import check_alike
 from caffepy.proto.caffe_pb2 import TEST, TRAIN
 from caffepy.proto.text import format as format_text
 from caffepy.proto.text import read_net

@@ -15,13 +15,7 @@ from caffepy.collectives.mpi import launched
 from caffepy.collectives.rank_group import DEADLINES
 from caffepy.collectives.world import World
 from caffepy.commands.devices import choose_for_training
-from caffepy.commands.nodes import (
-    check_alike,
-    gpus_of_process,
-    nodes,
-    seed_of_all,
-    threads_of_process,
-)
+from caffepy.commands.nodes import gpus_of_process, nodes, seed_of_all, threads_of_process
 from caffepy.commands.rollback import STOP, Rollback, Start, on_divergence
 from caffepy.core.errors import STOPPED, ConfigError, DivergenceError, UsageError
 from caffepy.core.events import Output
@@ -30,6 +24,7 @@ from caffepy.data.loader import tolerating
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.nodes import check_alike
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import format as format_text
 from caffepy.proto.text import read_net, read_solver

@@ -154,6 +154,10 @@ class Loader:
         """(C, h, w) of the next image of a batch, which is not consumed."""
         raise NotImplementedError
 
+    def extent(self) -> str:
+        """The size of the source and the names of its ends, see `Source.extent`."""
+        raise NotImplementedError
+
     def load(self, batch: Batch) -> None:
         """Fill the batch with the next images and set its state to that after them."""
         raise NotImplementedError
@@ -209,6 +213,9 @@ class SequentialLoader(Loader):
 
     def shape(self) -> Shape:
         return self.transformer.output_shape(self._peek().shape)
+
+    def extent(self) -> str:
+        return self.source.extent()
 
     def _peek(self) -> Array:
         source = self.source

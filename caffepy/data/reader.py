@@ -226,6 +226,10 @@ class Reader:
         self._deal: Sequence[Turn] = ALONE
         self._thread: threading.Thread | None = None
 
+    def extent(self) -> str:
+        """The size of the source and the names of its ends, see `Source.extent`."""
+        return self._loader.extent()
+
     def serve(
         self,
         scopes: Sequence[Callable[[], AbstractContextManager[object]]],

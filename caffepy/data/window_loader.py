@@ -136,6 +136,9 @@ class WindowLoader(Loader):
     def shape(self) -> Shape:
         return CHANNELS, self._crop, self._crop
 
+    def extent(self) -> str:
+        return f'{len(self._images):,} images, from "{self._images[0]}" to "{self._images[-1]}"'
+
     def load(self, batch: Batch) -> None:
         """Fill the batch with windows; each draws its number, then its mirroring."""
         images, labels = self._room(batch)

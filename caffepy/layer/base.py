@@ -195,6 +195,12 @@ class Layer:
         A layer with bottoms takes what comes.
         """
 
+    def extent(self) -> str:
+        """The size of the data that the layer reads and the names of their ends, in words: what all
+        nodes must have in common. Empty if it reads none.
+        """
+        return ""
+
     def state(self) -> dict[str, Any]:
         """State beside the parameters that a resumed run needs: numbers, strings, lists, arrays."""
         return {}

@@ -95,6 +95,9 @@ class Prefetching(Feed):
         self._means: dict[object, Blob] = {}  # by the device on which the tops lie
         self._reader = Reader(loader, prefetch, self.dtype, self.ops.Staging)
 
+    def extent(self) -> str:
+        return self._reader.extent() if self._reader else ""
+
     def serve(self, devices: Sequence[Device], deal: Sequence[Turn] | None = None) -> None:
         if self._reader:
             self._reader.serve([device.scope for device in devices], deal)
@@ -250,6 +253,9 @@ class HDF5Data(Feed):
         self._rows = HDF5Rows(locate(param.source, self.path), self.param.top, self.dtype, seed)
         for blob, shape in zip(top, self._rows.row_shapes, strict=True):
             blob.reshape((param.batch_size, *shape))
+
+    def extent(self) -> str:
+        return self._rows.extent()
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.hand_over(top, self._rows.read)

@@ -44,7 +44,13 @@ from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads
 from caffepy.parallel import batch_norm
-from caffepy.parallel.nodes import follow_first, gather, own_positions, restored_positions
+from caffepy.parallel.nodes import (
+    check_data,
+    follow_first,
+    gather,
+    own_positions,
+    restored_positions,
+)
 from caffepy.parallel.synchronization import Synchronization
 from caffepy.parallel.turns import Turns
 from caffepy.parallel.worker import WorkerSolver, edits
@@ -133,6 +139,7 @@ class P2PManager(WorkerGroup):
             gc.collect()  # freeing an earlier solver later might wait for a GPU that waits for us
             self.group.join(0)
             self.group.watch_nodes()
+            check_data(root.iterations.nets, root.device, self.group)
             follow_first(root, self.group)
             self._turns.join(root, 0)
 

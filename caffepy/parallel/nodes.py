@@ -1,22 +1,81 @@
-"""What the nodes of a run tell each other beside gradients: where they start, where their data
-layers and random numbers stand, and BatchNorm's statistics.
+"""What the nodes of a run tell each other beside gradients: what they were given, where they start,
+where their data layers and random numbers stand, and BatchNorm's statistics.
 
 Data layers stand at the same batch on all nodes between iterations, since each node skips what the
 others take.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 
 from caffepy.collectives.rank_group import RankGroup
+from caffepy.collectives.world import World
+from caffepy.core.errors import ConfigError, DataError, DeviceError
+from caffepy.device.device import Device
+from caffepy.device.gpus import nccl_version
 from caffepy.layer import Layer
 from caffepy.net import Net
+from caffepy.proto.text import where
 from caffepy.solver import Solver
 from caffepy.solver.positions import set_positions, take_positions
 
 Positions = dict[str, Any]
+
+
+def check_alike(world: World, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError, which names the odd node, unless all nodes have these settings."""
+    caffepy = "unknown"  # as where it is run from a clone
+    with suppress(PackageNotFoundError):
+        caffepy = version("caffepy")
+    settings = {"version of caffepy": caffepy, **settings}
+    _compare(world, settings, lambda name, message: ConfigError(message))
+
+
+def check_data(nets: Sequence[Net], device: Device, group: RankGroup) -> None:
+    """Raise DataError, which names the odd node, unless the layers of these nets read the same data
+    on all nodes, as far as their number and their ends tell; DeviceError for NCCL.
+    """
+    if group.world.nodes == 1:
+        return
+    layers = [node.layer for net in nets for _, node in net.own_nodes if node.layer.reads_files]
+    readers = {f"data: {i}": layer for i, layer in enumerate(layers)}
+    extents = {name: layer.extent() for name, layer in readers.items()}
+
+    def at_layer(name: str, message: str) -> DataError:
+        return DataError(message, where(readers[name].path, readers[name].param))
+
+    with group.among_nodes() as world:
+        _compare(world, extents, at_layer)
+        if device.is_cuda:
+            nccl = {"version of NCCL": nccl_version()}
+            _compare(world, nccl, lambda name, message: DeviceError(message))
+
+
+def _compare(
+    world: World, values: Mapping[str, Any], error: Callable[[str, str], Exception]
+) -> None:
+    """Raise `error(name, message)` on node 0 for the first value that another node has otherwise;
+    the others wait until it has compared, and get its error.
+    """
+    first, *others = world.gather(dict(values))
+    for node, theirs in enumerate(others if world.node == 0 else (), start=1):
+        for name, value in theirs.items():
+            if value != first[name]:
+                what, value, right = name.split(":")[0], _short(value), _short(first[name])
+                place = world.describe(node)
+                raise error(
+                    name, f"the {what} of {place} is not that of node 0: {value} instead of {right}"
+                )
+    world.broadcast()
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) < 160 else f"{text[:40]}... ({len(text)} characters)"
 
 
 def gather(group: RankGroup, values: Sequence[Any]) -> list[Any]:

@@ -17,11 +17,12 @@ from caffepy.collectives.sync import NAMES, Choice, choose, reason_unavailable
 from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.collectives.topology import all_joined
 from caffepy.collectives.world import World
-from caffepy.commands.nodes import check_alike, gpus_of_process, nodes
+from caffepy.commands.nodes import gpus_of_process, nodes
 from caffepy.core.errors import SyncError, UsageError
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
+from caffepy.parallel.nodes import check_alike
 from caffepy.report import plot
 from caffepy.report.text import AsJson, columns
 

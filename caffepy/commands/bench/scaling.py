@@ -14,13 +14,13 @@ from caffepy.collectives.sync import reason_unavailable
 from caffepy.collectives.topology import Topology, all_joined
 from caffepy.collectives.world import World
 from caffepy.commands.bench.train import WINDOW, Trainer
-from caffepy.commands.nodes import check_alike, gpus_of_process, nodes, threads_of_process
+from caffepy.commands.nodes import gpus_of_process, nodes, threads_of_process
 from caffepy.core.errors import UsageError
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
 from caffepy.parallel.manager import SyncOptions, p2p_manager
-from caffepy.parallel.nodes import gather
+from caffepy.parallel.nodes import check_alike, gather
 from caffepy.report.performance import difference, shares
 from caffepy.report.text import AsJson
 

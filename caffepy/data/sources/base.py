@@ -108,6 +108,12 @@ class Source(AnySource):
         """Number of items; None if only reading all of them would tell."""
         return len(self)
 
+    def extent(self) -> str:
+        """Number of items, names of the first and the last, in words, without reading all: what
+        machines compare that must have the same data. It does not move; any thread may call it.
+        """
+        raise NotImplementedError
+
     def peek(self) -> Any:
         """The next item, which is not consumed."""
         raise NotImplementedError

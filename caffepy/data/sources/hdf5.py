@@ -126,6 +126,14 @@ class HDF5Rows:
         """The shape of one row of each dataset."""
         return [a.shape[1:] for a in self._arrays]
 
+    def extent(self) -> str:
+        """Number of files, and the rows of the first and the last."""
+        first, last = (
+            f'"{os.path.basename(file)}" ({self._count(file):,} rows)'
+            for file in (self._files[0], self._files[-1])
+        )
+        return f"{len(self._files):,} files, from {first} to {last}"
+
     def read(self, outs: Sequence[Array]) -> None:
         """Fill the arrays (N, ...), one a dataset, with the next N rows."""
         if not self._ready or self._loaded != self._visit:

@@ -122,6 +122,11 @@ class ImageList(NumberedSource):
     def stored(self, item: int, image: Array) -> str:
         return encoding_of(read_regular(self._root + self.key(item))[:LONGEST_SIGNATURE])
 
+    def extent(self) -> str:
+        """Number of lines, and the first and the last, labels included."""
+        first, last = (" ".join(map(str, self._entries[i])) for i in (0, -1))
+        return f'{len(self):,} lines, from "{first}" to "{last}"'
+
     def key(self, item: int) -> str:
         """The path, as the list has it."""
         return self._entries[item][0]

@@ -9,7 +9,7 @@ from weakref import finalize
 
 from caffepy.core.errors import DataError, install
 from caffepy.core.files import temporary
-from caffepy.data.sources.databases import Database, text_of
+from caffepy.data.sources.databases import Database, printable, text_of
 
 LINKED = "caffepy-leveldb"
 OWN_FILES = ("LOCK", "LOG", "LOG.old")  # of a process that has a LevelDB open
@@ -41,6 +41,14 @@ class LevelDB(Database):
             text = self._text_of(error)
         # outside the except block: the library's error is gone, and the iterator it refers to
         raise DataError(f"{self.path} is damaged: {text}")
+
+    def extent(self) -> str:
+        """The first and the last key; only reading all records would tell their number."""
+        with self._described(), closing(self._database.raw_iterator()) as cursor:
+            cursor.seek_to_first()
+            first = printable(cursor.key())
+            cursor.seek_to_last()
+            return f"records from {first} to {printable(cursor.key())}"
 
     def _count(self) -> int:
         with closing(self._database.iterator(include_value=False)) as keys:

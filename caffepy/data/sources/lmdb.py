@@ -8,7 +8,7 @@ from typing import Any
 import lmdb
 
 from caffepy.core.errors import DataError
-from caffepy.data.sources.databases import Database, Records
+from caffepy.data.sources.databases import Database, Records, printable
 from caffepy.data.sources.lmdb_pages import Pages
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,11 @@ class LMDB(Database):
         if not 0 < count <= size:
             raise DataError(f"{self.path} is damaged: it claims {count} records in {size} bytes")
         return count
+
+    def extent(self) -> str:
+        self._pages.check_unchanged()
+        first, last = map(printable, self._pages.ends())
+        return f"{len(self):,} records, from {first} to {last}"
 
     def once(self, size: int) -> Iterator[Records]:
         self.seek(0)

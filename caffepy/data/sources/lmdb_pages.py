@@ -138,6 +138,15 @@ class Pages:
         """Check the next leaves; DataError names the first damaged page."""
         self._block(len(self._ends) - 1)
 
+    def ends(self) -> list[bytes]:
+        """The first and the last key; DataError if their pages are damaged."""
+        found = []
+        for leaf, node in ((self._leaves[:1], 0), (self._leaves[-1:], -1)):
+            nodes, _, _, sizes = self._nodes(leaf, LEAF)
+            start = nodes[node] + NODE
+            found.append(self.bytes[start : start + sizes[node]].tobytes())
+        return found
+
     def places(self, index: int) -> Array:
         """Places in `bytes` of record `index` and some after it: rows of key start, key size, value
         start, value size, number of the record.
