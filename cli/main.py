@@ -292,7 +292,11 @@ def _misuse(error: click.UsageError) -> str:
     message = error.format_message()
     command = error.ctx.command if error.ctx else None
     if command in (train, test, time) and message.startswith("Got unexpected extra argument"):
-        message += f"; give the file as {'--solver' if command is train else '--model'} FILE"
+        extra = message[message.index("(") + 1 : message.rindex(")")]
+        remedy = f"give the file as {'--solver' if command is train else '--model'} FILE"
+        if command is not time and extra.replace(",", "").isdigit():
+            remedy = f"--cpu takes the number of solvers, as in --cpu {extra.count(',') + 1}"
+        message += f"; {remedy}"
     return message
 
 

@@ -176,6 +176,10 @@ TYPOS = {
         "train digits",
         "Got unexpected extra argument (digits); give the file as --solver FILE",
     ),
+    "solvers as a list": (
+        "train --solver digits --cpu 0,1,2",
+        "Got unexpected extra argument (0,1,2); --cpu takes the number of solvers, as in --cpu 3",
+    ),
 }
 
 
