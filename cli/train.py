@@ -127,8 +127,11 @@ def train(solver: options.Definition | None, max_restarts: int, **values: Any) -
             faulthandler.enable()  # a process that is aborted tells which thread did it
     if max_restarts:
         from caffepy.commands.restart import supervise
+        from caffepy.solver import Signals
 
-        return supervise([*sys.argv[1:], "--max-restarts", "0"], solver.path, max_restarts)
+        effects = Signals(*(values[f"{name}_effect"] for name in ("sigint", "sighup", "sigusr1")))
+        arguments = [*sys.argv[1:], "--max-restarts", "0"]
+        return supervise(arguments, solver.path, max_restarts, effects.effects)
     from caffepy.commands.train import TrainOptions
     from caffepy.commands.train import train as run
 
