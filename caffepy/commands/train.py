@@ -246,7 +246,7 @@ def _train(
                 for board in boards:
                     board.watch = Watch(solver, board.every)
                 log.info("Starting Optimization")
-                solver.solve()
+                solver.solve(goes_on=start.rollbacks > 0)
             log.info("Optimization Done.")
         except KeyboardInterrupt as interrupt:
             if not (isinstance(interrupt, StopError) or solver.resume_state.saved_now):

@@ -269,12 +269,15 @@ class Solver:
             )
         self.iterations.apply_update()
 
-    def solve(self, state_file: str | None = None) -> None:
-        """Train up to max_iter, from a snapshot if given, with all tests and snapshots due."""
+    def solve(self, state_file: str | None = None, goes_on: bool = False) -> None:
+        """Train up to max_iter, from a snapshot if given, with all tests and snapshots due.
+
+        First look whether snapshots can be written, unless a run `goes_on` that has done so.
+        """
         param, state = self.param, self.resume_state
         writes = param.snapshot > 0 or param.snapshot_after_train
         writes = writes and self.workers.writes_files
-        if writes:
+        if writes and not goes_on:
             model = self.params.data.nbytes * (2 if param.snapshot_diff else 1)
             history = sum(flat.nbytes for flat in self.history)
             check_snapshots(param, self.path, self.net, model, history)
@@ -282,7 +285,7 @@ class Solver:
         if state_file is not None:
             log.info("Restoring previous solver status from %s", state_file)
             self.restore(state_file)
-        elif writes and not state.last_file:
+        elif writes and not state.last_file and not goes_on:
             warn_of_earlier(param.snapshot_prefix)
         with saving_what_was_learned(state):
             self.step(param.max_iter - self.iter)

@@ -5,6 +5,7 @@ of 1e5 the loss of iteration 4 is not finite.
 """
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def test_without_a_snapshot_it_starts_again_from_its_weights(
     caplog.clear()
     result = run("rollback:5e-6", 100, solvers, weights=["w.caffemodel"])
     assert result.exit_code == 0
+    assert caplog.text.count("This run starts at iteration 0") == 1  # the state still lies there
     assert rollbacks(caplog) == [
         "rollback 1 of 3: training goes on from the beginning with base_lr 100000 x 5e-06 = 0.5"
     ]
@@ -155,6 +157,36 @@ def test_the_first_iteration_has_nothing_to_go_back_to(folder: Path) -> None:
     (folder / "net.prototxt").write_text(net)
     with pytest.raises(DivergenceError, match=r"iteration 0: .*there is no earlier snapshot$"):
         run("rollback:0.1", 2)
+
+
+FILLING = """
+import resource
+class Filling:
+    calls = 0
+    def setup(self, bottom, top): pass
+    def reshape(self, bottom, top): top[0].reshape(*bottom[0].shape)
+    def forward(self, bottom, top):
+        top[0].data[...] = bottom[0].data
+        most = {3: 10, 7: resource.RLIM_INFINITY}.get(Filling.calls)
+        if most:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        Filling.calls += 1
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_disk_that_is_full_meanwhile_is_no_obstacle(folder: Path, every: int) -> None:
+    """It is full from iteration 3 to some while after the rollback."""
+    (folder / "filling.py").write_text(FILLING)
+    settings = 'python_param { module: "filling" layer: "Filling" }'
+    filling = library.layer("Python", "x2", "x", settings)
+    (folder / "net.prototxt").write_text(DATA + filling + LEARNING.replace('"x"', '"x2"'))
+    Path("solver.prototxt").write_text(f"{SOLVER} base_lr: 1e5 max_iter: 10 snapshot: {every}\n")
+    ended = caffepy("--on-divergence", "rollback:1e-6", on="--cpu 1")
+    assert ended.returncode == 0
+    assert "; rollback 1 of 3" in ended.stderr
+    assert Path("s_iter_10.solverstate").exists()
 
 
 def test_it_needs_the_snapshot_before_the_last_one() -> None:
