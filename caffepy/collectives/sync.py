@@ -18,6 +18,9 @@ from caffepy.device.gpus import nccl_version
 
 log = logging.getLogger(__name__)
 
+PIECE = 1 << 22
+"""Elements that nodes send each other at a time: more take memory, fewer take more barriers."""
+
 SCHEDULES = {"tree": tree, "muji": muji, "flat": flat}
 NAMES = ("nccl", *SCHEDULES)
 LEAST_NCCL = 21000
@@ -28,9 +31,10 @@ class HostSync(Synchronizer):
     """Synchronizer that runs a schedule of universal ranks on numpy arrays: each rank does the
     steps that write to its own array, after its root has received the arrays of other nodes.
 
-    `data` and `diffs` are flat arrays by universal rank: those of this node's ranks, and buffers
-    for those that it receives. With `root_updates` only universal rank 0 updates its parameters:
-    the others get them before each iteration, and it alone gets the sum.
+    `data` and `diffs` are the flat arrays of this node's ranks by universal rank, `received` has
+    buffers of PIECE elements for the ranks whose arrays the node receives, a piece at a time. With
+    `root_updates` only universal rank 0 updates its parameters: the others get them before each
+    iteration, and it alone gets the sum.
     """
 
     def __init__(
@@ -41,10 +45,11 @@ class HostSync(Synchronizer):
         data: Mapping[int, Array],
         diffs: Mapping[int, Array],
         root_updates: bool = False,
+        received: Mapping[int, Array] | None = None,
     ) -> None:
         super().__init__(group, rank)
         self.updates = self.universal_rank == 0 or not root_updates
-        self._data, self._diffs = data, diffs
+        self._data, self._diffs, self._received = data, diffs, received or {}
         self._down = copying(schedule) if root_updates else ()
         self._up = adding(schedule) if root_updates else schedule
 
@@ -63,8 +68,18 @@ class HostSync(Synchronizer):
             mine *= mine.dtype.type(1 / self.size)
 
     def _run(self, schedule: Schedule, buffers: Mapping[int, Array]) -> None:
+        self.group.local_barrier(self.rank, "level")
+        if self.group.world.nodes == 1:
+            self._run_piece(schedule, buffers)
+            return
+        size = buffers[self.universal_rank].size
+        for start in range(0, size, PIECE):
+            piece = {rank: array[start : start + PIECE] for rank, array in buffers.items()}
+            got = {rank: array[: size - start] for rank, array in self._received.items()}
+            self._run_piece(schedule, piece | got)
+
+    def _run_piece(self, schedule: Schedule, buffers: Mapping[int, Array]) -> None:
         group, world = self.group, self.group.world
-        group.local_barrier(self.rank, "level")
         for level in schedule:
             if world.nodes > 1:
                 if self.rank == 0:
@@ -124,13 +139,14 @@ def _host_sync(
     received: dict[int, Array] = {}
     if rank == 0:
         sources = {source for level in schedule for source in crossing(level, group.world)[1]}
-        received = {source: np.empty_like(flats.diff) for source in sources}
+        size, dtype = min(PIECE, flats.diff.size), flats.diff.dtype
+        received = {source: np.empty(size, dtype) for source in sources}
     first = group.world.first_rank
     flat = group.local_gather(rank, (flats.data, flats.diff, received))
-    received = flat[0][2]  # one buffer for data and for diffs, which are never sent at once
+    received = flat[0][2]  # for data and for diffs, which are never sent at once
     data = {first + i: data for i, (data, _, _) in enumerate(flat)}
     diffs = {first + i: diff for i, (_, diff, _) in enumerate(flat)}
-    return HostSync(group, rank, schedule, data | received, diffs | received, root_updates)
+    return HostSync(group, rank, schedule, data, diffs, root_updates, received)
 
 
 def reason_nccl_unavailable(gpu: bool) -> str | None:

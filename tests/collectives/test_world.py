@@ -107,8 +107,11 @@ def test_arrays_cross_in_their_order() -> None:
 
 @pytest.mark.parametrize("split", [[4], [2, 2], [1, 3], [1, 1, 1, 1]])
 @pytest.mark.parametrize("name", ["muji", "tree", "flat"])
-def test_the_mean_does_not_depend_on_the_split(name: str, split: list[int]) -> None:
-    """Gradients of four solvers on 1, 2 or 4 nodes, to the bit."""
+def test_the_mean_does_not_depend_on_the_split(
+    name: str, split: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of four solvers on 1, 2 or 4 nodes, sent in several pieces, to the bit."""
+    monkeypatch.setattr("caffepy.collectives.sync.PIECE", 300)
     shape = all_joined(4)
     schedule = {"tree": tree, "muji": muji, "flat": flat}[name](shape)
     rng = np.random.default_rng(0)
