@@ -1,12 +1,13 @@
 """pycaffe's NCCL: solvers of several threads or processes, each on its own GPU, train as one."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.sync import reason_nccl_unavailable
 from caffepy.core.errors import DeviceError
+from caffepy.data.reader import Turn, deal_of
 from caffepy.device.gpus import import_cupy
 from caffepy.layer import Layer
 from caffepy.net import Net
@@ -54,7 +55,7 @@ class NCCL:
         params = flat_params(solver._solver)
         self.synchronizer = NcclSync(group, rank, lambda value: [value], params, uid)
         group.phase = "idle"
-        take_turns(solver._solver.net, rank, count, begun=solver.iter > 0)
+        take_turns(solver._solver.net, rank, count)
 
     @staticmethod
     def new_uid() -> bytes:
@@ -76,7 +77,7 @@ class NCCL:
     def close(self) -> None:
         """Make the solver train alone again; all solvers must call this."""
         self.solver._solver.synchronize(None)
-        self.solver._solver.net.set_forward_mutex(None)
+        take_all(self.solver._solver.net)
         self.synchronizer.close()
         with _lock:
             _groups.pop(self._uid, None)
@@ -94,22 +95,33 @@ class _Processes(RankGroup):
         """Do nothing."""
 
 
-def take_turns(net: Net, rank: int, count: int, begun: bool = False) -> None:
+def take_turns(net: Net, rank: int, count: int) -> None:
     """Make layers that read files give this net every `count`-th batch, from number `rank` on.
 
-    `begun`: the layers have the position that they had in rank 0 after its batch.
+    They skip the others without decoding them, and stand behind all of a round after it.
     """
-    places = {id(layer): i for i, layer in enumerate(net.layers) if layer.reads_files}
-    to_skip = dict.fromkeys(places, rank + (count - 1 if begun else 0))
+    readers = {id(layer) for layer in net.layers if layer.reads_files}
+    _serve(net, deal_of(rank, 1, count))
 
     @contextmanager
     def taken(layer: Layer) -> Iterator[None]:
         with layer.forward_lock:
-            if id(layer) in places:
-                place = places[id(layer)]
-                for _ in range(to_skip[id(layer)]):
-                    layer.forward(net.nodes[place].bottoms, net.nodes[place].tops)
-                to_skip[id(layer)] = count - 1
+            if id(layer) in readers:
+                layer.begin_turn()
             yield
+            if id(layer) in readers:
+                layer.end_turn()
 
     net.set_forward_mutex(taken)
+
+
+def take_all(net: Net) -> None:
+    """Make the layers give this net all batches again."""
+    net.set_forward_mutex(None)
+    _serve(net)
+
+
+def _serve(net: Net, deal: Sequence[Turn] | None = None) -> None:
+    for layer in net.layers:
+        if layer.reads_files:
+            layer.serve([net.device], deal)

@@ -11,9 +11,12 @@ import pytest
 
 import caffepy as caffe
 from caffepy.core.hangs import stacks
-from caffepy.pycaffe.nccl import take_turns
+from caffepy.net import Net
+from caffepy.pycaffe.nccl import take_all, take_turns
+from tests.data.test_deal import counted
 from tests.net.nets import net_of
 from tests.parallel.faults import still_there
+from tests.parallel.test_data import folder  # noqa: F401 # a fixture
 from tests.pycaffe.test_solver import ROWS, rows  # noqa: F401 # a fixture
 from tests.solver.cases import ENVIRONMENT, SETTINGS
 
@@ -62,21 +65,57 @@ def solver_file(folder: Path, rows: str, batch: int) -> str:  # noqa: F811
     return str(file)
 
 
+IMAGES = 'transform_param { mirror: true } data_param { source: "db" backend: LMDB batch_size: 2 }'
+READERS = {"Data": IMAGES, "HDF5Data": 'hdf5_data_param { source: "h5.txt" batch_size: 3 }'}
+
+
+def reader(kind: str) -> Net:
+    return net_of(f'layer {{ name: "d" type: "{kind}" top: "data" top: "label" {READERS[kind]} }}')
+
+
+@pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize("begun", [False, True])
-def test_ranks_take_turns_at_the_data(rows: str, begun: bool) -> None:  # noqa: F811
-    whole = net_of(ROWS % (rows, 4))
+def test_ranks_take_turns_at_the_data(
+    begun: bool,
+    kind: str,
+    folder: Path,  # noqa: F811
+) -> None:
+    """`begun`: all go on from the state of rank 0 after a round."""
+    whole = reader(kind)
     batches = []
     for _ in range(15):
         whole.forward()
-        batches.append(whole.blobs["x"].host_data.copy())
+        batches.append(whole.blobs["data"].host_data.copy())
+    first = reader(kind)
+    take_turns(first, 0, 3)
+    first.forward()
     for rank in range(3):
-        net = net_of(ROWS % (rows, 4))
+        net = reader(kind)
+        take_turns(net, rank, 3)
         if begun:
-            net.forward()  # what rank 0 has taken
-        take_turns(net, rank, 3, begun)
-        for i in range(3):
+            net.set_state(first.state())
+        for i in range(begun, 4):
             net.forward()
-            np.testing.assert_array_equal(net.blobs["x"].host_data, batches[3 * (i + begun) + rank])
+            np.testing.assert_array_equal(net.blobs["data"].host_data, batches[3 * i + rank])
+        take_all(net)
+        net.forward()
+        np.testing.assert_array_equal(net.blobs["data"].host_data, batches[12])
+        net.close()
+    whole.close()
+    first.close()
+
+
+def test_what_other_ranks_take_is_not_decoded(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = reader("Data")
+    take_turns(net, 20, 40)
+    seen = counted(monkeypatch)
+    for _ in range(5):
+        net.forward()
+    net.close()
+    assert 5 <= len(seen) <= (5 + 4) * 2  # batches and those that are read ahead
 
 
 def test_nccl_is_for_gpus(rows: str, tmp_path: Path) -> None:  # noqa: F811
