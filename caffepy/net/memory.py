@@ -104,8 +104,7 @@ def _kept(net: Net) -> Iterator[Memory]:
         layer, tops = node.layer, node.tops
         if not node.bottoms:
             yield from (top.data_memory for top in tops)
-        weighted = (top for top, weight in zip(tops, layer.loss_weights, strict=True) if weight)
-        for blob in [*node.bottoms, *tops] if layer.always_reshape else weighted:
+        for blob in [*node.bottoms, *tops] if layer.always_reshape else node.losses:
             yield from (blob.data_memory, blob.diff_memory)
 
 
@@ -190,6 +189,6 @@ def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
         for (memory, interval), offset in zip(need.items(), offsets, strict=True):
             memory.bind(arena[offset : offset + interval.size].view(memory.layout.dtype))
     for usage in usages:
-        usage.net.shares_memory = True
+        usage.net.waits_each_layer = True
     log.info("Blobs that take %.1f MiB each by itself share %.1f MiB", before / 2**20, size / 2**20)
     return size

@@ -72,9 +72,7 @@ class Net:
             log.info("Initializing net from parameters: \n%s", format_text(kept).rstrip("\n"))
         self.param = param = insert_splits(kept, path, param)
         self.name: str = param.name
-        self.phase: int = param.state.phase
         self.debug_info: bool = param.debug_info
-        self.shares_memory = False  # blobs that are needed at different times lie in the same place
         self._forward_mutex: ForwardMutex = _own_lock
         self._script_mutex: ForwardMutex = _own_lock
 
@@ -89,18 +87,19 @@ class Net:
         self.layers = [node.layer for node in self.nodes]
         self.layer_names = [node.name for node in self.nodes]
         self.learnable_params = [param.blob for param in self.learnable]
-        self._shares_params = len(self.learnable_params) < len(self.params)
+        # The device waits for weight gradients on the side stream after each layer: they add to
+        # parameters that several layers share, or read diffs whose memory the next may reuse.
+        self.waits_each_layer = len(self.learnable_params) < len(self.params)
 
         self.before_forward: list[Callback] = []
         self.after_forward: list[Callback] = []
         self.before_backward: list[Callback] = []
         self.after_backward: list[Callback] = []
-        self._losses = [
-            (i, top)
-            for i, node in enumerate(self.nodes)
-            for top, weight in zip(node.tops, node.layer.loss_weights, strict=True)
-            if weight
-        ]
+
+    @property
+    def phase(self) -> int:
+        """TRAIN or TEST."""
+        return self.param.state.phase
 
     @property
     def own_nodes(self) -> list[tuple[int, Node]]:
@@ -222,15 +221,13 @@ class Net:
                 _log_backward(node)
         for index in reversed(indices):
             _call(self.after_backward, index)
-        if self.shares_memory or self._shares_params:
-            # Weight gradients on the side stream read diffs whose memory the next step may reuse,
-            # and add to parameters that several layers share.
+        if self.waits_each_layer:
             self.device.wait_stream()
 
     def loss(self, start: int = 0, end: int | None = None) -> float:
         """Return the loss of the last forward pass: the sum of data * diff over weighted tops."""
         last = len(self.layers) - 1 if end is None else end
-        tops = [top for i, top in self._losses if start <= i <= last]
+        tops = [top for node in self.nodes[start : last + 1] for top in node.losses]
         return float(sum(np.dot(t.host_data.reshape(-1), t.host_diff.reshape(-1)) for t in tops))
 
     def reshape(self) -> None:

@@ -125,6 +125,12 @@ class Node:
         """Name of the layer."""
         return self.param.name
 
+    @property
+    def losses(self) -> list[Blob]:
+        """Tops with a loss weight, which is in their diff."""
+        pairs = zip(self.tops, self.layer.loss_weights, strict=True)
+        return [top for top, weight in pairs if weight]
+
     def cast(self, layouts: Sequence[Layout]) -> None:
         """Let the layer compute with its bottoms in these layouts, and reshape it."""
         casts = LayoutCasts(self.bottoms, self.tops, layouts, self.copied)

@@ -70,12 +70,7 @@ class _LayerHook:
 
 def losses(net: Net) -> list[Blob]:
     """Return the tops with a loss weight, which is in their diff."""
-    return [
-        top
-        for node in net.nodes
-        for top, weight in zip(node.tops, node.layer.loss_weights, strict=True)
-        if weight
-    ]
+    return [top for node in net.nodes for top in node.losses]
 
 
 def first_loss_scale(net: Net) -> float | None:
