@@ -102,7 +102,6 @@ class Solver:
             self.test_nets.append(finetune(test_net, files))
         self._step = Step(param, self.net, self.device)
         self.params = self._step.params
-        self.history = self._step.history
         self.update_state = self._step.update_state
         self.phase_timer: PhaseTimer = self._step.phase_timer  # while there is a synchronizer
         nets = [self.net, *self.test_nets]
@@ -118,6 +117,11 @@ class Solver:
     def iter(self) -> int:
         """Number of iterations done or enqueued."""
         return self.iterations.iter
+
+    @property
+    def history(self) -> list[Array]:
+        """Arrays that the update rule keeps, each as long as those of `params`."""
+        return self._step.history
 
     @property
     def batch(self) -> int:
