@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from caffepy.collectives.rank_group import RankGroup
 from caffepy.device.blob import Array
 from caffepy.layer.normalization import BatchNorm
 from caffepy.net import Net
+from caffepy.parallel.nodes import gather
 from caffepy.solver.statistics import Statistics, mean
-
-Gather = Callable[[Sequence[list[Array]]], Sequence[list[Array]]]
 
 
 def normalizing(net: Net) -> list[BatchNorm]:
@@ -23,56 +23,85 @@ def normalizing(net: Net) -> list[BatchNorm]:
     return [layer for layer in net.layers if isinstance(layer, BatchNorm) and not layer.is_global]
 
 
-def average(solvers: Sequence[Statistics], gather: Gather = list) -> None:
-    """Give all solvers, which must be idle, the mean of their statistics.
+class RunningStatistics:
+    """The running statistics of all solvers; `solvers` are this node's, the root's first.
 
-    Here and below, `gather` returns the values of all nodes' solvers for those of this node's.
+    `kind` is that of --bn-stats. `wait_idle` waits for the workers and raises the error of one.
     """
-    _write(solvers, [mean(gather([each.present for each in solvers]))] * len(solvers))
 
+    def __init__(
+        self,
+        kind: str,
+        solvers: Sequence[Statistics],
+        group: RankGroup,
+        wait_idle: Callable[[], object],
+    ) -> None:
+        self._kind = kind
+        self._solvers = solvers
+        self._group = group
+        self._wait_idle = wait_idle
 
-def _write(solvers: Sequence[Statistics], values: Sequence[Sequence[Array]]) -> None:
-    for each, own in zip(solvers, values, strict=True):
-        each.write(own)
+    def _has(self, kind: str) -> bool:
+        """True if --bn-stats is this and there are statistics; the workers are idle then."""
+        has = self._kind == kind and not self._group.stopped and bool(self._solvers[0])
+        if has:
+            self._wait_idle()
+        return has
 
+    def _write(self, values: Sequence[Sequence[Array]]) -> None:
+        for each, own in zip(self._solvers, values, strict=True):
+            each.write(own)
 
-@contextmanager
-def averaged(
-    solvers: Sequence[Statistics], wait_idle: Callable[[], object], gather: Gather = list
-) -> Iterator[None]:
-    """A block in which all solvers have the mean of their statistics, the root's first; then each
-    has its own again. They are idle, and so after `wait_idle`.
+    def average(self) -> None:
+        """Give all solvers the mean of their statistics, for good."""
+        if self._has("average"):
+            every = gather(self._group, [each.present for each in self._solvers])
+            self._write([mean(every)] * len(self._solvers))
 
-    After an error the workers, which may hang, are left alone.
-    """
-    root, *workers = solvers
-    before = [each.present for each in solvers]
-    for each in solvers:
-        each.hold()
-    with root.replaced(mean(gather(before))):
-        _write(workers, [root.present] * len(workers))
-        yield
-        wait_idle()
-    _write(workers, before[1:])
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A block in which all solvers have the mean of their statistics; then each has its own
+        again. After an error the workers, which may hang, are left alone.
+        """
+        if not self._has("average"):
+            yield
+            return
+        root, *workers = self._solvers
+        before = [each.present for each in self._solvers]
+        for each in self._solvers:
+            each.hold()
+        means = mean(gather(self._group, before))
+        with root.replaced(means):
+            for each in workers:
+                each.write(means)
+            yield
+            self._wait_idle()
+        for each, own in zip(workers, before[1:], strict=True):
+            each.write(own)
 
+    def all(self, own: list[Array]) -> list[list[Array]]:
+        """Return those that each solver trains on with, if they are averaged; else `own`."""
+        if not self._has("average"):
+            return [own]
+        return gather(self._group, [own, *(each.own for each in self._solvers[1:])])
 
-def copy(solvers: Sequence[Statistics], gather: Gather = list) -> None:
-    """Give all solvers, which must be idle, the statistics of the first of all."""
-    first, *_ = gather([solvers[0].present])
-    _write(solvers, [first] * len(solvers))
+    def copy(self) -> None:
+        """Give all solvers the statistics of the first of all, if those are tested."""
+        if self._has("root"):
+            first, *_ = gather(self._group, [self._solvers[0].present])
+            self._write([first] * len(self._solvers))
 
+    def restore(self, saved: Sequence[Sequence[Array]]) -> None:
+        """Give each solver its own statistics of a state that the root has restored, if they are
+        averaged.
 
-def restore(
-    solvers: Sequence[Statistics], saved: Sequence[Sequence[Array]], first: int, size: int
-) -> None:
-    """Give each solver its own statistics of a state that the root, the first, has restored.
-
-    `first` is the universal rank of the root, `size` the number of solvers of all nodes. If the
-    state is of another number, or the root has other statistics by now than their mean, all keep
-    what they have.
-    """
-    if len(saved) == size and solvers[0].are(mean(saved)):
-        _write(solvers, saved[first : first + len(solvers)])
+        If the state is of another number of solvers, or the root has other statistics by now than
+        their mean, all keep what they have.
+        """
+        world = self._group.world
+        fits = len(saved) == world.size and self._solvers[0].are(mean(saved))
+        if self._kind == "average" and fits:
+            self._write(saved[world.first_rank :][: len(self._solvers)])
 
 
 def share_batches(net: Net, all_gather: Callable[[Array], Sequence[Array]] | None) -> None:

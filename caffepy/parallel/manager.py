@@ -43,7 +43,7 @@ from caffepy.core.errors import CaffeError, ConfigError, LostDeviceError
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads
-from caffepy.parallel import batch_norm
+from caffepy.parallel.batch_norm import RunningStatistics
 from caffepy.parallel.nodes import (
     check_data,
     follow_first,
@@ -59,7 +59,6 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Action, Signals, Solver
 from caffepy.solver.faults import rescue
-from caffepy.solver.statistics import Statistics
 from caffepy.solver.test_pass import Totals
 from caffepy.solver.worker_group import WorkerGroup
 
@@ -151,7 +150,11 @@ class P2PManager(WorkerGroup):
             with self._ranks.starting(progress):
                 self._sync.join(root, 0)
             self.workers = self._ranks.members
-            self._restore_bn_stats()
+            solvers = [solver.iterations.statistics for solver in (root, *self.workers)]
+            self.statistics = RunningStatistics(
+                self._bn_stats, solvers, self.group, self.raise_worker_error
+            )
+            self.statistics.restore(root.resume_state.statistics)
             self.group.phase = "idle"
             _log_ready(self.devices, [get_ident(), *self._threads.idents], self.group.world)
             threads = None if root.device.is_cuda else num_threads()
@@ -179,7 +182,7 @@ class P2PManager(WorkerGroup):
             self.group.leave_nodes()
         try:
             if error is None:
-                self.average_bn_stats()
+                self.statistics.average()
                 self._threads.give(lambda worker: self._sync.leave(worker.rank - self._first))
                 self._sync.leave(0)
                 self._threads.wait_idle()
@@ -251,36 +254,14 @@ class P2PManager(WorkerGroup):
         self._threads.wait_idle()
         return gather(self.group, [own, *(worker.loss for worker in self.workers)])
 
-    @property
-    def _statistics(self) -> list[Statistics]:
-        return [solver.iterations.statistics for solver in (self.root, *self.workers)]
-
-    def _has_statistics(self, kind: str) -> bool:
-        """True if --bn-stats is this and there are statistics; the workers are idle then."""
-        has = self._bn_stats == kind and not self.failed and bool(self.root.iterations.statistics)
-        if has:
-            self.raise_worker_error()
-        return has
-
-    def average_bn_stats(self) -> None:
-        """Give all solvers the mean of their running statistics, for good."""
-        if self._has_statistics("average"):
-            batch_norm.average(self._statistics, partial(gather, self.group))
-
     def averaged_bn_stats(self) -> AbstractContextManager[object]:
-        if self._has_statistics("average"):
-            gather_all = partial(gather, self.group)
-            return batch_norm.averaged(self._statistics, self.raise_worker_error, gather_all)
-        return nullcontext()
+        return self.statistics.averaged()
 
     def bn_stats(self, own: list[Array]) -> list[list[Array]]:
-        if not self._has_statistics("average"):
-            return [own]
-        return gather(self.group, [own, *(each.own for each in self._statistics[1:])])
+        return self.statistics.all(own)
 
     def begin_test(self, k: int) -> None:
-        if self._has_statistics("root"):
-            batch_norm.copy(self._statistics, partial(gather, self.group))
+        self.statistics.copy()
         self._turns.begin_test(k)
         self._threads.give(partial(WorkerSolver.begin_test, k=k))
         self._sync.bring_params()
@@ -311,12 +292,7 @@ class P2PManager(WorkerGroup):
         positions = restored_positions(self.root, self.size)
         self._threads.give(lambda worker: worker.follow(self.root, positions[worker.rank - 1]))
         self._threads.wait_idle()
-        self._restore_bn_stats()
-
-    def _restore_bn_stats(self) -> None:
-        if self._bn_stats == "average":
-            saved = self.root.resume_state.statistics
-            batch_norm.restore(self._statistics, saved, self._first, self.size)
+        self.statistics.restore(self.root.resume_state.statistics)
 
     def raise_worker_error(self) -> None:
         self._threads.give(WorkerSolver.wait_idle)

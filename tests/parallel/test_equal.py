@@ -206,7 +206,7 @@ def test_statistics_in_tests_are_those_of_all(tmp_path: Path) -> None:
             root, [Device() for _ in range(3)], all_joined(3), SyncOptions("flat")
         ) as manager:
             root.step(4)
-            manager.average_bn_stats()
+            manager.statistics.average()
             if size == 3:
                 root.test_all()
         if size == 1:

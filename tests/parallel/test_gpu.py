@@ -93,7 +93,7 @@ def on_gpus(
     with P2PManager(root, devices, topology, SyncOptions(sync, bn_stats, DEADLINES)) as manager:
         root.step(iterations)
         root.test_all()
-        manager.average_bn_stats()
+        manager.statistics.average()
         data = [params(solver) for solver in (root, *manager.workers)]
     root.close()
     if sync == "tree":
@@ -432,7 +432,7 @@ def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) ->
             SyncOptions(sync, deadlines=DEADLINES),
         ) as manager:
             root.step(9 - root.iter)
-            manager.average_bn_stats()
+            manager.statistics.average()
             data = params(root)
             if stop_at:
                 root.snapshot()
