@@ -68,6 +68,27 @@ class Heartbeat:
         self._check()
 
 
+class Progress:
+    """Progress of a run, as polls find it. They count, not time: one that was stopped has not hung.
+
+    `waited` is the number of seconds without progress.
+    """
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self._seen: object = None
+        self._looked = time.monotonic()
+
+    def stops(self, now: float, seen: object, seconds: float) -> bool:
+        """True at the first poll that finds what is `seen` unchanged for more than `seconds`."""
+        before = self.waited
+        self.waited += min(now - self._looked, MOST_COUNTED)
+        if seen != self._seen:
+            self.waited = 0.0
+        self._seen, self._looked = seen, now
+        return before <= seconds < self.waited
+
+
 class Monitor:
     """A context for a run that `signals` stop, with its `solver` as soon as there is one.
 
@@ -86,8 +107,7 @@ class Monitor:
         self.last_layer: tuple[Net, int] | None = None
         self._deadlines: Mapping[str, float] = {}
         self._ends = False
-        self._progress: object = None  # what was seen of the run at the last poll
-        self._waited, self._looked = 0.0, time.monotonic()  # seconds without progress; last poll
+        self._progress = Progress()
         self._lock_state = np.zeros(hangs.SIZE, np.int64)
         self._error: BaseException | None = None  # what was raised in the main thread
         self.exit_code = INTERRUPTED  # of a process that is ended here
@@ -119,7 +139,7 @@ class Monitor:
             watch.start()
             while ends and watch.is_alive() and not self._lock_state[hangs.STARTED]:
                 time.sleep(0.005)  # what is set up next may keep the lock
-        self._waited = 0.0
+        self._progress.waited = 0.0
         self._deadlines, self._ends = deadlines, ends
         self._beat()
 
@@ -184,17 +204,13 @@ class Monitor:
         return self.solver.workers.phase if self.solver else "set-up"
 
     def _look_for_progress(self, now: float) -> None:
-        """Find a run without progress. Polls count, not time: one that was stopped has not hung."""
-        phase, calls = self._phase, self.signals.calls
-        progress = phase, calls, self.solver and self.solver.iter
-        seconds = self._deadlines.get(phase, math.inf)
+        """Find a run without progress; solvers that train as one find that out by themselves."""
+        phase, solver = self._phase, self.solver
+        alone = not solver or solver.workers.size == 1
+        seconds = self._deadlines.get(phase, math.inf) if alone else math.inf
         self._beat()
-        before = self._waited
-        self._waited += min(now - self._looked, MOST_COUNTED)
-        if progress != self._progress or (self.solver and self.solver.workers.size > 1):
-            self._waited = 0.0
-        self._progress, self._looked = progress, now
-        if before <= seconds < self._waited:
+        seen = phase, alone, self.signals.calls, solver and solver.iter
+        if self._progress.stops(now, seen, seconds):
             at = ""
             if self.last_layer and phase in ("step", "test"):
                 net, layer = self.last_layer
