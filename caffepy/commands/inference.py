@@ -83,6 +83,8 @@ def load_all(net: Net, weights: Iterable[str]) -> bool:
         missing -= filled
     if names and learnable and missing == learnable:
         files, there = ", ".join(names), [layer for name in names for layer in layers_in(name)]
+        if not there:
+            raise ConfigError(f"{files} gives no weights to this net: none of its layers has any")
         raise ConfigError(
             f"{files} gives no weights to this net: its layers are {_first(there)}, those of the "
             f"net {_first([net.nodes[p.layer].name for p in net.learnable])}; names must agree"

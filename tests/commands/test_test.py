@@ -15,6 +15,7 @@ from caffepy.commands.test import Score
 from caffepy.commands.test import test as score
 from caffepy.core.errors import ConfigError, DataError, SyncError, UsageError
 from caffepy.device.gpus import count_gpus
+from caffepy.proto.caffe_pb2 import NetParameter
 from tests.nets import library
 from tests.solver.cases import ENVIRONMENT
 
@@ -74,6 +75,14 @@ def logged_by(caplog: pytest.LogCaptureFixture, **where: Any) -> tuple[Score, li
     return result, [
         record.getMessage() for record in caplog.records if record.name == "caffepy.commands.test"
     ]
+
+
+def test_a_caffemodel_without_weights_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.caffemodel"
+    path.write_bytes(NetParameter(name="empty").SerializeToString())
+    with pytest.raises(ConfigError) as caught:
+        score(MODEL, [str(path)], iterations=1)
+    assert str(caught.value) == f"{path} gives no weights to this net: none of its layers has any"
 
 
 def test_weights_of_another_net_are_refused(tmp_path: Path) -> None:
