@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from caffepy.collectives.rank_group import RankGroup
+from caffepy.collectives.sync import PIECE
 from caffepy.collectives.world import World
 from caffepy.core.errors import ConfigError, DataError, DeviceError
+from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.device.gpus import nccl_version
 from caffepy.layer import Layer
@@ -96,16 +98,10 @@ def follow_first(root: Solver, group: RankGroup) -> None:
         return
     device, state = root.device, root.resume_state
     device.flush()
-    flats = root.arrays
     with device.scope(), group.among_nodes() as world:
-        arrays = [np.ascontiguousarray(device.on_host(flat)) for flat in flats]
-        if world.node:
-            arrays = [np.empty_like(array) for array in arrays]
-        others = range(1, world.nodes) if world.node == 0 else ()
-        world.exchange(
-            [(node, array) for node in others for array in arrays],
-            [(0, array) for array in arrays if world.node],
-        )
+        for flat in root.arrays:
+            for start in range(0, flat.size, PIECE):
+                _send_from_first(flat[start : start + PIECE], device, world)
         news: dict[str, Any] = world.broadcast(
             {
                 "iteration": (root.iter, root.iterations.current_step),
@@ -122,8 +118,6 @@ def follow_first(root: Solver, group: RankGroup) -> None:
         )
         if world.node == 0:
             return
-        for mine, array in zip(flats, arrays, strict=True):
-            device.upload(array, mine)
     root.iterations.move_to(*news["iteration"])
     root.iterations.rate_factor = news["rate_factor"]
     state.started_at, _ = news["iteration"]
@@ -137,6 +131,17 @@ def follow_first(root: Solver, group: RankGroup) -> None:
     )
     complete = {**own, "net": train, "test_nets": tests, "tick": news["tick"]}
     set_positions(complete, root.iterations.nets, device)
+
+
+def _send_from_first(part: Array, device: Device, world: World) -> None:
+    """Copy an array of the first node's device to those of all nodes."""
+    array = np.ascontiguousarray(device.on_host(part))
+    if world.node == 0:
+        world.exchange([(node, array) for node in range(1, world.nodes)], [])
+    else:
+        array = np.empty_like(array)
+        world.exchange([], [(0, array)])
+        device.upload(array, part)
 
 
 def restored_positions(root: Solver, size: int) -> Sequence[Positions | None]:
