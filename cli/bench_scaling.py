@@ -27,6 +27,25 @@ from caffepy.cli import options
 )
 @options.windows
 @options.image
+@click.option(
+    "--simulate",
+    default="",
+    metavar="CLUSTER",
+    help="Model a cluster instead, such as 'nodes=64 gpus=8 nic=8x400' (NICs of a node and Gb/s), "
+    "and others of 1 to 1024 nodes, from the speed of one device.",
+)
+@click.option(
+    "--measured",
+    type=click.Path(),
+    metavar="FILE",
+    help="For --simulate: the speed of one device, from bench train --json. Default: measure it.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(),
+    metavar="FILE.png",
+    help="For --simulate: draw images/s over nodes; needs matplotlib.",
+)
 @options.as_json
 @options.logged(least=1)
 def scaling(
@@ -35,6 +54,9 @@ def scaling(
     gpu: str | None,
     cpu: int | None,
     image: tuple[int, ...] | None,
+    simulate: str,
+    measured: str | None,
+    plot: str | None,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -47,10 +69,43 @@ def scaling(
       caffepy bench scaling --model resnet50 --gpu 0,1,2,3 --precision bf16
       caffepy bench scaling --model lenet --cpu 2 --json
       mpirun -n 4 caffepy bench scaling --model resnet50 --gpu all
+      caffepy bench scaling --model resnet50 --gpu 0 --simulate 'nodes=64 gpus=8 nic=8x400'
     """
     definition = options.trained(solver, model, gpu, cpu)
+    image = image or options.image_of(definition, True)
+    if simulate:
+        _simulate(simulate, definition, measured, plot, as_json, gpu=gpu, image=image, **values)
+        return
+    if measured or plot:
+        raise click.UsageError("--measured and --plot are for --simulate.")
     from caffepy.commands.bench.scaling import bench_scaling
 
-    image = image or options.image_of(definition, True)
     result = bench_scaling(definition.path, gpu=gpu, cpu=cpu or 0, image=image, **values)
+    options.show(result, as_json)
+
+
+def _simulate(
+    cluster: str,
+    definition: options.Definition,
+    measured: str | None,
+    plot: str | None,
+    as_json: bool,
+    *,
+    sync: str,
+    **values: Any,
+) -> None:
+    if sync != "auto":
+        raise click.UsageError("--simulate models NCCL: it goes without --sync.")
+    from caffepy.collectives.mpi import check_single
+    from caffepy.commands.bench.simulate import simulate
+    from caffepy.core.files import check_writable
+    from caffepy.report.plot import format_of
+
+    check_single("caffepy bench scaling --simulate")
+    if plot:
+        format_of(plot)
+        check_writable(plot)
+    result = simulate(definition.path, cluster, measured=measured, **values)
+    if plot:
+        result.plot(plot)
     options.show(result, as_json)

@@ -123,7 +123,7 @@ class Trainer:
         self.device = device or Device()
         self.device.writes_files = False
         self._free = self._free_memory()
-        param = _definition(solver, batch, image, data)
+        param = definition(solver, batch, image, data)
         self.solver = Solver(param, device=self.device, path=solver)
         self.solver.capture, self.solver.fuse = capture, fuse
         if capture and fuse:
@@ -219,7 +219,7 @@ class Trainer:
         self.solver.close()
 
 
-def _definition(
+def definition(
     path: str, batch: int | None, image: Sequence[int] | None, data: str
 ) -> SolverParameter:
     """Return the solver's settings for its train net alone, without end, its data replaced.
