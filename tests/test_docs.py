@@ -73,7 +73,12 @@ NOT_RUN = {
     "export NCCL_SOCKET_IFNAME=ib0": STARTS_SHELL,
     "export NCCL_DEBUG=INFO": STARTS_SHELL,
 }
-EXTRAS = {"plot": "matplotlib", "--tensorboard": "tensorboardX", "export": "onnxruntime"}
+EXTRAS = {
+    "plot": "matplotlib",
+    "--plot": "matplotlib",
+    "--tensorboard": "tensorboardX",
+    "export": "onnxruntime",
+}
 """What a word of a command line needs besides caffepy."""
 
 SOLVER = """
