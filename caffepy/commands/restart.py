@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from caffepy.collectives.mpi import launched
+from caffepy.commands.nodes import nodes
 from caffepy.core.errors import INTERRUPTED, DataError, DeviceError, SyncError, UsageError
 from caffepy.proto.text import read_solver
 from caffepy.solver import Action
@@ -85,10 +86,11 @@ def supervise(
     stop nothing is started again.
     """
     if launched():
-        raise UsageError(
-            "--max-restarts is for one process: MPI starts none of several again; let the launcher "
-            "start all of them anew, with --snapshot auto"
-        )
+        with nodes():  # so that one of them tells
+            raise UsageError(
+                "--max-restarts is for one process: MPI starts none of several again; let the "
+                "launcher start all of them anew, with --snapshot auto"
+            )
     prefix = read_solver(solver).snapshot_prefix
     command = [sys.executable, "-m", "caffepy", *arguments]
     before, resumed, restarts = _newest(prefix), list[str](), 0

@@ -135,8 +135,6 @@ def train(options: TrainOptions) -> TrainResult:
 
     Raises the errors of `caffepy.core.errors`: UsageError, ConfigError, DataError, ...
     """
-    if options.snapshot and options.weights and options.snapshot != AUTO:
-        raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
     signals = Signals(options.sigint_effect, options.sighup_effect, options.sigusr1_effect)
     monitor = Monitor(signals, options.grace, options.last_resort)
     deadlines = {**DEADLINES, **options.deadlines}
@@ -151,6 +149,8 @@ def train(options: TrainOptions) -> TrainResult:
 
 
 def _train_as_node(options: TrainOptions, monitor: Monitor, world: World | None) -> TrainResult:
+    if options.snapshot and options.weights and options.snapshot != AUTO:
+        raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
     rollback, log_dir = on_divergence(options.on_divergence), options.log_dir
     if rollback and options.keep == 1:
         raise UsageError(
