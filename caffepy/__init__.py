@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # what type checkers see of the tables below; a test compares
     from caffepy.pycaffe.net_spec import layers as layers
     from caffepy.pycaffe.net_spec import params as params
     from caffepy.pycaffe.net_spec import to_proto as to_proto
+    from caffepy.pycaffe.nodes import world as world
     from caffepy.pycaffe.solver import AdaDeltaSolver as AdaDeltaSolver
     from caffepy.pycaffe.solver import AdaGradSolver as AdaGradSolver
     from caffepy.pycaffe.solver import AdamSolver as AdamSolver
@@ -92,6 +93,7 @@ _NAMES = {
     "caffepy.pycaffe.nccl": "NCCL has_nccl",
     "caffepy.pycaffe.net": "Net",
     "caffepy.pycaffe.net_spec": "NetSpec layers params to_proto",
+    "caffepy.pycaffe.nodes": "world",
     "caffepy.pycaffe.solver": (
         "AdaDeltaSolver AdaGradSolver AdamSolver NesterovSolver RMSPropSolver SGDSolver "
         "Solver get_solver"

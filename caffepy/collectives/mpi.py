@@ -19,24 +19,28 @@ has files to write must exit first. MPI_Init waits for all processes, with ULFM 
 and holds the GIL.
 """
 
+import ctypes
 import logging
 import os
 import pickle
 import platform
 import shutil
+import signal
 import sys
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from caffepy.collectives.world import DeadNodeError, Tag
+from caffepy.collectives.world import DeadNodeError, Tag, World
 from caffepy.core.errors import SyncError, UsageError, install
 from caffepy.device.blob import Array
+from caffepy.device.threads import num_threads
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -54,6 +58,9 @@ LAUNCHERS = (
 
 PART = 1 << 30
 """Bytes of one message of an array: counts of MPI 3 end at 2 GiB."""
+
+PR_SET_PDEATHSIG = 1
+"""Option of prctl(2)."""
 
 CPUS = Path("/sys/devices/system/cpu")
 PROCESSES = Path("/proc")
@@ -78,6 +85,14 @@ class MpiTransport:
         self._unmatched: dict[tuple[int, int], deque[_Receive]] = {}
         self._dead: Collection[int] = ()
         self._tells_dead = True
+
+    @property
+    def threads(self) -> int:
+        """This process's share of the host's CPU threads."""
+        everywhere = os.cpu_count() or 1
+        bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everywhere
+        share = max(1, everywhere // self.processes_on_host)
+        return min(num_threads(), share) if bound > share else num_threads()
 
     def send(self, node: int, tag: Tag, value: object) -> "_Request":
         """Send a picklable value."""
@@ -252,6 +267,21 @@ def start() -> MpiTransport:
         return MpiTransport(MPI)
     except MPI.Exception as error:
         raise SyncError(f"{library} cannot connect {wanted} processes ({error})") from error
+
+
+def join_launched() -> World:
+    """Join the other processes of the launcher, and end when it dies; take a share of its CPUs."""
+    _end_with_parent(signal.SIGKILL)  # MPI_Init listens to nothing
+    transport = start()
+    _end_with_parent(signal.SIGTERM)
+    widen_affinity(transport.processes_on_host, transport.rank_on_host)
+    return World(transport)
+
+
+def _end_with_parent(number: int) -> None:
+    """Get this signal when the launcher dies; only Linux can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def widen_affinity(processes_on_host: int, rank_on_host: int) -> None:

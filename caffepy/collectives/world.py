@@ -170,6 +170,11 @@ class World:
         living = (node for node in range(self.nodes) if node not in self.dead)
         return min(living, default=self.node)
 
+    @property
+    def rank_on_host(self) -> int:
+        """Number of this node among those of its host."""
+        return list(self.hosts[: self.node]).count(self.hosts[self.node])
+
     def node_of(self, universal_rank: int) -> int:
         """Return the node of a universal rank."""
         node = 0

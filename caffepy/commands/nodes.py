@@ -4,24 +4,18 @@ Each process of `mpirun` or `srun` is a node. They meet before anything is read,
 one ends all, with its message.
 """
 
-import ctypes
 import logging
 import os
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 
-from caffepy.collectives.mpi import MpiTransport, launched, start, widen_affinity
+from caffepy.collectives.mpi import MpiTransport, join_launched, launched
 from caffepy.collectives.world import World
 from caffepy.core.errors import CaffeError, DeviceError, UsageError
 from caffepy.device.gpus import gpu_numbers
-from caffepy.device.threads import num_threads
 
 log = logging.getLogger(__name__)
-
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2)."""
 
 LOCAL = "local"
 """Value of --gpu: one GPU for each process of a host."""
@@ -45,12 +39,8 @@ def nodes() -> Iterator[World | None]:
     if not launched():
         yield None
         return
-    _end_with_parent(signal.SIGKILL)  # MPI_Init listens to nothing
-    transport = start()
-    _node = transport.node
-    _end_with_parent(signal.SIGTERM)
-    widen_affinity(transport.processes_on_host, transport.rank_on_host)
-    world = World(transport)
+    world = join_launched()
+    _node = world.node
     with _warnings_only() if world.node else nullcontext():
         try:
             yield world
@@ -107,22 +97,13 @@ def threads_of_process(world: World) -> int:
     """Return this process's share of the host's CPU threads."""
     transport = world.transport
     assert isinstance(transport, MpiTransport)
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    everywhere = os.cpu_count() or 1
-    share = max(1, everywhere // transport.processes_on_host)
-    return min(num_threads(), share) if bound and bound > share else num_threads()
+    return transport.threads
 
 
 def seed_of_all(world: World, seed: int) -> int:
     """Return the random seed of all nodes: this one, or one of the clock if it is below 0."""
     drawn = time.time_ns() % (1 << 31)
     return int(world.broadcast(seed if seed >= 0 else drawn))
-
-
-def _end_with_parent(number: int) -> None:
-    """Get this signal when the launcher dies; only Linux can."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 @contextmanager

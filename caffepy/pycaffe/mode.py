@@ -26,9 +26,11 @@ class _Mode(threading.local):
 _mode = _Mode()
 
 
-def new_device() -> Device:
-    """Return a device of the chosen kind for a new net, seeded from the thread's random numbers."""
-    seed = _mode.random.draw_seed()
+def new_device(rank: int = 0) -> Device:
+    """Return a device of the chosen kind for a new net, seeded from the thread's random numbers and
+    the universal rank of its solver.
+    """
+    seed = _mode.random.draw_seed() + rank
     return CudaDevice(_mode.index, seed) if _mode.gpu else Device(seed)
 
 

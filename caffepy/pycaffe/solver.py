@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from operator import index
 from typing import ClassVar
 
+from caffepy.collectives.world import World
 from caffepy.core.errors import ConfigError, UsageError, UserCodeError
 from caffepy.core.events import Reporter
 from caffepy.core.files import AnyPath
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.nodes import check_alike
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.pycaffe import mode
+from caffepy.pycaffe import mode, nodes
 from caffepy.pycaffe.log import heed_environment
 from caffepy.pycaffe.net import Averager, Net, raising_originals
 from caffepy.report import LogReporter
@@ -37,11 +39,17 @@ class Solver:
 
     @raising_originals
     def _build(self, path: str, param: SolverParameter) -> None:
-        rank = mode.solver_rank()
+        rank, world = mode.solver_rank(), nodes.current()
         if rank and param.random_seed >= 0:
             param.random_seed += rank
-        reporter = LogReporter() if rank == 0 else Reporter()
-        self._solver = Inner(param, device=mode.new_device(), path=path, reporter=reporter)
+        device = mode.new_device(world.first_rank)
+        if world.node:
+            device.follows, device.writes_files = True, False
+            del param.weights[:]  # those of the first node come
+        reporter = Reporter() if rank or world.node else LogReporter()
+        self._solver = Inner(
+            param, device=device, path=path, reporter=reporter, rank=world.first_rank
+        )
         if rank:
             param.display = param.snapshot = param.test_interval = 0
             param.debug_info = param.snapshot_after_train = False
@@ -148,7 +156,11 @@ class Solver:
 
     @contextmanager
     def together(
-        self, gpus: Sequence[int] = (), cpus: int = 0, sync: str = "auto"
+        self,
+        gpus: Sequence[int] = (),
+        cpus: int = 0,
+        sync: str = "auto",
+        world: World | None = None,
     ) -> Iterator[None]:
         """Train on several devices as one solver with a larger batch during the block.
 
@@ -160,6 +172,10 @@ class Solver:
         the block. Between steps, but not in callbacks, a script may run this solver's nets, and
         what it writes to its weights, inputs and `param` reaches the others; BatchNorm's statistics
         stay each solver's.
+
+        `world=caffepy.world(n)`: the solvers of all processes that mpirun started train as one, n
+        of this one, from the weights and state of node 0's. All processes do the same in the block,
+        and before and after it: what a script writes to weights in one, it writes in all.
         """
         own = self._solver.device
         if own.kind == "cuda" and (
@@ -173,21 +189,43 @@ class Solver:
                 "this solver is on the CPU: give cpus=2 or more, or build it after "
                 "caffe.set_mode_gpu()"
             )
+        if world:
+            self._check_world(world, max(len(gpus), cpus), sync)
         others: list[Device] = [CudaDevice(index) for index in gpus[1:]]
         others += [Device() for _ in range(cpus - 1)]
         self._at_work, outside = False, None  # an error that is raised behind the block
         try:
-            with p2p_manager(self._solver, [own, *others], SyncOptions(sync=sync)):
+            with p2p_manager(self._solver, [own, *others], SyncOptions(sync=sync), world=world):
                 try:
                     yield
                 except BaseException as error:
-                    if self._at_work:
+                    if self._at_work or (world and world.nodes > 1):  # the others are in the block
                         raise
                     outside = error
         except UserCodeError as error:
             outside = error.original
         if outside:
             raise outside
+
+    def _check_world(self, world: World, solvers: int, sync: str) -> None:
+        """Raise UsageError or ConfigError unless this solver can train with those of all nodes."""
+        solver = self._solver
+        if solver.device.follows != (world.node > 0):
+            raise UsageError("call caffepy.world() before the solver is built, in each process")
+        if solvers != world.solvers[world.node]:
+            told = world.solvers[world.node]
+            raise UsageError(f"caffepy.world({told}) is for {told} solver(s), not {solvers}")
+        param = SolverParameter()
+        param.CopyFrom(solver.param)
+        del param.weights[:]
+        settings = {
+            "solver": text.format(param),
+            "net": text.format(solver.net.param),
+            "kind of device": solver.device.kind,
+            "precision": solver.device.math_mode.precision,
+            "way to synchronize": sync,
+        }
+        check_alike(world, settings)
 
 
 def _read(solver_file: AnyPath) -> SolverParameter:

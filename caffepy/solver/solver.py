@@ -77,7 +77,7 @@ class Solver:
         self.device = device or Device()
         self.reporter = reporter or Reporter()
         self._own_reporter: Reporter | None = None  # from before `join`
-        self.workers = WorkerGroup()
+        self.workers = WorkerGroup(not self.device.follows)
         self.action: Callable[[], Action] = lambda: Action.NONE
         self.capture = True
         self.stopped = False  # the last step or solve ended early because `action` asked for it
@@ -206,8 +206,8 @@ class Solver:
         After an error (`failed`) the last iteration may have ended on some ranks only: a snapshot
         can still be written, everything else raises SyncError.
         """
-        writes_files = self.workers.writes_files
-        self.workers = EndedGroup(writes_files) if failed else WorkerGroup()
+        group = EndedGroup if failed else WorkerGroup
+        self.workers = group(self.workers.writes_files)
         self.reporter, self._own_reporter = self._own_reporter or self.reporter, None
 
     def close(self) -> None:

@@ -25,13 +25,18 @@ from caffepy.solver.test_pass import Totals
 
 
 class WorkerGroup:
-    """Null object: a solver without workers."""
+    """Null object: a solver without workers.
+
+    `writes_files`: snapshots and tables; false on nodes other than the first.
+    """
 
     size = 1  # number of solvers, on all nodes
-    writes_files = True  # snapshots and tables; false on nodes other than the first
     phase = "idle"  # what all are in: set-up, step, test, snapshot or idle
     failed = False  # an error has ended the workers' run
     devices: Sequence[Device] = ()
+
+    def __init__(self, writes_files: bool = True) -> None:
+        self.writes_files = writes_files
 
     def stop(self, error: BaseException) -> None:
         """End the workers that wait for the root, which has met this error and cannot go on."""
@@ -109,9 +114,6 @@ class WorkerGroup:
 
 class EndedGroup(WorkerGroup):
     """After an error of a solver that trained with others: it can save, but not go on."""
-
-    def __init__(self, writes_files: bool = True) -> None:
-        self.writes_files = writes_files
 
     def check(self) -> NoReturn:
         """Raise SyncError."""

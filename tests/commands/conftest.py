@@ -23,15 +23,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def as_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], Any]], list[Any]]:
     """Return what runs a command as each of some nodes, in threads, and returns what each got."""
     own = threading.local()
-    monkeypatch.setattr(nodes, "start", lambda: own.transport)
-    monkeypatch.setattr(nodes, "widen_affinity", lambda *processes: None)
-    monkeypatch.setattr(nodes, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(nodes, "join_launched", lambda: own.world)
     monkeypatch.setattr(nodes, "_node", 0)
 
     def run(count: int, work: Callable[[int], Any]) -> list[Any]:
         def node(world: World) -> Any:
-            own.transport = world.transport
-            own.transport.processes_on_host, own.transport.rank_on_host = count, world.node
+            own.world = world
             return work(world.node)
 
         monkeypatch.setattr(nodes, "launched", lambda: (count, "TEST") if count > 1 else None)

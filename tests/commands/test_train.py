@@ -261,7 +261,7 @@ def test_processes_of_a_launcher_meet_before_they_train(
         raise UsageError("there is no MPI")
 
     edit(digits / "solver.prototxt", "max_iter: 1")
-    monkeypatch.setattr("caffepy.commands.nodes.start", meets)
+    monkeypatch.setattr("caffepy.collectives.mpi.start", meets)
     variables, launcher = RANKS[case]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
