@@ -16,6 +16,7 @@ from caffepy.layer.normalization import BatchNorm
 from caffepy.net import Net
 from caffepy.parallel.nodes import gather
 from caffepy.solver.statistics import Statistics, mean
+from caffepy.solver.worker_group import GroupStatistics
 
 
 def normalizing(net: Net) -> list[BatchNorm]:
@@ -23,7 +24,7 @@ def normalizing(net: Net) -> list[BatchNorm]:
     return [layer for layer in net.layers if isinstance(layer, BatchNorm) and not layer.is_global]
 
 
-class RunningStatistics:
+class RunningStatistics(GroupStatistics):
     """The running statistics of all solvers; `solvers` are this node's, the root's first.
 
     `kind` is that of --bn-stats. `wait_idle` waits for the workers and raises the error of one.
@@ -60,8 +61,9 @@ class RunningStatistics:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """A block in which all solvers have the mean of their statistics; then each has its own
-        again. After an error the workers, which may hang, are left alone.
+        """A block in which all have the mean of their statistics; then each has its own again.
+
+        After an error the workers, which may hang, are left alone.
         """
         if not self._has("average"):
             yield
@@ -79,7 +81,7 @@ class RunningStatistics:
         for each, own in zip(workers, before[1:], strict=True):
             each.write(own)
 
-    def all(self, own: list[Array]) -> list[list[Array]]:
+    def each(self, own: list[Array]) -> list[list[Array]]:
         """Return those that each solver trains on with, if they are averaged; else `own`."""
         if not self._has("average"):
             return [own]

@@ -40,7 +40,6 @@ from caffepy.collectives.rank_group import DEADLINES
 from caffepy.collectives.topology import Topology, all_joined
 from caffepy.collectives.world import World
 from caffepy.core.errors import CaffeError, ConfigError, LostDeviceError
-from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads
 from caffepy.parallel.batch_norm import RunningStatistics
@@ -151,7 +150,7 @@ class P2PManager(WorkerGroup):
                 self._sync.join(root, 0)
             self.workers = self._ranks.members
             solvers = [solver.iterations.statistics for solver in (root, *self.workers)]
-            self.statistics = RunningStatistics(
+            self.statistics: RunningStatistics = RunningStatistics(
                 self._bn_stats, solvers, self.group, self.raise_worker_error
             )
             self.statistics.restore(root.resume_state.statistics)
@@ -253,12 +252,6 @@ class P2PManager(WorkerGroup):
     def losses(self, own: float) -> list[float]:
         self._threads.wait_idle()
         return gather(self.group, [own, *(worker.loss for worker in self.workers)])
-
-    def averaged_bn_stats(self) -> AbstractContextManager[object]:
-        return self.statistics.averaged()
-
-    def bn_stats(self, own: list[Array]) -> list[list[Array]]:
-        return self.statistics.all(own)
 
     def begin_test(self, k: int) -> None:
         self.statistics.copy()

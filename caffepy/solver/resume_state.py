@@ -85,7 +85,7 @@ class ResumeState:
             with step.device.scope():
                 iterations.recover()
                 iterations.collect(wait=True)
-            statistics = workers.bn_stats(iterations.statistics.own)
+            statistics = workers.statistics.each(iterations.statistics.own)
             with iterations.statistics.replaced(mean(statistics)):
                 self._write(statistics if statistics[1:] else [])
             if self.keep and workers.writes_files:

@@ -329,7 +329,7 @@ class Solver:
         Unless `anew`, a snapshot has the positions and statistics that are held already.
         """
         self.iterations.hold_positions(anew)
-        with self.workers.averaged_bn_stats():
+        with self.workers.statistics.averaged():
             for k in range(len(self.test_nets)):
                 if not self.stopped:
                     self.test(k)

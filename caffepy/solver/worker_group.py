@@ -24,6 +24,20 @@ from caffepy.solver.signals import Action
 from caffepy.solver.test_pass import Totals
 
 
+class GroupStatistics:
+    """Null object: the running statistics of a solver without workers."""
+
+    def averaged(self) -> AbstractContextManager[object]:
+        """A block in which all solvers have the mean of their statistics, to test with."""
+        return nullcontext()
+
+    def each(self, own: list[Array]) -> list[list[Array]]:
+        """Statistics that each solver trains on with, if a snapshot has the mean of all; else those
+        of the root, `own`.
+        """
+        return [own]
+
+
 class WorkerGroup:
     """Null object: a solver without workers.
 
@@ -34,6 +48,7 @@ class WorkerGroup:
     phase = "idle"  # what all are in: set-up, step, test, snapshot or idle
     failed = False  # an error has ended the workers' run
     devices: Sequence[Device] = ()
+    statistics = GroupStatistics()
 
     def __init__(self, writes_files: bool = True) -> None:
         self.writes_files = writes_files
@@ -68,16 +83,6 @@ class WorkerGroup:
 
     def losses(self, own: float) -> list[float]:
         """Wait for that pass; return the losses of all solvers, of which this is the root's."""
-        return [own]
-
-    def averaged_bn_stats(self) -> AbstractContextManager[object]:
-        """A block in which all test with the mean of their running statistics."""
-        return nullcontext()
-
-    def bn_stats(self, own: list[Array]) -> list[list[Array]]:
-        """Running statistics that each solver trains on with, if a snapshot has the mean of all;
-        else those of the root, `own`.
-        """
         return [own]
 
     def begin_test(self, k: int) -> None:
