@@ -48,7 +48,8 @@ class GroupStoppedError(SyncError):
 class RankGroup:
     """`size` ranks of this node, rank 0 being the root; `world` has the other nodes.
 
-    All methods may be called from any rank's thread; only the root's waits for other nodes.
+    It is large, since all waits and failures of ranks meet under one lock. All methods may be
+    called from any rank's thread; only the root's waits for other nodes.
 
     Wherever the root waits for others, it gets the error of the rank that failed, with its name.
     While it waits it calls `interrupted` now and then, which may raise. When a deadline passes,
