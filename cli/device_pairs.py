@@ -28,7 +28,8 @@ def device_pairs(
     """Print how GPUs are paired and joined, the schedule of each way to synchronize (train --sync),
     and which of them --sync auto takes, to stdout.
 
-    Links have nvidia-smi's names, if the driver reports them.
+    Links have nvidia-smi's names, if the driver reports them. Of the processes that mpirun or srun
+    started it prints the hosts, and bandwidth and latency between each two.
 
     \b
     Examples:
@@ -36,13 +37,18 @@ def device_pairs(
       caffepy device-pairs --gpu 0,1,2,3 --measure
       caffepy device-pairs --cpu 4
       caffepy device-pairs --simulate machine.json --json
+      mpirun -n 4 caffepy device-pairs
     """
-    from caffepy.commands.device_pairs import of_cpu, of_this_machine, simulated
+    from caffepy.commands.device_pairs import of_cpu, of_nodes, of_this_machine, simulated
 
     if sum(map(bool, (gpu or measure, cpu, simulate))) > 1:
         raise click.UsageError("Give one of --gpu (with --measure), --cpu and --simulate.")
     if simulate:
         found = simulated(simulate)
+    elif of_all := of_nodes(gpu, cpu):
+        if options.is_first():
+            click.echo(of_all.json() if as_json else of_all.text())
+        return
     else:
         found = of_cpu(cpu) if cpu else of_this_machine(gpu or "all", measure)
     click.echo(found.json() if as_json else found.text())

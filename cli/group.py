@@ -9,10 +9,10 @@ import click
 
 from caffepy.core.registry import nearest
 
-OVER_NODES = {"train", "test", "time", "bench allreduce", "bench scaling"}
+OVER_NODES = {"train", "test", "time", "bench allreduce", "bench scaling", "device-pairs"}
 """Commands that the processes of mpirun or srun run as one."""
 
-WRITES_NOTHING = {"check", "summarize", "weights show", "device-query", "device-pairs", "doctor"}
+WRITES_NOTHING = {"check", "summarize", "weights show", "device-query", "doctor"}
 """Commands that each of them may run by itself. All others are for one process."""
 
 

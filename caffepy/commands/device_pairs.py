@@ -1,18 +1,26 @@
 """`caffepy device-pairs`: links between devices, and the schedule of each way to synchronize."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from time import perf_counter
 from typing import Any
+
+import numpy as np
 
 from caffepy.collectives import links, peers
 from caffepy.collectives.links import Links
 from caffepy.collectives.schedule import Operation, Schedule, flat, muji, tree
 from caffepy.collectives.sync import fastest, reason_nccl_unavailable
 from caffepy.collectives.topology import DevicePair, Topology, all_joined, device_pairs, draw, show
+from caffepy.collectives.world import World
+from caffepy.commands.nodes import gpus_of_process, nodes
 from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.core.registry import nearest
 from caffepy.device.gpus import gpu_numbers
+from caffepy.report.text import AsJson, columns
 
 FIELDS = ("devices", "boards", "access", "links")
 DERIVED = ("pairs", "schedules", "sync", "speeds")
@@ -22,6 +30,51 @@ LEGEND = (
     "NV#: # NVLinks; PIX: one PCIe bridge, PXB: several, PHB: the host bridge, "
     "NODE: one NUMA node, SYS: several"
 )
+
+SMALL, LARGE = 1, 1 << 22
+"""Floats of the arrays that measure the latency and the bandwidth between nodes."""
+
+ROUNDS = {SMALL: 200, LARGE: 5}
+
+
+@dataclass(frozen=True)
+class NodeSpeed:
+    """Speed of arrays between the memories of two hosts, through MPI, one way."""
+
+    nodes: tuple[int, int]
+    gigabytes_per_s: float
+    microseconds: float
+
+
+@dataclass(frozen=True)
+class NodePairing(AsJson):
+    """Nodes: their hosts and numbers of solvers, the speeds between each two, and what --sync auto
+    takes.
+    """
+
+    hosts: Sequence[str]
+    solvers: Sequence[int]
+    speeds: Sequence[NodeSpeed]
+    auto: str
+    why: str
+
+    def text(self) -> str:
+        """Return tables as text."""
+        rows = [["node", "host", "solvers"]]
+        rows += [
+            [str(node), host, str(count)]
+            for node, (host, count) in enumerate(zip(self.hosts, self.solvers, strict=True))
+        ]
+        pairs = [["nodes", "GB/s", "us of 4 bytes"]]
+        for speed in self.speeds:
+            a, b = speed.nodes
+            pairs.append([f"{a}, {b}", f"{speed.gigabytes_per_s:.2f}", f"{speed.microseconds:.0f}"])
+        parts = [
+            "\n".join(columns(rows, left=2)),
+            "\n".join(["Through MPI, from host memory", *columns(pairs, left=1)]),
+            f"--sync auto takes {self.auto}: {self.why}",
+        ]
+        return "\n\n".join(parts)
 
 
 @dataclass(frozen=True)
@@ -150,6 +203,45 @@ def of_this_machine(gpus: str, measured: bool = False) -> Pairing:
     topology = peers.query(gpu_numbers(gpus))
     joined, without_nccl = links.query(topology.devices), reason_nccl_unavailable(True)
     return pairing(topology, joined, measured, without_nccl=without_nccl)
+
+
+def of_nodes(gpus: str | None, cpu: int | None) -> NodePairing | None:
+    """Return the pairing of the nodes that mpirun or srun started, each with these GPUs, or `cpu`
+    solvers; None if this process is alone.
+    """
+    with nodes() as world:
+        if world is None:
+            return None
+        numbers = [] if cpu else gpu_numbers(gpus_of_process(gpus or "all", world) or "")
+        world.join(cpu or len(numbers))
+        without_nccl = reason_nccl_unavailable(bool(numbers))
+        if numbers:
+            auto, why = "nccl", without_nccl or "the way for GPUs of several processes"
+        else:
+            choice, why = fastest(all_joined(world.size), without_nccl)
+            auto = choice.name
+        speeds = [_speed(world, *pair) for pair in combinations(range(world.nodes), 2)]
+        return NodePairing(world.hosts, world.solvers, speeds, auto, why)
+
+
+def _speed(world: World, a: int, b: int) -> NodeSpeed:
+    """Return the speed between two nodes, while all others wait."""
+    seconds = {}
+    for count, rounds in ROUNDS.items():
+        world.barrier()
+        times = []
+        if world.node in (a, b):
+            array, other = np.zeros(count, np.float32), a + b - world.node
+            there, back = [(other, array)], list[tuple[int, Any]]()
+            if world.node == b:
+                there, back = back, there
+            for _ in range(rounds):
+                begin = perf_counter()
+                world.exchange(there, back)
+                world.exchange(back, there)
+                times.append((perf_counter() - begin) / 2)
+        seconds[count] = world.gather(median(times) if times else 0.0)[a]
+    return NodeSpeed((a, b), 4 * LARGE / seconds[LARGE] / 1e9, seconds[SMALL] * 1e6)
 
 
 def of_cpu(solvers: int) -> Pairing:

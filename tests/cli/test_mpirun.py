@@ -69,3 +69,20 @@ def test_one_table_of_all_processes() -> None:
     head, *_, small, large = ended.stdout.splitlines()
     assert head.startswith("All-reduce of 4 ranks on the CPU of 2 nodes")
     assert (small.split()[0], large.split()[0]) == ("4K", "1M")
+
+
+def test_speeds_between_all_nodes() -> None:
+    ended = caffepy(3, "device-pairs", "--cpu", 2, "--json")
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert told["solvers"] == [2, 2, 2]
+    assert len(told["hosts"]) == 3
+    assert [speed["nodes"] for speed in told["speeds"]] == [[0, 1], [0, 2], [1, 2]]
+    assert all(speed["gigabytes_per_s"] > 0.01 for speed in told["speeds"])
+    assert all(0 < speed["microseconds"] < 1e6 for speed in told["speeds"])
+    assert told["auto"] == "tree"
+    assert "NCCL is for GPUs" in told["why"]
+
+    ended = caffepy(2, "device-pairs", "--cpu", 1)
+    assert ended.stdout.startswith("node  host")
+    assert "--sync auto takes muji" in ended.stdout
