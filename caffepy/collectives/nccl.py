@@ -1,5 +1,6 @@
 """Synchronization of GPUs by NCCL: one communicator, buckets reduced during the backward pass."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -7,6 +8,7 @@ from typing import Any
 
 from cupy.cuda import get_current_stream, nccl
 
+from caffepy.collectives import interfaces
 from caffepy.collectives.buckets import NEVER, Bucket, Progress
 from caffepy.collectives.factors import STREAM, Factors
 from caffepy.collectives.gpu import AbortFlag
@@ -14,6 +16,8 @@ from caffepy.collectives.rank_group import PATIENCE, RankGroup
 from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
+
+log = logging.getLogger(__name__)
 
 
 def new_unique_id() -> bytes:
@@ -46,11 +50,14 @@ class NcclSync(Synchronizer):
         super().__init__(group, rank)
         self._device, self._data, self._diff, parts, factored = flats
         self._progress = Progress(parts or [Bucket(((0, self._diff.size),), NEVER)])
+        self._hosts = len(set(group.world.hosts))
         self._started = self._warm = False  # parameters are in step; an iteration has ended
         self._ending: threading.Thread | None = None
         self._lock = threading.Lock()
         if unique_id is None:
             unique_id, *_ = all_gather(new_unique_id() if self.universal_rank == 0 else None)
+        if self.universal_rank == 0 and self._hosts > 1:
+            log.debug("NCCL connects %d hosts: %s", self._hosts, interfaces.told())
         group.barrier(rank, "nccl")
         with self._errors(), self._device.scope():
             self._communicator = nccl.NcclCommunicator(self.size, unique_id, self.universal_rank)
@@ -120,7 +127,14 @@ class NcclSync(Synchronizer):
             yield
         except nccl.NcclError as error:
             self.group.check(self.rank)
-            raise SyncError(f"NCCL failed ({error}); NCCL_DEBUG=INFO tells more") from error
+            hint = "NCCL_DEBUG=INFO tells more"
+            if self._hosts > 1 and not self._warm:  # it has not connected them yet
+                hint = (
+                    f"if it cannot connect the {self._hosts} hosts, name the interface to the "
+                    f"others on each of them: {interfaces.VARIABLE}=eth0 ({interfaces.told()}); "
+                    f"{hint}"
+                )
+            raise SyncError(f"NCCL failed ({error}); {hint}") from error
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
