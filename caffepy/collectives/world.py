@@ -8,7 +8,7 @@ which nodes are missing.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from functools import reduce
@@ -202,16 +202,16 @@ class World:
         if self.node:
             requests = {0: self.transport.send(0, Tag.GATHER, value)}
             self.wait(requests)
-            values: list[Any] = self._receive(0, Tag.GATHER)
+            values: list[Any] = self._receive(Tag.GATHER, [0])[0]
             return values
-        values = [value, *(self._receive_all(Tag.GATHER))]
+        values = [value, *(self._receive(Tag.GATHER, self._others))]
         self._send_all(Tag.GATHER, values)
         return values
 
     def broadcast(self, value: Any = None) -> Any:
         """Return the value of node 0, whatever the others call it with."""
         if self.node:
-            return self._receive(0, Tag.GATHER)
+            return self._receive(Tag.GATHER, [0])[0]
         self._send_all(Tag.GATHER, value)
         return value
 
@@ -361,13 +361,8 @@ class World:
         error.args = (error.message,)
         return error
 
-    def _receive(self, node: int, tag: Tag) -> Any:
-        request = self.transport.receive(node, tag)
-        self.wait({node: request})
-        return request.value
-
-    def _receive_all(self, tag: Tag) -> list[Any]:
-        requests = {node: self.transport.receive(node, tag) for node in self._others}
+    def _receive(self, tag: Tag, nodes: Iterable[int]) -> list[Any]:
+        requests = {node: self.transport.receive(node, tag) for node in nodes}
         self.wait(requests)
         return [request.value for request in requests.values()]
 
@@ -434,12 +429,12 @@ class _Votes:
         if world.node:
             assert self._sent is not None
             world.wait(self._sent)
-            flags, self._interval = world._receive(0, Tag.VOTE)
+            flags, self._interval = world._receive(Tag.VOTE, [0])[0]
             return int(flags)
         now = time.monotonic()
         seconds, self._begun = (now - self._begun) / self._interval, now
         self._interval = min(max(1, int(VOTE_SECONDS / max(seconds, 1e-6))), MOST_BETWEEN_VOTES)
-        flags = reduce(or_, world._receive_all(Tag.VOTE), self._own)
+        flags = reduce(or_, world._receive(Tag.VOTE, world._others), self._own)
         world._send_all(Tag.VOTE, (flags, self._interval))
         return flags
 
