@@ -8,7 +8,7 @@ which nodes are missing.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from functools import reduce
@@ -200,8 +200,7 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all nodes; each calls it with its own."""
         if self.node:
-            requests = {0: self.transport.send(0, Tag.GATHER, value)}
-            self.wait(requests)
+            self.wait([(0, self.transport.send(0, Tag.GATHER, value))])
             values: list[Any] = self._receive(Tag.GATHER, [0])[0]
             return values
         values = [value, *(self._receive(Tag.GATHER, self._others))]
@@ -235,11 +234,7 @@ class World:
         requests = [
             (node, transport.receive_array(node, Tag.ARRAY, array)) for node, array in receives
         ] + [(node, transport.send_array(node, Tag.ARRAY, array)) for node, array in sends]
-        self._wait_until(
-            lambda: all(request.done() for _, request in requests),
-            lambda: sorted({node for node, request in requests if not request.done()}),
-            ARRAY_SLEEP,
-        )
+        self.wait(requests, ARRAY_SLEEP)
 
     # failures
 
@@ -331,26 +326,15 @@ class World:
 
     # waits
 
-    def wait(self, requests: Mapping[int, Request]) -> None:
-        """Wait until all these requests, by node, are done."""
-        self._wait_until(
-            lambda: all(request.done() for request in requests.values()),
-            lambda: [node for node, request in requests.items() if not request.done()],
-        )
-
-    def _wait_until(
-        self,
-        holds: Callable[[], bool],
-        missing: Callable[[], Sequence[int]],
-        longest: float = LONGEST_SLEEP,
-    ) -> None:
+    def wait(self, requests: Sequence[tuple[int, Request]], longest: float = LONGEST_SLEEP) -> None:
+        """Wait until all these requests to and from nodes are done; sleep so long at most."""
         begun = time.perf_counter()
         try:
-            while not holds():
+            while not all(request.done() for _, request in requests):
                 waited = time.perf_counter() - begun
                 if waited < SPIN:
                     continue
-                self.poll(missing())
+                self.poll(sorted({node for node, request in requests if not request.done()}))
                 time.sleep(min(SLEEP_SHARE * waited, longest))
         except DeadNodeError as error:
             raise self._died(error) from None
@@ -362,12 +346,12 @@ class World:
         return error
 
     def _receive(self, tag: Tag, nodes: Iterable[int]) -> list[Any]:
-        requests = {node: self.transport.receive(node, tag) for node in nodes}
+        requests = [(node, self.transport.receive(node, tag)) for node in nodes]
         self.wait(requests)
-        return [request.value for request in requests.values()]
+        return [request.value for _, request in requests]
 
     def _send_all(self, tag: Tag, value: Any) -> None:
-        self.wait({node: self.transport.send(node, tag, value) for node in self._others})
+        self.wait([(node, self.transport.send(node, tag, value)) for node in self._others])
 
 
 class _SetUp:
@@ -407,7 +391,7 @@ class _Votes:
         self._world = world
         self._flags = 0  # of this node, not sent yet
         self._calls_left = 0
-        self._sent: Mapping[int, Request] | None = None  # the vote under way
+        self._sent: list[tuple[int, Request]] | None = None  # the vote under way
         self._own = 0  # node 0's flags in it
         self._begun, self._interval = 0.0, 1
 
@@ -420,7 +404,7 @@ class _Votes:
         self._calls_left = self._interval - 1
         world, flags, self._flags = self._world, self._flags, 0
         self._own = flags
-        self._sent = {0: world.transport.send(0, Tag.VOTE, flags)} if world.node else {}
+        self._sent = [(0, world.transport.send(0, Tag.VOTE, flags))] if world.node else []
         return result
 
     def _count(self) -> int:

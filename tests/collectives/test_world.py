@@ -62,7 +62,7 @@ def test_a_long_wait_polls_seldom_and_ends_soon(monkeypatch: pytest.MonkeyPatch)
     waiting.poll = lambda missing: None
     for seconds in (1e-3, 10e-3, 0.1, 3.0):
         clock, polls = [0.0], list[float]()
-        waiting.wait({1: Request()})
+        waiting.wait([(1, Request())])
         assert clock[0] < 1.07 * seconds + 200e-6
     assert 20e-6 * len(polls) < 0.02 * seconds
 
