@@ -62,7 +62,7 @@ class ScheduleSync(Synchronizer):
         self._flag = AbortFlag()
         self.abort_flag = self._flag.address
         group.on_abort(self._flag.set)
-        self._used: set[str] = set()  # directions that ran before
+        self._warm = False  # gradients were reduced, so that an iteration has loaded its kernels
         self._data, self._diff = flats.data, flats.diff
         devices = all_gather(self.device.index)
         peers.enable(self.device.index, [devices[other] for other in partners(schedule, rank)])
@@ -82,22 +82,25 @@ class ScheduleSync(Synchronizer):
 
     def on_start(self) -> None:
         if self._down:
-            self._run("down", self._down, self._data.size)
+            self._run(self._down, self._data.size)
 
     def on_gradients_ready(self) -> None:
         self.reduce(self._diff.size)
 
     def reduce(self, count: int) -> None:
-        self._run("up", self._up, count)
+        self._run(self._up, count)
+        self._warm = True
 
-    def _run(self, direction: str, parts: "Sequence[_Peers | _Staged]", count: int) -> None:
-        """Run, the first time between barriers: loading a kernel may block on a waiting GPU."""
-        first = direction not in self._used
-        self._used.add(direction)
+    def _run(self, parts: "Sequence[_Peers | _Staged]", count: int) -> None:
+        """Run; between barriers until the first iteration has loaded its kernels.
+
+        Loading one blocks while the GPU waits for another rank, which may wait to load its own
+        before it comes here: one rank loads at a time.
+        """
         with (
-            self.group.synchronized(self.rank, "schedule", self.device.stream.synchronize)
-            if first
-            else nullcontext()
+            nullcontext()
+            if self._warm
+            else self.group.synchronized(self.rank, "schedule", self.device.stream.synchronize)
         ):
             for executor in parts:
                 executor.run(count)
