@@ -8,6 +8,7 @@ import cv2
 import numpy as np
 import pytest
 
+import caffepy
 from caffepy.cli import main
 from caffepy.commands.classify import EXTENSIONS, Classification
 from caffepy.commands.preprocess import Preparation
@@ -148,6 +149,7 @@ def test_windows(capsys: Captured) -> None:
     net = library.inputs("in", **{"in": (2, 3, 4, 4)})
     net += library.inner_product("ip", "in", 2, filler="")
     Path("net.prototxt").write_text(net)
+    caffepy.Net("net.prototxt", caffepy.TEST).save("zero.caffemodel")
     Path("w.csv").write_text("filename,xmin,ymin,xmax,ymax\nzero.png,0,0,7,7\nfour.png,1,1,6,6\n")
     line = [
         "detect",
@@ -155,7 +157,7 @@ def test_windows(capsys: Captured) -> None:
         "--model-def",
         "net.prototxt",
         "--pretrained-model",
-        WEIGHTS,
+        "zero.caffemodel",
         "--context-pad",
         "1",
     ]

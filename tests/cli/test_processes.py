@@ -71,12 +71,6 @@ def test_all_show_their_help(name: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.usefixtures("one_of_two")
-def test_one_of_several_is_not_restarted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["train", "--solver", "digits", "--max-restarts", "3"]) == 2
-    assert "--max-restarts is for one process" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("one_of_two")
 def test_one_of_several_simulates_none(capsys: pytest.CaptureFixture[str]) -> None:
     simulate = ["--simulate", "nodes=2 gpus=8 nic=8x400"]
     assert main.run(["bench", "scaling", "--model", "caffenet", *simulate]) == 2
