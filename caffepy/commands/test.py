@@ -85,6 +85,7 @@ def test(
         if threads:
             ops.backend(devices[0]).set_num_threads(threads)
         follows = world is not None and world.node > 0
+        devices[0].writes_files = not follows
         files = [] if follows else checked(weights)
         param = definition(model, devices[0], precision=precision, level=level, stages=stages)
         if world:
