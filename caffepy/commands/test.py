@@ -23,7 +23,7 @@ from caffepy.data.loader import tolerating
 from caffepy.device.blob import Array, shape_string
 from caffepy.layer.data import HDF5Output
 from caffepy.net import Net
-from caffepy.parallel.nodes import check_alike, check_data
+from caffepy.parallel.nodes import check_alike, check_data, send_from_first
 from caffepy.parallel.turns import Turns
 from caffepy.parallel.workers import Workers
 from caffepy.proto.text import format as format_text
@@ -141,18 +141,10 @@ def _follow_first(net: Net, group: RankGroup, path: str) -> None:
     check_data([net], net.device, group)
     device, layers = net.device, net.shared_layers
     with device.scope(), group.among_nodes() as world:
-        arrays = [np.ascontiguousarray(device.on_host(param.data)) for param in net.params]
-        if world.node:
-            arrays = [np.empty_like(array) for array in arrays]
-        others = range(1, world.nodes) if world.node == 0 else ()
-        world.exchange(
-            [(node, array) for node in others for array in arrays],
-            [(0, array) for array in arrays if world.node],
-        )
+        for param in net.params:
+            send_from_first(param.data, device, world)
         states = world.broadcast([layer.state() for layer in layers])
         if world.node:
-            for param, array in zip(net.params, arrays, strict=True):
-                device.upload(array, param.data)
             for layer, state in zip(layers, states, strict=True):
                 layer.set_state(state)
 

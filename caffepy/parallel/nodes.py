@@ -101,7 +101,7 @@ def follow_first(root: Solver, group: RankGroup) -> None:
     with device.scope(), group.among_nodes() as world:
         for flat in root.arrays:
             for start in range(0, flat.size, PIECE):
-                _send_from_first(flat[start : start + PIECE], device, world)
+                send_from_first(flat[start : start + PIECE], device, world)
         news: dict[str, Any] = world.broadcast(
             {
                 "iteration": (root.iter, root.iterations.current_step),
@@ -133,15 +133,15 @@ def follow_first(root: Solver, group: RankGroup) -> None:
     set_positions(complete, root.iterations.nets, device)
 
 
-def _send_from_first(part: Array, device: Device, world: World) -> None:
+def send_from_first(array: Array, device: Device, world: World) -> None:
     """Copy an array of the first node's device to those of all nodes."""
-    array = np.ascontiguousarray(device.on_host(part))
     if world.node == 0:
-        world.exchange([(node, array) for node in range(1, world.nodes)], [])
+        host = np.ascontiguousarray(device.on_host(array))
+        world.exchange([(node, host) for node in range(1, world.nodes)], [])
     else:
-        array = np.empty_like(array)
-        world.exchange([], [(0, array)])
-        device.upload(array, part)
+        host = np.empty(array.shape, array.dtype)
+        world.exchange([], [(0, host)])
+        device.upload(host, array)
 
 
 def restored_positions(root: Solver, size: int) -> Sequence[Positions | None]:
