@@ -1,4 +1,4 @@
-"""What waiting for other nodes costs, and how fast arrays go between them.
+"""Costs of waiting for other nodes, and how fast arrays go between them.
 
 usage: mpirun -n 2 python benchmarks/world.py [--rounds 2000] [--mb 244] [--repeat 5]
 (more processes than cores: mpirun --oversubscribe)

@@ -48,7 +48,7 @@ class Definition(NamedTuple):
 
 
 class Result(Protocol):
-    """What a command found out."""
+    """Findings of a command."""
 
     def table(self) -> str:
         """Return it as text."""

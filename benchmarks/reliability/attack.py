@@ -210,7 +210,7 @@ def workplace(folder: Path, run: Run = ON_CPU) -> Path:
 
 
 class Whole(NamedTuple):
-    """What a run gives that nothing disturbs, its seconds, and those until its first snapshot."""
+    """Results of a run that nothing disturbs, its seconds, and those until its first snapshot."""
 
     run: Run
     result: list[bytes]
@@ -435,7 +435,7 @@ class Reader(NamedTuple):
 
 
 def readers(here: Path) -> Iterator[Reader]:
-    """What reads binary files in a folder with the snapshots of a run in both formats."""
+    """Readers of binary files in a folder with the snapshots of a run in both formats."""
     mean = np.random.default_rng(0).random((1, 1, 8, 8))
     (here / "mean.binaryproto").write_bytes(io.array_to_blobproto(mean).SerializeToString())
     with h5py.File(here / "data.h5", "w") as file:
@@ -467,7 +467,7 @@ def readers(here: Path) -> Iterator[Reader]:
 
 
 def readers_of_images(here: Path) -> Iterator[Reader]:
-    """What reads images and arrays; each function is that of the commands."""
+    """Readers of images and arrays; each function is that of the commands."""
     draw = np.random.default_rng(1)
     image = draw.integers(0, 256, (40, 50, 3), np.uint8)
     for kind in ("png", "jpg", "bmp"):

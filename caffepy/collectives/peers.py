@@ -54,7 +54,7 @@ def query(devices: Sequence[int]) -> Topology:
 
 
 def enable(device: int, others: Iterable[int]) -> list[int]:
-    """Let a GPU use the memory of others; return those whose memory it could not use before.
+    """Allow a GPU the memory of others; return those whose memory it could not use before.
 
     DeviceError if CUDA refuses: without NVSwitch a GPU has 8 such peers at most.
     """
@@ -76,7 +76,7 @@ def enable(device: int, others: Iterable[int]) -> list[int]:
 
 @contextmanager
 def _enabled(a: int, b: int) -> Iterator[None]:
-    """Let two GPUs use each other's memory in the block, unless they can anyhow."""
+    """Allow two GPUs each other's memory in the block, unless they have it anyhow."""
     cupy = import_cupy()
     with ExitStack() as stack:
         for device, other in ((a, b), (b, a)):

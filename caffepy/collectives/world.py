@@ -355,7 +355,7 @@ class World:
 
 
 class _SetUp:
-    """What `poll` is before solvers are there: it raises another node's error, and when the nodes
+    """Value of `poll` before solvers are there: it raises another node's error, and when the nodes
     wait too long. It calls `interrupted`, which may raise.
     """
 

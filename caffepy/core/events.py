@@ -20,7 +20,7 @@ asked_to_end = threading.Event()
 
 
 class Displayed(NamedTuple):
-    """What is displayed: smoothed loss, outputs of the train net, and the speed since the display
+    """A display: smoothed loss, outputs of the train net, and the speed since the display
     before, which is one every `display` iterations.
     """
 

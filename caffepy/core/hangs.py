@@ -1,4 +1,4 @@
-"""What is known of a process that hangs: the stacks of its threads, and the numbers that
+"""State of a process that hangs: the stacks of its threads, and the numbers that
 `ops.cpu.lock_watch` shares with Python.
 """
 

@@ -132,7 +132,7 @@ class Node:
         return [top for top, weight in pairs if weight]
 
     def cast(self, layouts: Sequence[Layout]) -> None:
-        """Let the layer compute with its bottoms in these layouts, and reshape it."""
+        """Make the layer compute with its bottoms in these layouts, and reshape it."""
         casts = LayoutCasts(self.bottoms, self.tops, layouts, self.copied)
         self.casts = casts or None
         self.compute_with(casts.bottoms, casts.tops)

@@ -1,4 +1,4 @@
-"""What the nodes of a run tell each other beside gradients: what they were given, where they start,
+"""Messages of the nodes of a run beside gradients: what they were given, where they start,
 where their data layers and random numbers stand, and BatchNorm's statistics.
 
 Data layers stand at the same batch on all nodes between iterations, since each node skips what the

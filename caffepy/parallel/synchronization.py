@@ -70,7 +70,7 @@ class Synchronization:
         self._members[0][1].on_start()
 
     def leave(self, rank: int) -> None:
-        """Let a rank's solver train alone again; all ranks must call this."""
+        """Make a rank's solver train alone again; all ranks must call this."""
         solver, synchronizer = self._members[rank]
         _make_alone(solver)
         synchronizer.close()

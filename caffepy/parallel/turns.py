@@ -107,7 +107,7 @@ class Turns:
         self._group.restart_turns()
 
     def _alone_at(self, layer: Layer) -> AbstractContextManager[object]:
-        """Let a script run a net of the root; ConfigError in the midst of a step."""
+        """Allow a script to run a net of the root; ConfigError in the midst of a step."""
         if self._group.phase != "idle":
             raise ConfigError(
                 "solvers that train together take its batches in turn, so a callback cannot run it "
@@ -131,7 +131,7 @@ class Turns:
             self._alone = False
 
     def end(self, failed: bool = False) -> None:
-        """Let the layers serve the root alone from now on; after an error (`failed`) nobody."""
+        """Make the layers serve the root alone from now on; after an error (`failed`) nobody."""
         for net, _ in self._nets:
             net.set_forward_mutex(_refuse if failed else None)
             if not failed:

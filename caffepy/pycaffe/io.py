@@ -22,7 +22,7 @@ _LENT = {
     "skimage": ("", "scikit-image"),
     "zoom": ("scipy.ndimage", "scipy"),
 }
-"""What Caffe's module has from others: their modules and packages."""
+"""Names that Caffe's module has from others: their modules and packages."""
 
 
 def __getattr__(name: str) -> Any:

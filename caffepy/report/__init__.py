@@ -1,4 +1,4 @@
-"""What a person sees of a run: Caffe's log lines, progress bar, metrics, curve, TensorBoard."""
+"""The visible side of a run: Caffe's log lines, progress bar, metrics, curve, TensorBoard."""
 
 from collections.abc import Sequence
 

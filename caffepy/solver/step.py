@@ -196,7 +196,7 @@ class Step:
             self.phase_timer.mark("synchronization")
 
     def pull(self) -> None:
-        """Let the synchronizer bring parameters; the running statistics stay this solver's own."""
+        """Get parameters by the synchronizer; the running statistics stay this solver's own."""
         if self.synchronizer:
             self.update_state.save_stats(self._statistics)
             self.synchronizer.on_start()

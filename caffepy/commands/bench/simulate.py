@@ -123,7 +123,7 @@ def exposed(seconds: float, overlap: float, kappa: float) -> float:
 
 
 class Load(NamedTuple):
-    """What a net asks of the wires: bytes of its gradients, seconds of an iteration alone and of
+    """Load of a net on the wires: bytes of its gradients, seconds of an iteration alone and of
     the part of it that hides an all-reduce, and kappa.
     """
 
