@@ -3,32 +3,56 @@ lies on the devices.
 
 usage: python benchmarks/beside_ddp.py --peer peer_torch.py --out FOLDER [--nets lenet:64,caffenet:256]
            [--modes tf32,bf16] [--gpus 1,2,4]
+       python benchmarks/beside_ddp.py --peer peer_torch.py --out FOLDER --gpus 2 --modes bf16
+           --mpirun 'mpirun --oversubscribe' [--turns 3] [--compile eager,default] [--seconds 600]
 
 The file given as --peer trains the nets that --nets names, with the batch of each GPU, in one
 process a GPU, and prints a line of JSON a case: net, mode, gpus, images_s; it takes --nets,
---batch, --modes, --seconds. For every number of GPUs it runs under torch.distributed.run; in
-between `caffepy bench scaling` trains the same nets. Medians are printed as a table, which FOLDER
-keeps as table.md, and all figures as results.json.
+--batch, --modes, --seconds, --compile, --device, and in several processes ends a case after some
+number of steps: their clocks differ. For every number of GPUs it runs under
+torch.distributed.run; in between `caffepy bench scaling` trains the same nets in threads of one
+process. Medians are printed as a table, which FOLDER keeps as table.md, and all figures as
+results.json.
+
+With --mpirun caffepy runs in processes, too: a GPU each, as many as the last number of --gpus. Both
+run in turns, DDP as it is and with modes of torch.compile, until --turns are done or another would
+end after --seconds. A turn's figures are kept when it is done. --device cpu tries the program out.
 """
 
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 NETS = "lenet:64,cifar10_quick:256,caffenet:256,googlenet:128,vgg16:64,resnet50:128"
+EAGER = "eager"
+ONE_PROCESS, NO_LIMIT = "1.5", "60"
+"""Seconds that the peer measures a case."""
 Rates = dict[tuple[str, str, int], float]
+Turns = dict[tuple[str, str, str], list[float]]
+"""Images a second in each turn, by net, mode and who trains."""
 
 
-def lines(command: list[str], environment: dict[str, str] | None = None) -> list[Any]:
+def lines(command: Sequence[str], environment: dict[str, str] | None = None) -> list[Any]:
     """The JSON objects that a command prints, a line each."""
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def theirs(peer: str, nets: dict[str, int], modes: list[str], gpus: int) -> Rates:
+def theirs(
+    peer: str,
+    nets: dict[str, int],
+    modes: Sequence[str],
+    gpus: int,
+    compiled: str = EAGER,
+    device: str = "cuda",
+) -> Rates:
     """PyTorch's images a second."""
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={gpus}"] if gpus > 1 else []
     what = [
@@ -38,17 +62,29 @@ def theirs(peer: str, nets: dict[str, int], modes: list[str], gpus: int) -> Rate
         ",".join(map(str, nets.values())),
         "--modes",
         ",".join(modes),
+        *([] if compiled == EAGER else ["--compile", compiled]),
+        *([] if device == "cuda" else ["--device", device]),
     ]
     visible = {**os.environ, "OMP_NUM_THREADS": "1"}
-    found = lines([sys.executable, *launch, peer, *what, "--seconds", "1.5"], visible)
+    seconds = ONE_PROCESS if gpus == 1 else NO_LIMIT
+    found = lines([sys.executable, *launch, peer, *what, "--seconds", seconds], visible)
+    for case in found:
+        if "images_s" not in case:
+            say(f"DDP, {compiled}: {json.dumps(case)}")
     return {(a["net"], a["mode"], gpus): a["images_s"] for a in found if "images_s" in a}
 
 
-def ours(net: str, batch: int, mode: str, gpus: list[int]) -> list[Any]:
-    """Return the results of `bench scaling` on 1, 2, 4... GPUs."""
-    numbers = ",".join(map(str, range(max(gpus))))
-    how = ["--model", net, "--batch", str(batch), "--precision", mode, "--gpu", numbers, "--json"]
-    return lines([sys.executable, "-m", "caffepy", "bench", "scaling", *how])
+def ours(
+    net: str, batch: int, mode: str, on: Sequence[str], launch: Sequence[str] = ()
+) -> list[Any]:
+    """Return the results of `bench scaling` on 1, 2, 4... devices, or those that `launch` starts."""
+    how = ["--model", net, "--batch", str(batch), "--precision", mode, *on, "--json"]
+    return lines([*launch, sys.executable, "-m", "caffepy", "bench", "scaling", *how])
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def table(own: dict[tuple[str, str], list[Any]], peer: Rates) -> str:
@@ -67,6 +103,87 @@ def table(own: dict[tuple[str, str], list[Any]], peer: Rates) -> str:
     return "\n".join(rows)
 
 
+def table_of_turns(rates: Turns, compiled: Sequence[str]) -> str:
+    """A row for each net and mode: medians, and ratios to DDP in each of its ways."""
+    heads = "".join(f" DDP {way} | ratio |" for way in compiled)
+    rows = [
+        f"| net | mode | turns | caffepy images/s |{heads}",
+        "|---|---|---|---|" + "---|---|" * len(compiled),
+    ]
+    for (net, mode, who), own in rates.items():
+        if who != "caffepy":
+            continue
+        rate, cells = median(own), ""
+        for way in compiled:
+            other = rates.get((net, mode, way))
+            beside = f"{median(other):,.0f} | {rate / median(other):.2f}" if other else "none | "
+            cells += f" {beside} |"
+        rows.append(f"| {net} | {mode} | {len(own)} | {rate:,.0f} |{cells}")
+    return "\n".join(rows)
+
+
+def in_threads(arguments: argparse.Namespace, nets: dict[str, int]) -> None:
+    """Measure caffepy in threads, each net once."""
+    modes, gpus = arguments.modes.split(","), [int(n) for n in arguments.gpus.split(",")]
+    on = ["--gpu", ",".join(map(str, range(max(gpus))))]
+    if arguments.device == "cpu":
+        on = ["--cpu", str(max(gpus))]
+    peer: Rates = {}
+    own: dict[tuple[str, str], list[Any]] = {}
+    for turn, (net, batch) in enumerate(nets.items()):
+        for mode in modes:
+            told = ours(net, batch, mode, on)
+            own[net, mode] = [point for one in told for point in one["points"]]
+        for count in gpus[turn : turn + 1] if turn + 1 < len(nets) else gpus[turn:]:
+            peer.update(theirs(arguments.peer, nets, modes, count, device=arguments.device))
+    results = {
+        "caffepy": [[*key, points] for key, points in own.items()],
+        "pytorch": [[*key, rate] for key, rate in peer.items()],
+    }
+    keep(arguments.out, table(own, peer), results)
+
+
+def in_processes(arguments: argparse.Namespace, nets: dict[str, int]) -> None:
+    """Measure caffepy in processes that mpirun starts, in turns with DDP."""
+    modes, compiled = arguments.modes.split(","), arguments.compile.split(",")
+    count = int(arguments.gpus.split(",")[-1])
+    launch = [*shlex.split(arguments.mpirun), "-n", str(count)]
+    on = ["--cpu", "1"] if arguments.device == "cpu" else ["--gpu", "all"]
+    on += ["--windows", "3"]
+    rates: Turns = {}
+    begun, longest = time.monotonic(), 0.0
+
+    def note(who: str, net: str, mode: str, rate: float) -> None:
+        say(f"{time.monotonic() - begun:5.0f} s: {who}, {net}, {mode}: {rate:,.0f} images/s")
+        rates.setdefault((net, mode, who), []).append(rate)
+
+    for _ in range(arguments.turns):
+        start = time.monotonic()
+        if start - begun + longest > arguments.seconds:
+            break
+        for net, batch in nets.items():
+            for mode in modes:
+                for told in ours(net, batch, mode, on, launch):
+                    note("caffepy", net, mode, told["points"][-1]["images_per_s"])
+        for way in compiled:
+            for (net, mode, _), rate in theirs(
+                arguments.peer, nets, modes, count, way, arguments.device
+            ).items():
+                note(way, net, mode, rate)
+        longest = max(longest, time.monotonic() - start)
+        results = [[*key, found] for key, found in rates.items()]
+        keep(arguments.out, table_of_turns(rates, compiled), results)
+
+
+def keep(folder: str, text: str, results: object) -> None:
+    """Print a table, and write it and the results to the folder."""
+    say(text)
+    with open(os.path.join(folder, "table.md"), "w") as file:
+        file.write(text + "\n")
+    with open(os.path.join(folder, "results.json"), "w") as file:
+        json.dump(results, file, indent=1)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -75,31 +192,17 @@ def main() -> None:
     parser.add_argument("--nets", default=NETS)
     parser.add_argument("--modes", default="tf32,bf16")
     parser.add_argument("--gpus", default="1,2,4")
+    parser.add_argument("--mpirun", default="")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--compile", default=f"{EAGER},default")
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()
     nets = {
         name: int(batch) for name, batch in (item.split(":") for item in arguments.nets.split(","))
     }
-    modes, gpus = arguments.modes.split(","), [int(n) for n in arguments.gpus.split(",")]
     os.makedirs(arguments.out, exist_ok=True)
-    peer: Rates = {}
-    own: dict[tuple[str, str], list[Any]] = {}
-    for turn, (net, batch) in enumerate(nets.items()):
-        for mode in modes:
-            own[net, mode] = [
-                point for told in ours(net, batch, mode, gpus) for point in told["points"]
-            ]
-        for count in gpus[turn : turn + 1] if turn + 1 < len(nets) else gpus[turn:]:
-            peer.update(theirs(arguments.peer, nets, modes, count))
-    text = table(own, peer)
-    sys.stdout.write(text + "\n")
-    with open(os.path.join(arguments.out, "table.md"), "w") as file:
-        file.write(text + "\n")
-    results = {
-        "caffepy": [[*key, points] for key, points in own.items()],
-        "pytorch": [[*key, rate] for key, rate in peer.items()],
-    }
-    with open(os.path.join(arguments.out, "results.json"), "w") as file:
-        json.dump(results, file, indent=1)
+    (in_processes if arguments.mpirun else in_threads)(arguments, nets)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from time import sleep
 from types import FrameType
 from typing import TextIO
 
@@ -63,6 +64,9 @@ PROGRAM = "caffepy"
 BUG = 70
 MOST_PIXELS = 1 << 28  # of an image; a PNG of all one colour is a thousand times as small
 REINSTALL = "pip install caffepy, or pip install . in a clone, installs all that it needs"
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Variables with a process's number among those that a launcher started."""
+FIRST_TELLS = 2.0  # seconds; mpirun ends the others in less
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 ENDING = [
     getattr(signal, name)
@@ -205,6 +209,7 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
         sys.stdout.flush()
         return code
     except click.UsageError as error:
+        _let_first_tell()
         _say(_unknown_option(error) if isinstance(error, click.NoSuchOption) else _misuse(error))
         if error.ctx is not None:
             _tell(error.ctx.get_usage())
@@ -212,6 +217,10 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
     except CaffeError as error:
         _say(str(error), hint(error, arguments))
         return error.exit_code
+    except SystemExit as ended:
+        if not isinstance(ended.code, int):
+            raise
+        return ended.code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except MemoryError as error:
@@ -240,6 +249,16 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
             "lines above and the command"
         )
         return BUG
+
+
+def _let_first_tell() -> None:
+    """Wait a moment in a process of mpirun or srun that is not the first one.
+
+    If all have the same wrong command line, the first one's exit ends the others before they tell;
+    what is wrong in another's alone is told, too.
+    """
+    if any(os.environ.get(name, "0") != "0" for name in RANKS):
+        sleep(FIRST_TELLS)
 
 
 def _abandon(stream: TextIO) -> None:

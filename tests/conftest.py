@@ -1,11 +1,14 @@
 """Fixtures of all tests; GPU tests are skipped, with the reason, where there is no GPU."""
 
 import gc
+import logging
 import os
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
 
+from caffepy.core import abandoned
 from caffepy.core.errors import DeviceError
 from caffepy.device import math_mode
 from caffepy.device.gpus import count_gpus
@@ -31,6 +34,18 @@ def _frozen_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """Forget after a test what it has abandoned, for which later ones would end otherwise, and the
+    level of the log that it has set.
+    """
+    log = logging.getLogger("caffepy")
+    level = log.level
+    yield
+    log.setLevel(level)
+    abandoned._things.clear()
 
 
 @cache

@@ -2,9 +2,12 @@
 
 usage: python benchmarks/reliability/attack.py [--kills 10] [--signals 10] [--disks 10] [--tmpfs 10]
 [--text 200] [--binary 20] [--lmdb 100] [--seed 1] [--folder FOLDER] [--gpu 0]
+       python benchmarks/reliability/attack.py --processes 3 [--faults kill,stop] [--phases test]
+[--trials 1]
 
 Each attempt is a process. Found is what ends by a crash or a traceback, takes more than 15 seconds,
 loads a damaged snapshot, or resumes to other bytes than those of the run that nothing disturbed.
+With --processes mpirun starts each run, and only such attacks are made, see processes.py.
 With --gpu runs train there and the other attacks, which need no GPU, are left out; 60 seconds.
 Exit code 1 if anything is found; FOLDER keeps the inputs.
 """
@@ -34,6 +37,7 @@ from typing import NamedTuple
 import cv2
 import h5py
 import numpy as np
+import processes
 
 # loaded once, before processes are forked
 import caffepy.commands.check
@@ -563,6 +567,10 @@ def attack_lmdb(folder: Path, trials: int) -> Findings:
 def attack(arguments: argparse.Namespace, folder: Path) -> bool:
     """Run all attacks; print and return what was found."""
     random.seed(arguments.seed)
+    if arguments.processes:
+        faults, phases = arguments.faults.split(","), arguments.phases.split(",")
+        trials, share = arguments.trials, arguments.busy / 100
+        return processes.attack(folder, arguments.processes, trials, faults, phases, share)
     run = on_gpus(arguments.gpu) if arguments.gpu else ON_CPU
     whole = uninterrupted(folder / "whole", run)
     gentle = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
@@ -617,6 +625,17 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--gpu", default="", help="train there, such as 0 or 0,1")
+    parser.add_argument("--processes", type=int, default=0, help="so many, started by mpirun")
+    parser.add_argument("--faults", default=",".join(processes.FAULTS), help="of such runs")
+    parser.add_argument("--phases", default=",".join(processes.PHASES), help="they come in")
+    parser.add_argument("--trials", type=int, default=1, help="of each fault in each phase (1)")
+    parser.add_argument(
+        "--busy",
+        type=int,
+        default=100,
+        help="percent of the machine that other programs may take; else a trial of --processes is "
+        "repeated (100)",
+    )
     given = parser.parse_args()
     if given.folder:
         given.folder.mkdir()

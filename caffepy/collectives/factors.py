@@ -4,10 +4,22 @@ The gradient of a fully connected layer's weight is dy.T @ x: (O, K) elements ma
 K), of a batch of M. The sum over the batches of all ranks is the same product of their factors,
 laid one below the other: exact, and the same on all ranks. This is sufficient factor broadcasting
 (Xie et al., 2016; Zhang et al., "Poseidon", 2017).
+
+Both ways take time in a host and between hosts, one beside the other. With M hosts of G ranks, a
+gradient of n bytes, f bytes of a rank's factors, B and b bytes a second of a GPU in its host and to
+others:
+
+                in a host          between hosts
+    all-reduce  2 (G - 1)/G n/B    2 (M - 1)/M n/(G b)
+    all-gather  (G M - 1) f/B      (M - 1) f/b
+    together    the longer of both and a tenth of the shorter
+
+Factors of few hosts are much smaller than the gradient, those of many are larger.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array, Blob
@@ -23,12 +35,38 @@ Chosen on four H200, so that the nets that gain by it exchange factors: caffenet
 vgg16 in tf32.
 """
 
+IN_HOST = 370e9
+"""Bytes a second of an all-reduce to and from each GPU of a host: NVLink of an H200."""
+
 STREAM = "factors"
 """The stream that multiplies factors: not the backward pass's, nor the one that waits for ranks."""
 
 
-def factored(net: Net, size: int, precision: str) -> dict[int, InnerProduct]:
-    """Return the layers whose factors `size` ranks should exchange, by learnable parameter."""
+def together(inside: float, outside: float) -> float:
+    """Return the seconds of what takes so many in a host and between hosts, one beside the other:
+    the longer of both and a tenth of the shorter.
+    """
+    both = inside, outside
+    return max(both) + 0.1 * min(both)
+
+
+class Ranks(NamedTuple):
+    """So many ranks on so many hosts; `bandwidth` is in bytes a second from a GPU to other hosts
+    while all of a host send, `width` the bytes of an element of gradients in an all-reduce.
+    """
+
+    size: int
+    hosts: int = 1
+    bandwidth: float = IN_HOST
+    width: int = 4
+
+    def seconds(self, inside: float, outside: float) -> float:
+        """Return the seconds in which so many bytes of a GPU go in its host, and to others."""
+        return together(inside / IN_HOST, outside / self.bandwidth)
+
+
+def factored(net: Net, ranks: Ranks, precision: str) -> dict[int, InnerProduct]:
+    """Return the layers whose factors the ranks should exchange, by learnable parameter."""
     batches = {node.tops[0].shape[:1] for node in net.nodes if node.layer.is_data and node.tops}
     if len(batches) != 1 or any(
         layer.always_reshape or not layer.fixed_batch for layer in net.layers
@@ -38,18 +76,23 @@ def factored(net: Net, size: int, precision: str) -> dict[int, InnerProduct]:
     for number, layer in large_products(net).items():
         rows, itemsize = layer.rows, layer.narrow_dy.dtype.itemsize
         one_each = layer.axis == 1 and (rows,) in batches
-        if one_each and pays(rows, layer.outputs, layer.inputs, itemsize, size, precision):
+        if one_each and pays(rows, layer.outputs, layer.inputs, itemsize, ranks, precision):
             found[number] = layer
     return found
 
 
-def pays(rows: int, outputs: int, inputs: int, itemsize: int, size: int, precision: str) -> bool:
-    """True if the operations that each rank does for the others cost less than the bytes saved."""
-    gradient = 4 * outputs * inputs
-    reduced = 2 * (size - 1) * gradient // size
-    gathered = (size - 1) * rows * (outputs + inputs) * itemsize
+def pays(rows: int, outputs: int, inputs: int, itemsize: int, ranks: Ranks, precision: str) -> bool:
+    """True if the operations that each rank does for the others take less time than is saved."""
+    size, hosts = ranks.size, ranks.hosts
+    gpus = size / hosts
+    gradient = ranks.width * outputs * inputs
+    own = rows * (outputs + inputs) * itemsize
+    reduced = ranks.seconds(
+        2 * (gpus - 1) / gpus * gradient, 2 * (hosts - 1) / hosts * gradient / gpus
+    )
+    gathered = ranks.seconds((size - 1) * own, (hosts - 1) * own)
     operations = 2 * (size - 1) * rows * outputs * inputs
-    return operations < WORTH[precision] * (reduced - gathered)
+    return operations < WORTH[precision] * IN_HOST * (reduced - gathered)
 
 
 class Factors:

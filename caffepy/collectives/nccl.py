@@ -1,23 +1,51 @@
-"""Synchronization of GPUs by NCCL: one communicator, buckets reduced during the backward pass."""
+"""Synchronization of GPUs by NCCL: one communicator, buckets reduced during the backward pass.
+
+NCCL waits without end for a rank that is dead, stopped or cut off; an abort ends that. CuPy's
+communicators are blocking ones, so two waits need care:
+
+- While a communicator is made there is nothing yet to abort, so over several nodes a thread makes
+  it. Its rank waits as it does for others: a failure, or the deadline of the set-up, ends the run,
+  and the thread with the process.
+- An abort frees what a call in another thread may still use. It lets calls end first (CALL_ENDS),
+  and none begins after it. Only a call that waits for a rank lasts longer, and needs the abort.
+
+Non-blocking communicators (nccl4py) could be aborted while they are made, and the process would go
+on. But a run ends when a rank has failed, so that they would only add a dependency.
+"""
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+import numpy as np
 from cupy.cuda import get_current_stream, nccl
 
+from caffepy import ops
 from caffepy.collectives import interfaces
 from caffepy.collectives.buckets import NEVER, Bucket, Progress
 from caffepy.collectives.factors import STREAM, Factors
 from caffepy.collectives.gpu import AbortFlag
+from caffepy.collectives.interfaces import NcclLog
 from caffepy.collectives.rank_group import PATIENCE, RankGroup
-from caffepy.collectives.synchronizer import FlatParams, Synchronizer
+from caffepy.collectives.synchronizer import BF16, FLOAT32, FlatParams, Synchronizer
+from caffepy.collectives.world import LONGEST_SLEEP
+from caffepy.core.abandoned import abandon
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
 
 log = logging.getLogger(__name__)
+
+CALL_ENDS = 1.0
+"""Seconds that an abort waits for a call of NCCL in another thread."""
+
+SLOW = 15.0
+"""Seconds after which it is told that NCCL still connects the nodes."""
+
+BFLOAT16 = 9
+"""ncclBfloat16, which not every CuPy names."""
 
 
 def new_unique_id() -> bytes:
@@ -35,6 +63,9 @@ class NcclSync(Synchronizer):
     first iteration all is reduced after the backward pass and each collective is bracketed by
     barriers, since what is loaded at first use may block on a GPU that waits for others. Weight
     gradients that are smaller as factors are not reduced; all ranks compute them from all factors.
+
+    With `wire` "bf16" each bucket is rounded to bfloat16, summed as that by NCCL, in a node and
+    between nodes alike, and widened again: each sum of two is rounded, and all ranks get the same.
     """
 
     capturable = True
@@ -46,27 +77,96 @@ class NcclSync(Synchronizer):
         all_gather: Callable[[Any], list[Any]],
         flats: FlatParams,
         unique_id: bytes | None = None,
+        wire: str = FLOAT32,
     ) -> None:
         super().__init__(group, rank)
-        self._device, self._data, self._diff, parts, factored = flats
-        self._progress = Progress(parts or [Bucket(((0, self._diff.size),), NEVER)])
+        self._device, self._data, self._diff, parts, factored, metrics = flats
+        parts = parts or [Bucket(((0, self._diff.size),), NEVER)]
+        self._progress = Progress(parts)
+        self._ops = ops.backend(self._device)
+        self._narrow = self._diff.size - metrics if wire == BF16 else 0  # the first of the diff
+        most = max(sum(stop - start for start, stop in part.ranges) for part in parts)
+        room = min(most, self._narrow)  # buckets follow each other on one stream
+        self._narrowed = self._device.zeros(room, np.dtype(np.uint16))
         self._hosts = len(set(group.world.hosts))
         self._started = self._warm = False  # parameters are in step; an iteration has ended
         self._ending: threading.Thread | None = None
-        self._lock = threading.Lock()
-        if unique_id is None:
-            unique_id, *_ = all_gather(new_unique_id() if self.universal_rank == 0 else None)
-        if self.universal_rank == 0 and self._hosts > 1:
-            log.debug("NCCL connects %d hosts: %s", self._hosts, interfaces.told())
-        group.barrier(rank, "nccl")
-        with self._errors(), self._device.scope():
-            self._communicator = nccl.NcclCommunicator(self.size, unique_id, self.universal_rank)
-        group.barrier(rank, "nccl")
+        self._lock, self._calls = threading.Lock(), threading.Lock()
+        self._log = NcclLog(rank == 0 and interfaces.between_hosts(group.world.hosts))
+        with self._log:
+            if unique_id is None:
+                unique_id, *_ = all_gather(new_unique_id() if self.universal_rank == 0 else None)
+            group.barrier(rank, "nccl")
+            with self._errors():
+                self._communicator = self._connect(unique_id)
+            group.barrier(rank, "nccl")
+        if network := self._log.network:
+            log.info("NCCL goes from host to host by %s", network)
+            if self._hosts > 1 and network.warning:
+                log.warning("%s", network.warning)
         self._flag = AbortFlag()
         self.abort_flag = self._flag.address
         self._factors = Factors(factored, self.universal_rank, self.size, self._gather)
         self._all_gather = all_gather
         group.on_abort(self._abort)
+
+    def _connect(self, unique_id: bytes) -> Any:
+        """Return a new communicator. All ranks meet in here, see the head of this file."""
+        made: list[Any] = []
+
+        def make() -> None:
+            try:
+                with self._device.scope():
+                    made.append(nccl.NcclCommunicator(self.size, unique_id, self.universal_rank))
+            except BaseException as error:
+                made.append(error)
+            self.group.wake(self.rank)
+
+        if self.group.world.nodes == 1:
+            make()
+        else:
+            name = f"nccl begin {self.rank}"
+            threading.Thread(target=make, name=name, daemon=True).start()
+            try:
+                self._wait(made)
+            except BaseException:
+                abandon(made)
+                raise
+        (communicator,) = made
+        if isinstance(communicator, BaseException):
+            raise communicator
+        return communicator
+
+    def _wait(self, made: Sequence[Any]) -> None:
+        """Wait until there is something, as for other ranks."""
+        if self.rank:
+            self.group.until(self.rank, lambda: bool(made), lambda: [self.rank])
+            return
+        with (
+            self._told_if_slow(),
+            self.group.among_nodes("NCCL", lambda: f"; {self._hint()}") as world,
+        ):
+            while not made:
+                world.poll([])
+                time.sleep(LONGEST_SLEEP)
+
+    @contextmanager
+    def _told_if_slow(self) -> Iterator[None]:
+        """A block in which NCCL connects nodes, some at first use: a warning tells if it lasts."""
+        if self.rank or self.group.world.nodes == 1 or self._warm:
+            yield
+            return
+
+        def tell() -> None:
+            log.warning("NCCL has not connected all nodes yet; %s", self._hint())
+
+        timer = threading.Timer(SLOW, tell)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def on_start(self) -> None:
         if not self._started:
@@ -107,10 +207,27 @@ class NcclSync(Synchronizer):
 
     def _reduce(self, bucket: Bucket) -> None:
         self._device.wait_stream()  # parameter gradients may be computed on another stream
-        with self._device.side_stream("sync"), self._collective():
+        with self._device.side_stream("sync"):
+            narrow, count = list[tuple[Array, Array]](), 0  # gradients and their place as bfloat16
             for start, stop in bucket.ranges:
-                arguments = self._range(self._diff, start, stop)
-                self._communicator.allReduce(*arguments, nccl.NCCL_AVG, get_current_stream().ptr)
+                if size := max(0, min(stop, self._narrow) - start):
+                    place = self._narrowed[count : count + size]
+                    narrow.append((self._diff[start : start + size], place))
+                    count += size
+            for gradients, place in narrow:
+                self._ops.convert(gradients, place)
+            with self._collective():
+                stream = get_current_stream().ptr
+                if count:
+                    sums = _address(self._narrowed)
+                    self._communicator.allReduce(sums, sums, count, BFLOAT16, nccl.NCCL_SUM, stream)
+                for start, stop in bucket.ranges:
+                    if stop > self._narrow:
+                        wide = self._range(self._diff, max(start, self._narrow), stop)
+                        self._communicator.allReduce(*wide, nccl.NCCL_AVG, stream)
+            for gradients, place in narrow:
+                self._ops.convert(place, gradients)
+                self._ops.scaled(1 / self.size, gradients, gradients)
 
     def _gather(self, wholes: Sequence[Array]) -> None:
         with self._collective():
@@ -127,14 +244,18 @@ class NcclSync(Synchronizer):
             yield
         except nccl.NcclError as error:
             self.group.check(self.rank)
-            hint = "NCCL_DEBUG=INFO tells more"
-            if self._hosts > 1 and not self._warm:  # it has not connected them yet
-                hint = (
-                    f"if it cannot connect the {self._hosts} hosts, name the interface to the "
-                    f"others on each of them: {interfaces.VARIABLE}=eth0 ({interfaces.told()}); "
-                    f"{hint}"
-                )
-            raise SyncError(f"NCCL failed ({error}); {hint}") from error
+            raise SyncError(f"NCCL failed ({error}); {self._hint()}") from error
+
+    def _hint(self) -> str:
+        hint = "NCCL_DEBUG=INFO tells more"
+        if self._hosts > 1 and not self._warm:  # it has not connected them yet
+            network = self._log.network
+            taken = f"it took {network}" if network else interfaces.told()
+            hint = (
+                f"if it cannot connect the {self._hosts} hosts, name the interface to the others "
+                f"on each of them: {interfaces.VARIABLE}=eth0 ({taken}); {hint}"
+            )
+        return hint
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
@@ -143,12 +264,16 @@ class NcclSync(Synchronizer):
         with (
             nullcontext() if self._warm else self.group.synchronized(self.rank, "nccl", done),
             self._errors(),
+            self._calls,
         ):
+            if self._ending:
+                raise SyncError("NCCL's communicator was aborted")
             nccl.groupStart()
             try:
                 yield
             finally:
-                nccl.groupEnd()
+                with self._told_if_slow():
+                    nccl.groupEnd()
 
     @staticmethod
     def _range(flat: Array, start: int, stop: int) -> tuple[int, int, int, int]:
@@ -169,6 +294,8 @@ class NcclSync(Synchronizer):
         """Start a thread that does this, unless one was started before; return it."""
 
         def work() -> None:
+            if self._calls.acquire(timeout=CALL_ENDS):
+                self._calls.release()
             with suppress(nccl.NcclError):  # a failed GPU releases nothing
                 how()
 

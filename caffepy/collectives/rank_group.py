@@ -228,7 +228,7 @@ class RankGroup:
         rank, cause = failure
         if isinstance(cause, DivergenceError) and isinstance(error, DivergenceError):
             return error
-        return self.named(rank, cause) if rank else cause
+        return self.named(rank, cause) if rank or self.world.nodes > 1 else cause
 
     def name(self, rank: int) -> str:
         """Return the name of a rank in messages: its universal rank, and its host if there are
@@ -283,8 +283,13 @@ class RankGroup:
         self.check(rank)
 
     @contextmanager
-    def among_nodes(self) -> Iterator[World]:
-        """A block in which the root waits for other nodes: failures and the deadline end that."""
+    def among_nodes(
+        self, culprit: str = "another node", hint: Callable[[], str] = lambda: ""
+    ) -> Iterator[World]:
+        """A block in which the root waits for other nodes: failures and the deadline end that.
+
+        Then the error names the nodes that do not wait, or `culprit` with a hint if all do.
+        """
         wait, world = _Wait(self, 0), self.world
 
         def poll(missing: Sequence[int]) -> None:
@@ -293,8 +298,10 @@ class RankGroup:
             if wait.left() < 0:
                 hung = world.find_hung(missing)
                 self.check(0)  # another node may have found it meanwhile
-                names = " and ".join(map(world.describe, hung)) or "another node"
-                error = self._no_progress(names, self.deadlines[self.phase])
+                names, more = " and ".join(map(world.describe, hung)), ""
+                if not names:
+                    names, more = culprit, hint()
+                error = self._no_progress(names, self.deadlines[self.phase], more)
                 log.info("%s", error)
                 world.dead.update(hung)
                 world.tell(error)

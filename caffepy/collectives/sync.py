@@ -8,13 +8,23 @@ from typing import NamedTuple
 import numpy as np
 
 from caffepy.collectives.rank_group import RankGroup
-from caffepy.collectives.schedule import Level, Schedule, adding, copying, flat, muji, tree
-from caffepy.collectives.synchronizer import FlatParams, Synchronizer
+from caffepy.collectives.schedule import (
+    Level,
+    Operation,
+    Schedule,
+    adding,
+    copying,
+    flat,
+    muji,
+    tree,
+)
+from caffepy.collectives.synchronizer import BF16, FLOAT32, FlatParams, Synchronizer
 from caffepy.collectives.topology import Topology
 from caffepy.collectives.world import World
 from caffepy.core.errors import DeviceError, UsageError, install
 from caffepy.device.blob import Array
 from caffepy.device.gpus import nccl_version
+from caffepy.ops import cpu
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +45,10 @@ class HostSync(Synchronizer):
     buffers of PIECE elements for the ranks whose arrays the node receives, a piece at a time. With
     `root_updates` only universal rank 0 updates its parameters: the others get them before each
     iteration, and it alone gets the sum.
+
+    The first `narrow` gradients are rounded to bfloat16 where they go to another node. Sums are of
+    float32 all the same. The sum of all is rounded where it is made, in universal rank 0, so that
+    all ranks have the same: no copy of it is rounded again.
     """
 
     def __init__(
@@ -46,8 +60,10 @@ class HostSync(Synchronizer):
         diffs: Mapping[int, Array],
         root_updates: bool = False,
         received: Mapping[int, Array] | None = None,
+        narrow: int = 0,
     ) -> None:
         super().__init__(group, rank)
+        self._narrow = narrow
         self.updates = self.universal_rank == 0 or not root_updates
         self._data, self._diffs, self._received = data, diffs, received or {}
         self._down = copying(schedule) if root_updates else ()
@@ -62,38 +78,65 @@ class HostSync(Synchronizer):
 
     def reduce(self, count: int) -> None:
         diffs = {rank: diff[:count] for rank, diff in self._diffs.items()}
-        self._run(self._up, diffs)
+        self._run(self._up, diffs, min(count, self._narrow))
         if self.updates:
             mine = diffs[self.universal_rank]
             mine *= mine.dtype.type(1 / self.size)
 
-    def _run(self, schedule: Schedule, buffers: Mapping[int, Array]) -> None:
+    def _run(self, schedule: Schedule, buffers: Mapping[int, Array], narrow: int = 0) -> None:
         self.group.local_barrier(self.rank, "level")
         if self.group.world.nodes == 1:
             self._run_piece(schedule, buffers)
             return
         size = buffers[self.universal_rank].size
-        for start in range(0, size, PIECE):
-            piece = {rank: array[start : start + PIECE] for rank, array in buffers.items()}
-            got = {rank: array[: size - start] for rank, array in self._received.items()}
-            self._run_piece(schedule, piece | got)
+        for begin, end in ((0, narrow), (narrow, size)):
+            for start in range(begin, end, PIECE):
+                stop = min(start + PIECE, end)
+                piece = {rank: array[start:stop] for rank, array in buffers.items()}
+                got = {rank: array[: stop - start] for rank, array in self._received.items()}
+                self._run_piece(schedule, piece | got, start < narrow)
 
-    def _run_piece(self, schedule: Schedule, buffers: Mapping[int, Array]) -> None:
-        group, world = self.group, self.group.world
+    def _run_piece(
+        self, schedule: Schedule, buffers: Mapping[int, Array], narrow: bool = False
+    ) -> None:
+        group = self.group
+        summed = next(iter(copying(schedule)), None)  # the level before which rank 0 has the sum
         for level in schedule:
-            if world.nodes > 1:
+            if group.world.nodes > 1:
+                if narrow and self.universal_rank == 0 and level is summed:
+                    cpu.convert(_narrowed(buffers[0]), buffers[0])
                 if self.rank == 0:
-                    sends, receives = crossing(level, world)
-                    with group.among_nodes():
-                        world.exchange(
-                            [(node, buffers[source]) for source, node in sends],
-                            [(world.node_of(source), buffers[source]) for source in receives],
-                        )
+                    self._exchange(level, buffers, narrow)
                 group.local_barrier(self.rank, "received")
             for step in level:
                 if step.destination == self.universal_rank:
                     step.apply(buffers)
             group.local_barrier(self.rank, "level")
+
+    def _exchange(self, level: Level, buffers: Mapping[int, Array], narrow: bool) -> None:
+        """Send the arrays of this node's ranks that others read in a level, and receive theirs."""
+        world = self.group.world
+        sends, receives = crossing(level, world)
+        given = {source: buffers[source] for source, _ in sends}
+        got = {source: buffers[source] for source in receives}
+        if narrow:
+            given = {source: _narrowed(array) for source, array in given.items()}
+            got = {source: np.empty(array.size, np.uint16) for source, array in got.items()}
+        with self.group.among_nodes():
+            world.exchange(
+                [(node, given[source]) for source, node in sends],
+                [(world.node_of(source), got[source]) for source in receives],
+            )
+        if narrow:
+            for source in receives:
+                cpu.convert(got[source], buffers[source])
+
+
+def _narrowed(array: Array) -> Array:
+    """Return float32 values as bfloat16, which uint16 stands for."""
+    narrow = np.empty(array.size, np.uint16)
+    cpu.convert(array, narrow)
+    return narrow
 
 
 def crossing(level: Level, world: World) -> tuple[list[tuple[int, int]], list[int]]:
@@ -101,40 +144,66 @@ def crossing(level: Level, world: World) -> tuple[list[tuple[int, int]], list[in
 
     Each array goes to a node once; arrays between two nodes go in the order of the ranks.
     """
-    ways = sorted({(step.source, world.node_of(step.destination)) for step in level})
-    across = [(source, node) for source, node in ways if world.node_of(source) != node]
+    across = _across(level, world)
     sends = [(source, node) for source, node in across if world.node_of(source) == world.node]
     return sends, [source for source, node in across if node == world.node]
+
+
+def _across(level: Level, world: World) -> list[tuple[int, int]]:
+    """Return the arrays that go between nodes in a level: (rank, to node)."""
+    ways = sorted({(step.source, world.node_of(step.destination)) for step in level})
+    return [(source, node) for source, node in ways if world.node_of(source) != node]
 
 
 class Choice(NamedTuple):
     """A way to synchronize; `schedule` is None for NCCL.
 
-    With `root_updates` only the root updates parameters and the others get them from it.
+    With `root_updates` only the root updates parameters and the others get them from it. Between
+    nodes gradients are of the type `wire`, see WIRES.
     """
 
     name: str
     schedule: Schedule | None
     root_updates: bool = False
+    wire: str = FLOAT32
 
     def join(self, group: RankGroup, rank: int, flats: FlatParams) -> Synchronizer:
         """Make this rank's synchronizer; returns when all ranks of the group have called it."""
-        _, schedule, root_updates = self
+        _, schedule, root_updates, wire = self
         all_gather = partial(group.all_gather, rank)
         if flats.device.kind == "cpu":
             assert schedule is not None
-            return _host_sync(group, rank, schedule, flats, root_updates)
+            return _host_sync(group, rank, schedule, flats, root_updates, wire)
         if schedule is None:
             from caffepy.collectives.nccl import NcclSync
 
-            return NcclSync(group, rank, all_gather, flats)
+            return NcclSync(group, rank, all_gather, flats, wire=wire)
         from caffepy.collectives.gpu import ScheduleSync
 
         return ScheduleSync(group, rank, all_gather, flats, schedule, root_updates)
 
 
+def crossing_bytes(choice: Choice, world: World, gradients: int, metrics: int) -> float:
+    """Return the bytes that a node sends others in an iteration, in the mean, for so many gradients
+    and metrics; NCCL is taken to send them round a ring.
+    """
+    wide, narrow = 4 * (gradients + metrics), (2 if choice.wire == BF16 else 4) * gradients
+    if choice.schedule is None:
+        return 2 * (world.size - 1) / world.size * (narrow + 4 * metrics)
+    sent = 0
+    for level in choice.schedule:
+        of_params = choice.root_updates and level[0].operation is Operation.COPY
+        sent += len(_across(level, world)) * (wide if of_params else narrow + 4 * metrics)
+    return sent / world.nodes
+
+
 def _host_sync(
-    group: RankGroup, rank: int, schedule: Schedule, flats: FlatParams, root_updates: bool
+    group: RankGroup,
+    rank: int,
+    schedule: Schedule,
+    flats: FlatParams,
+    root_updates: bool,
+    wire: str,
 ) -> HostSync:
     received: dict[int, Array] = {}
     if rank == 0:
@@ -146,7 +215,8 @@ def _host_sync(
     received = flat[0][2]  # for data and for diffs, which are never sent at once
     data = {first + i: data for i, (data, _, _) in enumerate(flat)}
     diffs = {first + i: diff for i, (_, diff, _) in enumerate(flat)}
-    return HostSync(group, rank, schedule, data, diffs, root_updates, received)
+    narrow = flats.diff.size - flats.metrics if wire == BF16 else 0
+    return HostSync(group, rank, schedule, data, diffs, root_updates, received, narrow)
 
 
 def reason_nccl_unavailable(gpu: bool) -> str | None:

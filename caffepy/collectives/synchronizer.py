@@ -9,13 +9,17 @@ from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.layer.inner_product import InnerProduct
 
+FLOAT32, BF16 = WIRES = "float32", "bf16"
+"""Types in which gradients go between nodes (--wire)."""
+
 
 class FlatParams(NamedTuple):
     """One rank's device and its flat parameters and gradients.
 
     `buckets` are ranges of the gradients that may be reduced during the backward pass. They leave
     out the weights of the layers `factored`, whose gradients a synchronizer that takes buckets
-    computes from the factors of all ranks.
+    computes from the factors of all ranks. The last `metrics` elements of the diff are no gradients
+    and always go between nodes as float32.
     """
 
     device: Device
@@ -23,6 +27,7 @@ class FlatParams(NamedTuple):
     diff: Array
     buckets: Sequence[Bucket] = ()
     factored: Sequence[InnerProduct] = ()
+    metrics: int = 0
 
 
 class Synchronizer:

@@ -50,7 +50,12 @@ LONGER = 3.0
 """Seconds that the others then wait longer than node 0, which knows who is missing."""
 
 TIME_TO_ANSWER = 1.0
-"""Seconds that a node has to say if it waits, too, when another has waited too long."""
+"""Seconds that a node has to say if it waits, too, when another has waited too long. They are
+counted in sleeps, which take longer on a machine that is busy.
+"""
+
+MOST_TO_ANSWER = 3.0
+"""The same by the clock."""
 
 LAST_WAIT = 30.0
 """Seconds that nodes wait after a failure for the one that writes the snapshot."""
@@ -72,6 +77,7 @@ class Tag(IntEnum):
     WRITTEN = 5
     QUESTION = 6
     ANSWER = 7
+    LEFT = 8
 
 
 class DeadNodeError(SyncError):
@@ -141,6 +147,8 @@ class World:
         self._questions = {
             node: self.transport.receive(node, Tag.QUESTION) for node in self._others
         }
+        self._leaving = {node: self.transport.receive(node, Tag.LEFT) for node in self._others}
+        self._left_at: dict[int, float] = {}  # when it was found out
         self._told = list[Request]()  # messages that nobody waits for
         self._votes = _Votes(self)
 
@@ -271,7 +279,7 @@ class World:
         """Return the nodes that do not answer, or do not wait for others: for them all wait. If
         there are none, those that are `missing` here.
         """
-        hung, until = list[int](), time.monotonic() + TIME_TO_ANSWER
+        hung, waited, until = list[int](), 0.0, time.monotonic() + MOST_TO_ANSWER
         answers: dict[int, Request] = {}
         for node in self._others:
             with suppress(DeadNodeError):
@@ -280,12 +288,25 @@ class World:
         for node in self._others:
             waits = False
             with suppress(DeadNodeError, KeyError):
-                while not (came := answers[node].done()) and time.monotonic() < until:
+                while not (came := answers[node].done()) and waited < TIME_TO_ANSWER:
                     time.sleep(LONGEST_SLEEP)
+                    waited += LONGEST_SLEEP if time.monotonic() < until else TIME_TO_ANSWER
                 waits = came and answers[node].value
             if not waits:
                 hung.append(node)
         return hung or list(missing)
+
+    def leave(self, status: int | None = None) -> None:
+        """Leave the others, when all do, with this exit status if it is known.
+
+        A node that waits for one that leaves raises SyncError, and so does this one then.
+        """
+        if self.nodes == 1:
+            return
+        self._send_all(Tag.LEFT, status)
+        self.wait(list(self._leaving.items()))
+        self._votes.end()
+        self.transport.close(failed=False)
 
     def close(self, failed: bool = False) -> bool:
         """Leave the others, when all do. After a failure the node that writes files leaves first:
@@ -334,10 +355,27 @@ class World:
                 waited = time.perf_counter() - begun
                 if waited < SPIN:
                     continue
-                self.poll(sorted({node for node, request in requests if not request.done()}))
+                missing = sorted({node for node, request in requests if not request.done()})
+                self._check_left(missing)
+                self.poll(missing)
                 time.sleep(min(SLEEP_SHARE * waited, longest))
         except DeadNodeError as error:
             raise self._died(error) from None
+
+    def _check_left(self, missing: Sequence[int]) -> None:
+        """Raise SyncError if a node has left for which this one waits; what it sent before may come
+        a little later.
+        """
+        now = time.perf_counter()
+        for node, leaving in self._leaving.items():
+            if node not in missing or not leaving.done():
+                continue
+            if now - self._left_at.setdefault(node, now) > TIME_TO_ANSWER:
+                status = leaving.value
+                code = "" if status is None else f" with exit code {status}"
+                raise SyncError(
+                    f"{self.describe(node)} has ended{code}, while node {self.node} waits for it"
+                )
 
     def _died(self, error: DeadNodeError) -> DeadNodeError:
         self.dead.add(error.node)

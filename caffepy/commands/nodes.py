@@ -6,19 +6,29 @@ one ends all, with its message.
 
 import logging
 import os
+import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from caffepy.collectives.mpi import MpiTransport, join_launched, launched
+from caffepy.collectives.synchronizer import FLOAT32
 from caffepy.collectives.world import World
-from caffepy.core.errors import CaffeError, DeviceError, UsageError
+from caffepy.core.abandoned import abandon
+from caffepy.core.errors import CaffeError, ConfigError, DeviceError, UsageError
+from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
+from caffepy.solver import Solver
 
 log = logging.getLogger(__name__)
 
 LOCAL = "local"
 """Value of --gpu: one GPU for each process of a host."""
+
+FIRST_EXITS = 0.5
+"""Seconds that a node has to show its message and exit before the others do: a launcher then may
+end it. They exit without Python's clean-up, which takes seconds on a busy machine.
+"""
 
 _node = 0  # this process's, once it has met the others
 
@@ -65,7 +75,59 @@ def _leave(world: World, error: BaseException) -> None:
     is_shown = world.close(failed=True)
     if is_shown and isinstance(error, CaffeError):
         log.info("%s", error)
+        time.sleep(FIRST_EXITS)
+        abandon(world)
         raise SystemExit(error.exit_code) from error
+    abandon(world)  # without MPI_Finalize; and the launcher then ends the others
+
+
+def check_number(world: World | None, wanted: tuple[int, int]) -> None:
+    """Raise UsageError unless the run has as many nodes as this, at least and at most."""
+    fewest, most = wanted
+    hosts = world.hosts if world else [platform.node()]
+    count = len(hosts)
+    if fewest <= count <= most:
+        return
+    given = f"{fewest}:{most}" if fewest < most else str(fewest)
+    right = fewest if count < fewest else most
+    raise UsageError(
+        f"--nodes {given}: this run has {count} node{'s' if count > 1 else ''} "
+        f"({', '.join(dict.fromkeys(hosts))}): start {right} with mpirun -n {right} or "
+        f"srun -n {right}, or give --nodes {count}"
+    )
+
+
+def check_images(
+    world: World, solver: Solver, path: str, wanted: tuple[int, int] | None = None
+) -> None:
+    """Compare the images of an iteration with those of the state that was restored from `path`,
+    if that is of another number of solvers.
+
+    If they differ, a range of `wanted` nodes makes it a warning; else ConfigError is raised.
+    """
+    state, own = solver.resume_state, solver.images * world.size  # the solver is alone as yet
+    before = len(state.workers_positions) + 1
+    if before == world.size or not state.images or not own or state.images == own:
+        return
+    told = (
+        f"{_solvers(before)} wrote this snapshot and took {state.images} images in an iteration; "
+        f"now {_solvers(world.size)} on {world.nodes} nodes would take {own}"
+    )
+    fewest, most = wanted or (0, 0)
+    if fewest < most:
+        log.warning("%s: %s; base_lr stays as it is", path, told)
+        return
+    earlier = max(1, round(before * world.nodes / world.size))
+    low, high = sorted((world.nodes, earlier if earlier != world.nodes else world.nodes + 1))
+    raise ConfigError(
+        f"{told}: start {before} again, or change batch_size or iter_size; to go on with {own}, "
+        f"give --nodes {low}:{high}",
+        path,
+    )
+
+
+def _solvers(count: int) -> str:
+    return f"{count} solver{'s' if count > 1 else ''}"
 
 
 def gpus_of_process(gpu: str | None, world: World | None) -> str | None:
@@ -93,6 +155,14 @@ def gpus_of_process(gpu: str | None, world: World | None) -> str | None:
     return ",".join(map(str, numbers))
 
 
+def check_wire(wire: str, world: World | None) -> None:
+    """Raise UsageError for another type of gradients between nodes where there is one node."""
+    if wire != FLOAT32 and world is None:
+        raise UsageError(
+            f"--wire {wire} is for several nodes: start one on each machine by mpirun or srun"
+        )
+
+
 def threads_of_process(world: World) -> int:
     """Return this process's share of the host's CPU threads."""
     transport = world.transport
@@ -100,10 +170,14 @@ def threads_of_process(world: World) -> int:
     return transport.threads
 
 
-def seed_of_all(world: World, seed: int) -> int:
-    """Return the random seed of all nodes: this one, or one of the clock if it is below 0."""
-    drawn = time.time_ns() % (1 << 31)
-    return int(world.broadcast(seed if seed >= 0 else drawn))
+def seed_devices(world: World, devices: Sequence[Device]) -> None:
+    """Seed this node's devices from one number of all nodes, for a solver without a random_seed.
+
+    The solver does not get it: a resumed run, which draws another, is the same run.
+    """
+    seed = int(world.broadcast(time.time_ns() % (1 << 31)))
+    for rank, device in enumerate(devices, start=world.first_rank):
+        device.seed(seed + rank)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 from caffepy.core.errors import ConfigError, UsageError, reason
@@ -67,18 +67,29 @@ def temporary(path: str, is_folder: bool = False) -> Iterator[str]:
     """
     folder, name = os.path.split(path)
     remove_stale(folder, re.escape(_kept(name)))
-    new = temporary_name(path)
-    if is_folder:
-        os.mkdir(new, 0o744)
-    descriptor = os.open(
-        new, os.O_RDONLY if is_folder else os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666
-    )
+    new, descriptor = _new_locked(path, is_folder)
     try:
-        _lock(descriptor)
         yield new
     finally:
         _remove(new)
         os.close(descriptor)
+
+
+def _new_locked(path: str, is_folder: bool) -> tuple[str, int]:
+    """Create a temporary file or folder and lock it. Until it is locked, another process that
+    writes the same `path` may remove it, as one that a killed process left.
+    """
+    while True:
+        new = temporary_name(path)
+        if is_folder:
+            os.mkdir(new, 0o744)
+        with suppress(FileNotFoundError) if is_folder else nullcontext():
+            flags = os.O_RDONLY if is_folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
+            descriptor = os.open(new, flags, 0o666)
+            _lock(descriptor)
+            if os.path.lexists(new):
+                return new, descriptor
+            os.close(descriptor)
 
 
 @contextmanager
@@ -157,16 +168,19 @@ def find_stale(folder: str, names: str) -> list[tuple[str, str]]:
 
     Nothing is found where files cannot be locked.
     """
+    return [found for found in _unfinished(folder, names) if _if_abandoned(found[0])]
+
+
+def _unfinished(folder: str, names: str) -> list[tuple[str, str]]:
     pattern = re.compile(rf"\.({names})(\.\d+)?\.[0-9a-f]{{8,16}}\.tmp")
     matches = map(pattern.fullmatch, sorted(os.listdir(folder or ".")))
-    found = [(os.path.join(folder, m[0]), os.path.join(folder, m[1])) for m in matches if m]
-    return [(path, final) for path, final in found if _is_abandoned(path)]
+    return [(os.path.join(folder, m[0]), os.path.join(folder, m[1])) for m in matches if m]
 
 
 def remove_stale(folder: str, names: str) -> list[str]:
     """Remove what `find_stale` finds; return the paths that are gone."""
     with suppress(OSError):  # no such folder, yet
-        return [path for path, _ in find_stale(folder, names) if _remove(path)]
+        return [path for path, _ in _unfinished(folder, names) if _if_abandoned(path, _remove)]
     return []
 
 
@@ -184,19 +198,21 @@ def _lock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def _is_abandoned(path: str) -> bool:
-    """True if no living process has locked this file or folder."""
+def _if_abandoned(path: str, act: Callable[[str], bool] = lambda path: True) -> bool:
+    """Return False if a living process has locked this file or folder, else what `act` returns for
+    it while it is locked here.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return act(path)
     except OSError:
         return False
     finally:
         os.close(descriptor)
-    return True
 
 
 def regular(path: str, flags: int) -> int:

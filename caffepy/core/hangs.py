@@ -7,10 +7,11 @@ import threading
 import traceback
 from collections.abc import Mapping
 
-BEATS, LIMIT, CODE, SIGNAL, DESCRIPTOR, STARTED, ENDED, SIZE = range(8)
+BEATS, LIMIT, CODE, SIGNAL, DESCRIPTOR, LENGTH, STARTED, ENDED, SIZE = range(9)
 """Places in these numbers: one that Python keeps changing; polls without a change until the stacks
 are written (0: never); the exit code then, or -1 to go on; the signal by which faulthandler writes
-stacks; the pipe with signals that Python has not read; 1: the loop has begun; 1: it is to end.
+stacks; the pipe with signals that Python has not read; bytes of the text before the stacks; 1: the
+loop has begun; 1: it is to end.
 """
 
 POLLS_PER_S = 4

@@ -102,23 +102,14 @@ def tolerating(most: int) -> Iterator[None]:
 
 class BadRecords(list[str]):
     """The names of a source's bad records; `most` may be skipped. Each counts once, however often
-    it is met.
+    it is met; over several machines each counts those that it meets.
     """
 
     def __init__(self) -> None:
         self.most = _most.get()
-        self.alone = True  # no other machine reads the source in step with this one
 
     def add(self, name: str, error: DataError) -> None:
-        """Skip one more, whose error this is; RecordError if that is one too many.
-
-        DataError if other machines read the source, too: they skip this batch, so that they do not
-        know that others come instead.
-        """
-        if not self.alone:
-            remedy = "max-bad-records is for one machine, so remove it from the source"
-            more = f"; {remedy}" if self.most or name in self else ""
-            raise DataError(f"{error.message}{more}", error.where)
+        """Skip one more, whose error this is; RecordError if that is one too many."""
         if name in self:
             return
         if len(self) >= self.most:
@@ -172,7 +163,7 @@ class Loader:
 
     def skip(self, batches: int) -> None:
         """Go past the images and random numbers of so many batches, to the state that loading them
-        would leave; bad records among them that are not known are not found.
+        would leave; bad records among them are not found.
         """
         raise NotImplementedError
 
@@ -200,7 +191,8 @@ class SequentialLoader(Loader):
     """Batches of a source's items, one after the other, endlessly.
 
     The first image of a batch decides the shape of the batch; others may differ if a crop makes
-    them equal. Bad items that may be skipped are replaced by those that follow.
+    them equal. Bad items that may be skipped are replaced by those that follow the batch, which
+    come again in their turn: no other batch changes, and machines that skip this one need not know.
     """
 
     def __init__(self, source: Source, transformer: Transformer, batch_size: int) -> None:
@@ -234,13 +226,20 @@ class SequentialLoader(Loader):
 
     def load(self, batch: Batch) -> None:
         items, draws, state = self._next()
+        replaced = in_a_row = 0
         while bad := self._fill(batch, items, draws, state):
             for i, error in sorted(bad.items()):
                 message = f"{error.message} ({self.source.place(items, i)})"
                 self.bad.add(self.source.name(items[i]), DataError(message))
+            in_a_row += 0 in bad  # good ones come first: all before it were bad
+            if in_a_row >= 2 * (self.length or len(self.bad)):  # so many hold a whole epoch
+                raise DataError(f"{self.source.name(items[0])}: so are all others, bad")
             good = items[[i for i in range(len(items)) if i not in bad]]
-            items = self.source.join([good, self.take(len(bad))])
-            state = self.state()
+            items = self.source.join([good, self.source.take(len(bad))])
+            state = {**state, **self.bad.state()}
+            replaced += len(bad)
+        if replaced:
+            self.source.set_state(state)
 
     @property
     def can_reserve(self) -> bool:  # type: ignore[override]
@@ -252,37 +251,14 @@ class SequentialLoader(Loader):
         return lambda: not self._fill(batch, items, draws, state)
 
     def skip(self, batches: int) -> None:
-        if self.bad:  # the names tell how many items it takes
-            for _ in range(batches):
-                self.take(self.batch_size)
-        else:
-            self.source.skip(batches * self.batch_size)
+        self.source.skip(batches * self.batch_size)
         self.transformer.skip(batches * self.batch_size)
 
     def _next(self) -> tuple[Items, Array, State]:
         """The items of the next batch, their random numbers, and the state after them."""
-        items = self.take(self.batch_size)
+        items = self.source.take(self.batch_size)
         draws = self.transformer.draw(self.batch_size)
         return items, draws, self.state()
-
-    def take(self, count: int) -> Items:
-        """The next items that are not known to be bad."""
-        items = self.source.take(count)
-        if not self.bad:
-            return items
-        good: Items = self._not_bad(items)
-        taken = count
-        while len(good) < count:
-            if not len(good) and taken >= (self.length or len(self.bad) + 1):
-                raise DataError(f"{self.source.name(items[0])}: so are all others, bad")
-            more = self._not_bad(self.source.take(count - len(good)))
-            good = self.source.join([good, more])
-            taken += count
-        return good
-
-    def _not_bad(self, items: Items) -> Any:
-        names = map(self.source.name, items)
-        return items[[i for i, name in enumerate(names) if name not in self.bad]]
 
     def _fill(self, batch: Batch, items: Items, draws: Array, state: State) -> dict[int, DataError]:
         """Fill the batch with these items, or return the errors of bad ones by their place."""

@@ -13,7 +13,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from itertools import count, cycle
@@ -104,8 +104,8 @@ class _Producer:
     them, and hands them over in their order, or its error, to the Reader.
     """
 
-    def __init__(self, loader: Loader, batches: list[Batch], deal: Sequence[Turn]) -> None:
-        self._loader, self._deal = loader, deal
+    def __init__(self, loader: Loader, batches: list[Batch], turns: Iterator[Turn]) -> None:
+        self._loader, self._turns = loader, turns
         ranks = 1 + max(batch.rank for batch in batches)
         self.free: list[SimpleQueue[Batch | None]] = [SimpleQueue() for _ in range(ranks)]
         self.full: SimpleQueue[Batch | BaseException] = SimpleQueue()
@@ -129,7 +129,7 @@ class _Producer:
                 filling = threading.Thread(target=self._fill, name="caffepy-fill", daemon=True)
                 _alive.add(filling)
                 filling.start()
-            for turn in cycle(self._deal):
+            for turn in self._turns:
                 free = self.free[turn.rank]
                 # a batch is full, or none can be reserved before one is handed over
                 while self._reserved and (
@@ -223,7 +223,8 @@ class Reader:
         self._depth, self._dtype, self._staging = depth, dtype, staging
         self._batches = [Batch(loader.batch_size, dtype, staging()) for _ in range(depth)]
         self._state = loader.state()
-        self._deal: Sequence[Turn] = ALONE
+        self._turns: Callable[[int], Iterator[Turn]] = lambda taken: cycle(ALONE)
+        self._taken = 0  # batches since `serve`
         self._thread: threading.Thread | None = None
 
     def extent(self) -> str:
@@ -239,17 +240,22 @@ class Reader:
         Stagings are made in these scopes.
 
         The state of a batch is that after its turn. The deal starts anew wherever the thread was
-        stopped. If it skips batches, no bad record may be replaced: only one process would know.
+        stopped.
         """
         self.stop()
-        self._deal = deal or [Turn(0, rank, 0) for rank in range(len(scopes))]
-        self._loader.bad.alone = not any(turn.before or turn.after for turn in self._deal)
+        turns = deal or [Turn(0, rank, 0) for rank in range(len(scopes))]
+        self._turns = lambda taken: cycle(turns)
         self._batches = []
         for rank, scope in enumerate(scopes):
             with scope():
                 for _ in range(self._depth):
                     batch = Batch(self._loader.batch_size, self._dtype, self._staging(), rank)
                     self._batches.append(batch)
+
+    def lease(self, turns: Callable[[int], Iterator[Turn]]) -> None:
+        """From now on make the batches of `turns(taken)`: those after so many that were taken."""
+        self.stop()
+        self._turns, self._taken = turns, 0
 
     def take(self) -> Batch:
         """The next batch, for `give_back` after its use, or the error of making it."""
@@ -262,6 +268,7 @@ class Reader:
             self.stop()
             raise batch
         self._state = batch.state
+        self._taken += 1
         return batch
 
     def give_back(self, batch: Batch) -> None:
@@ -309,7 +316,7 @@ class Reader:
         return True
 
     def _start(self) -> None:
-        self._producer = _Producer(self._loader, self._batches, self._deal)
+        self._producer = _Producer(self._loader, self._batches, self._turns(self._taken))
         self._finalizer = weakref.finalize(self, self._producer.stop)
         self._finalizer.atexit = False
         thread = threading.Thread(target=self._producer.run, name="caffepy-data", daemon=True)

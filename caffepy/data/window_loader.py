@@ -140,11 +140,15 @@ class WindowLoader(Loader):
         return f'{len(self._images):,} images, from "{self._images[0]}" to "{self._images[-1]}"'
 
     def load(self, batch: Batch) -> None:
-        """Fill the batch with windows; each draws its number, then its mirroring."""
+        """Fill the batch with windows; each draws its number, then its mirroring.
+
+        Windows in bad images are drawn anew, with numbers that the next batch draws again: machines
+        that skip this one need not know.
+        """
         images, labels = self._room(batch)
         missing = list(range(self.batch_size))
-        while missing:
-            drawn = self._draw(missing)
+        drawn, after = self._draw(missing), self._twister.state()
+        while True:
             bad = self._fill(missing, drawn, images, labels)
             for k, error in sorted(bad.items()):
                 self.bad.add(self._name(self._images[drawn[0][k][0]]), error)
@@ -153,7 +157,11 @@ class WindowLoader(Loader):
                     raise DataError(
                         f"{error.message}; all other images with windows of its kind are bad, too"
                     )
+            if not bad:
+                break
             missing = [missing[k] for k in sorted(bad)]
+            drawn = self._draw(missing)
+        self._twister.set_state(after)
         batch.finish(self.shape(), self.state(), 0, 0, False, labels)
 
     @property

@@ -219,6 +219,23 @@ class CudaDevice(Device):
         with self.scope():
             array.get(out=host, blocking=True)
 
+    def host_array(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a flat array of zeros in pinned memory."""
+        page = self._cupy.cuda.alloc_pinned_memory(max(1, count) * dtype.itemsize)
+        array: NDArray[Any] = np.frombuffer(page, dtype, count)
+        array[...] = 0
+        return array
+
+    def copy_beside(self, source: Any, target: Any) -> None:
+        """Copy between host and device on a stream of its own."""
+        with translate_errors(self._cupy, self.index), self._cupy.cuda.Device(self.index):
+            stream = self._cupy.cuda.Stream(non_blocking=True)
+            if isinstance(source, np.ndarray):
+                target.set(source, stream)
+            else:
+                source.get(stream, out=target, blocking=False)
+            stream.synchronize()
+
     def flush(self) -> None:
         """Upload the host arrays of blobs that were written to."""
         if self.dirty:

@@ -166,6 +166,16 @@ class Device:
         """Copy an array of this device into a host array of the same size, and wait for it."""
         host[...] = array
 
+    def host_array(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a flat host array of zeros, from which the device copies fast."""
+        return np.zeros(count, dtype)
+
+    def copy_beside(self, source: NDArray[Any], target: NDArray[Any]) -> None:
+        """Copy between arrays of the host and of the device beside what is enqueued, and wait for
+        it. Any thread may call it, also outside of `scope`; no enqueued work may use the arrays.
+        """
+        target[...] = source
+
     def flush(self) -> None:
         """Upload host arrays that were written to, for operations on other views of the memory."""
 

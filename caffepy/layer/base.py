@@ -5,7 +5,7 @@ are allocated in `reshape` and stay where they are until shapes change.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -177,6 +177,13 @@ class Layer:
         """
         self.deal = deal or [Turn(0, rank, 0) for rank in range(len(devices))]
         self.turn = 0
+
+    def lease(self, turns: Callable[[int], Iterator[Turn]]) -> bool:
+        """Give the batches of `turns(taken)` from now on: those after so many that were given.
+
+        False if the layer reads nothing ahead: whoever calls forward calls `skip`, too.
+        """
+        return False
 
     def begin_turn(self) -> None:
         """Skip what the deal skips before the next forward; called before it if nets take turns."""

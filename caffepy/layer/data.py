@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
@@ -101,6 +101,11 @@ class Prefetching(Feed):
     def serve(self, devices: Sequence[Device], deal: Sequence[Turn] | None = None) -> None:
         if self._reader:
             self._reader.serve([device.scope for device in devices], deal)
+
+    def lease(self, turns: Callable[[int], Iterator[Turn]]) -> bool:
+        if self._reader:
+            self._reader.lease(turns)
+        return self._reader is not None
 
     def begin_turn(self) -> None:
         """The reading thread skips."""

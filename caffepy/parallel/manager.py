@@ -37,6 +37,7 @@ from typing import Any
 
 from caffepy.collectives import peers
 from caffepy.collectives.rank_group import DEADLINES
+from caffepy.collectives.synchronizer import FLOAT32
 from caffepy.collectives.topology import Topology, all_joined
 from caffepy.collectives.world import World
 from caffepy.core.errors import CaffeError, ConfigError, LostDeviceError
@@ -71,11 +72,13 @@ class SyncOptions:
     sync: the way to synchronize, see `collectives.sync`.
     bn_stats: "average", "root" or "sync", see `parallel.batch_norm`.
     deadlines: seconds by phase after which a rank that makes no progress counts as hung.
+    wire: type of gradients between nodes, "float32" or "bf16".
     """
 
     sync: str = "auto"
     bn_stats: str = "average"
     deadlines: Mapping[str, float] = field(default_factory=lambda: DEADLINES)
+    wire: str = FLOAT32
 
 
 class P2PManager(WorkerGroup):
@@ -119,7 +122,13 @@ class P2PManager(WorkerGroup):
         self.watchdog = self._ranks.watchdog
         self._turns = Turns(self.group, devices, self.raise_worker_error)
         self._sync = Synchronization(
-            root, devices, topology, self.group, sync_options.sync, self._bn_stats == "sync"
+            root,
+            devices,
+            topology,
+            self.group,
+            sync_options.sync,
+            self._bn_stats == "sync",
+            sync_options.wire,
         )
         self.workers: list[WorkerSolver] = []
         self._param = SolverParameter()  # the settings that the workers have

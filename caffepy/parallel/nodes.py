@@ -8,6 +8,7 @@ others take.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def _compare(
     for node, theirs in enumerate(others if world.node == 0 else (), start=1):
         for name, value in theirs.items():
             if value != first[name]:
-                what, value, right = name.split(":")[0], _short(value), _short(first[name])
+                what, (value, right) = name.split(":")[0], _difference(value, first[name])
                 place = world.describe(node)
                 raise error(
                     name, f"the {what} of {place} is not that of node 0: {value} instead of {right}"
@@ -75,9 +76,20 @@ def _compare(
     world.broadcast()
 
 
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) < 160 else f"{text[:40]}... ({len(text)} characters)"
+def _difference(mine: object, theirs: object) -> tuple[str, str]:
+    """Return two values as text; of long texts the first lines that differ."""
+    texts = [
+        "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+        for value in (mine, theirs)
+    ]
+    for left, right in zip_longest(*(text.splitlines() for text in texts)):
+        if left != right:
+            return _quoted(left), _quoted(right)
+    return _quoted(texts[0]), _quoted(texts[1])
+
+
+def _quoted(line: str | None) -> str:
+    return "nothing" if line is None else line.strip() or '""'
 
 
 def gather(group: RankGroup, values: Sequence[Any]) -> list[Any]:

@@ -8,11 +8,11 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic
 
-from caffepy.collectives import factors
+from caffepy.collectives import factors, interfaces
 from caffepy.collectives.buckets import Bucket, buckets
 from caffepy.collectives.rank_group import RankGroup
-from caffepy.collectives.sync import choose
-from caffepy.collectives.synchronizer import FlatParams, Synchronizer
+from caffepy.collectives.sync import Choice, choose, crossing_bytes
+from caffepy.collectives.synchronizer import BF16, FLOAT32, FlatParams, Synchronizer
 from caffepy.collectives.topology import Topology, device_pairs, show
 from caffepy.collectives.world import World
 from caffepy.core.errors import UsageError
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 class Synchronization:
     """Keeps the solvers of all ranks in step: each has a synchronizer from `join` to `leave`.
 
-    `sync` is the way to do so, see `collectives.sync`. With `shares_batches` BatchNorm normalizes
-    with the statistics of the batches of all ranks.
+    `sync` is the way to do so, see `collectives.sync`, `wire` the type of gradients between nodes.
+    With `shares_batches` BatchNorm normalizes with the statistics of the batches of all ranks.
     """
 
     def __init__(
@@ -40,16 +40,19 @@ class Synchronization:
         group: RankGroup,
         sync: str,
         shares_batches: bool,
+        wire: str = FLOAT32,
     ) -> None:
         self._group, self._shares_batches = group, shares_batches
         self._members: dict[int, tuple[Solver, Synchronizer]] = {}
         on_gpus = devices[0].kind == "cuda"
         log.info("%s pairs %s", "GPUs" if on_gpus else "Solvers", show(device_pairs(topology)))
-        self._way = choose(sync, topology, on_gpus, group.world.nodes)
+        self._way = choose(sync, topology, on_gpus, group.world.nodes)._replace(wire=wire)
         for rank in range(topology.size):
             log.debug("Starting sync %d (of total %d)", rank, topology.size)
         over_nccl = self._way.name == "nccl"
-        self._factored = choose_factored(root, devices, group.world) if over_nccl else ()
+        self._factored = choose_factored(root, devices, group.world, wire) if over_nccl else ()
+        if wire != FLOAT32:
+            log_wire(root, self._way, group.world, self._factored)
         if shares_batches and on_gpus and batch_norm.normalizing(root.net):
             if root.saves_memory:
                 raise UsageError("--bn-stats sync needs nets whose blobs share no memory")
@@ -90,26 +93,50 @@ def _make_alone(solver: Solver) -> None:
     batch_norm.share_batches(solver.net, None)
 
 
-def choose_factored(root: Solver, devices: Sequence[Device], world: World) -> Collection[int]:
+def choose_factored(
+    root: Solver, devices: Sequence[Device], world: World, wire: str = FLOAT32
+) -> Collection[int]:
     """Return the parameters of whose gradients the ranks exchange factors through NCCL; log them.
 
     Each rank computes the gradient itself, so all GPUs must be of one kind to get the same result,
-    and nothing may change or show gradients before that. Between hosts factors are more than the
-    wires carry.
+    and nothing may change or show gradients before that. All nodes decide by the same figures, and
+    exchange no factors if they come to different ends all the same.
     """
-    if len(set(world.hosts)) > 1:
-        return ()
-    names = {device.name for device in devices if isinstance(device, CudaDevice)}
+    own = {device.name for device in devices if isinstance(device, CudaDevice)}
+    told = world.gather((own, interfaces.bandwidth(), interfaces.host(world.hosts[world.node])))
+    names, hosts = set().union(*(names for names, _, _ in told)), len({host for *_, host in told})
+    ranks = factors.Ranks(world.size, width=2 if wire == BF16 else 4)
+    if hosts > 1:
+        bandwidth = min(bandwidth for _, bandwidth, _ in told) * hosts / world.size
+        ranks = ranks._replace(hosts=hosts, bandwidth=bandwidth)
+        log.info("Between hosts each GPU is taken to have %.3g GB/s", bandwidth / 1e9)
     plain = root.param.iter_size == 1 and not root.param.debug_info
-    if len(names) != 1 or not plain or not root.iterations.step.gradients_untouched:
+    found = {}
+    if len(names) == 1 and plain and root.iterations.step.gradients_untouched:
+        found = factors.factored(root.net, ranks, root.device.math_mode.precision)
+    chosen = [(number, layer.rows) for number, layer in found.items()]
+    if any(other != chosen for other in world.gather(chosen)):
         return ()
-    found = factors.factored(root.net, world.size, root.device.math_mode.precision)
     if found:
         log.info(
             "Solvers give each other the factors of the weight gradients of %s, not the gradients",
             ", ".join(layer.param.name for layer in found.values()),
         )
     return found.keys()
+
+
+def log_wire(root: Solver, way: Choice, world: World, factored: Collection[int]) -> None:
+    """Log the bytes of gradients that go between nodes in an iteration."""
+    params = root.params
+    count = params.diff.size - sum(params.segments[i][1] for i in factored)
+    before, now = (
+        crossing_bytes(way._replace(wire=wire), world, count, params.metrics.size) / 1e6
+        for wire in (FLOAT32, way.wire)
+    )
+    log.info(
+        "Gradients go between nodes as %s: %.6g MB an iteration from each in the mean, not %.6g MB",
+        *(way.wire, now, before),
+    )
 
 
 def flat_params(solver: Solver, factored: Collection[int] = ()) -> FlatParams:
@@ -124,5 +151,10 @@ def flat_params(solver: Solver, factored: Collection[int] = ()) -> FlatParams:
         ends = [*map(int, params.ends), params.reduced_diff.size]
         parts += buckets(ends, [*adding, frozenset()], without=layers)
     return FlatParams(
-        solver.device, params.data_with_scale, params.reduced_diff, parts, list(layers.values())
+        solver.device,
+        params.data_with_scale,
+        params.reduced_diff,
+        parts,
+        list(layers.values()),
+        params.metrics.size,
     )

@@ -2,13 +2,17 @@
 
 import atexit
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
 
 from caffepy.collectives.mpi import MpiTransport, join_launched, launched
 from caffepy.collectives.world import World
-from caffepy.core.errors import SyncError, UsageError
+from caffepy.core.errors import CaffeError, UsageError
 from caffepy.device.threads import set_num_threads
 
 _world = World(solvers=1)  # of this process, until it joins others
+_status: int | None = None  # of the last sys.exit
 
 
 def current() -> World:
@@ -22,8 +26,9 @@ def world(solvers: int = 1) -> World:
 
     A process that is alone has a world of its own: `size` is `solvers`. Of each process the world
     has the number, `node` of `nodes`, and on its host `rank_on_host`; `size` counts the solvers of
-    all. Only node 0 writes snapshots. When a script ends with an exception, the others raise it.
-    UsageError says what is missing.
+    all. Only node 0 writes snapshots. When a script ends with an exception, the others raise it;
+    when it ends otherwise, as by sys.exit, those that wait for it raise SyncError with its host and
+    exit code. UsageError says what is missing.
     """
     global _world
     if solvers < 1:
@@ -38,10 +43,18 @@ def world(solvers: int = 1) -> World:
         set_num_threads(joined.transport.threads)
         joined.join(solvers)
         _world = joined
+        vars(sys)["exit"] = partial(_exit, sys.exit)
         atexit.register(_leave)
     else:
         _world = World(solvers=solvers)
     return _world
+
+
+def _exit(exits: Callable[[Any], NoReturn], status: Any = None) -> NoReturn:
+    """Call sys.exit and note its status, which Python tells nobody who is called at the end."""
+    global _status
+    _status = status if isinstance(status, int) else int(status is not None)
+    exits(status)
 
 
 def _leave() -> None:
@@ -49,9 +62,9 @@ def _leave() -> None:
     error = getattr(sys, "last_value", None)
     try:
         if error is None:
-            _world.close()
+            _world.leave(_status)
             return
-    except SyncError as met:
+    except CaffeError as met:
         error = met
     if _world.failure() is None:
         _world.tell(error)

@@ -10,6 +10,7 @@ import csv
 import importlib.util
 import logging
 import os
+import shlex
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -78,10 +79,11 @@ def draw_curve(columns: Sequence[str], rows: Sequence[Row], path: str, folder: s
 
 
 class Metrics(DisplayCollector):
-    """Writes the metrics file of a run, row by row, and its curve at the end.
+    """Writes the metrics file of a run, row by row, and its curve once all iterations are done.
 
-    A run that starts at iteration K > 0 appends to the file of the earlier part, whose rows from K
-    on are dropped. A disk error costs the file, not the run.
+    A run that a signal or an error ends must end at once: matplotlib takes seconds, so that the log
+    says how to draw the curve later. A run that starts at iteration K > 0 appends to the file of
+    the earlier part, whose rows from K on are dropped. A disk error costs the file, not the run.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -93,6 +95,7 @@ class Metrics(DisplayCollector):
         self._columns = FIRST + LAST
         self._file: TextIO | None = None  # None after a disk error
         self._start = time.monotonic()
+        self._complete = False  # all iterations are done
 
     def solving(self, net_name: str, lr_policy: str) -> None:
         super().solving(net_name, lr_policy)
@@ -126,14 +129,22 @@ class Metrics(DisplayCollector):
         except OSError as error:
             self._give_up(error)
 
+    def done(self, stopped_early: bool) -> None:
+        super().done(stopped_early)
+        self._complete = not stopped_early
+
     def close(self, complete: bool = True) -> None:
-        """Write the last row and draw the curve."""
+        """Write the last row; draw the curve of a complete run."""
         self.show_pending()
-        if self._file is not None:
-            self._file.close()
+        if self._file is None:
+            return
+        self._file.close()
+        if complete and self._complete:
             log.info("Metrics are in %s", self.path)
-            if complete:
-                draw_curve(*read_rows(self._absolute), self.curve_path, self._folder)
+            draw_curve(*read_rows(self._absolute), self.curve_path, self._folder)
+        else:
+            command = shlex.join(["caffepy", "plot", self.path, "--output", self.curve_path])
+            log.info("Metrics are in %s; to draw them: %s", self.path, command)
 
     def _rewrite(self, rows: Sequence[Row]) -> None:
         try:

@@ -65,6 +65,10 @@ class Trainer(Protocol):
     reporter: Reporter
     workers: WorkerGroup
 
+    @property
+    def images(self) -> int:
+        """Images in an iteration of all solvers, 0 if unknown."""
+
 
 def due(iteration: int, interval: int) -> bool:
     """True if something is to be done every `interval` iterations, 0 for never, and now."""

@@ -51,7 +51,10 @@ POLL = 0.25
 MOST_COUNTED = 2 * POLL
 """Seconds that one poll adds to a wait at most: if more have passed, the process was stopped."""
 
-LOCK_HELD = b"caffepy: error: the run made no progress, since some code keeps Python's lock:\n"
+LOCK_HELD = "the run made no progress, since some code keeps Python's lock:"
+
+MOST_TEXT = 1024
+"""Bytes that the loop without a lock has to say, at most."""
 
 
 class Heartbeat:
@@ -109,6 +112,8 @@ class Monitor:
         self._ends = False
         self._progress = Progress()
         self._lock_state = np.zeros(hangs.SIZE, np.int64)
+        self._lock_text = np.zeros(MOST_TEXT, np.uint8)
+        self.explain_held_lock()
         self._error: BaseException | None = None  # what was raised in the main thread
         self.exit_code = INTERRUPTED  # of a process that is ended here
         self._grace = grace
@@ -142,6 +147,12 @@ class Monitor:
         self._progress.waited = 0.0
         self._deadlines, self._ends = deadlines, ends
         self._beat()
+
+    def explain_held_lock(self, text: str = LOCK_HELD) -> None:
+        """Say this from now on where code keeps Python's lock until the deadline."""
+        data = f"caffepy: error: {text}\n".encode()[-MOST_TEXT:]
+        self._lock_text[: len(data)] = np.frombuffer(data, np.uint8)
+        self._lock_state[hangs.LENGTH] = len(data)
 
     def __exit__(self, *_: object) -> None:
         if self._thread:
@@ -234,12 +245,11 @@ class Monitor:
         """Run the loop that finds code that keeps Python's lock; without numba there is none."""
         state, number = self._lock_state, signal.SIGRTMAX - 1
         state[[hangs.SIGNAL, hangs.DESCRIPTOR]] = number, self._read
-        text = np.frombuffer(LOCK_HELD, np.uint8)
         with suppress(Exception):
             from caffepy.ops.cpu.lock_watch import watch
 
             faulthandler.register(number, file=2, all_threads=True)
-            watch(state, np.zeros(1, np.int32), text, INTERRUPTED)
+            watch(state, np.zeros(1, np.int32), self._lock_text, INTERRUPTED)
 
     def _rescue(self) -> None:
         """Save and end the process in place of the main thread."""

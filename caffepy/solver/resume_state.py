@@ -43,7 +43,9 @@ class ResumeState:
         self.keep: int | None = None  # number of snapshots of this run to keep; None: all
         self.started_at = 0  # the iteration of the state that was restored
         self.workers_positions: list[dict[str, Any]] = []  # of the workers in that state
+        self.images = 0  # in an iteration of all solvers that wrote that state, 0 if unknown
         self.statistics: list[list[Array]] = []  # of each solver in that state, if of several
+        self.group: dict[str, Any] = {}  # of the workers' group in that state
         self.lock = threading.Lock()  # of `faults`, which may save from any thread
         self._restored_from: str | None = None
         self._saved: tuple[int, str] | None = None  # iteration and state file of the last snapshot
@@ -115,6 +117,8 @@ class ResumeState:
             "rate_factor": iterations.rate_factor,
             "positions": {**iterations.positions(), "workers": workers.positions()},
             "statistics": statistics,
+            "images": iterations.trainer.images,
+            "group": workers.state(),
             "control": step.update_state.state(),
             **iterations.display.state(number),
         }
@@ -180,7 +184,8 @@ class ResumeState:
                 log.info(told, path, iterations.rate_factor)
             if not content:
                 iterations.display.reset()
-                self.workers_positions, self.statistics = [], []
+                self.workers_positions, self.statistics, self.images = [], [], 0
+                self.group = {}
                 log.info(
                     "No .caffepystate file lies beside %s: data and random numbers start anew, as "
                     "in Caffe",
@@ -200,11 +205,13 @@ class ResumeState:
                 factor = float(content.get("rate_factor", 1.0))
                 if not 0 < factor <= 1:
                     raise ValueError(f"rate_factor {factor}")
+                images = int(content.get("images", 0))
                 # those of workers here, too: their threads must meet no damage
                 for positions in (*filter(None, workers), content["positions"]):
                     set_positions(positions, nets, device)
                 self.iterations.display.restore(content)
-                self.workers_positions, self.statistics = workers, statistics
+                self.workers_positions, self.statistics, self.images = workers, statistics, images
+                self.group = dict(content.get("group", {}))
                 self.iterations.rate_factor = factor
                 # parts of a run follow each other even if the clock was set back
                 self._started = max(time.time(), float(content.get("started", 0)))

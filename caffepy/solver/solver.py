@@ -132,6 +132,11 @@ class Solver:
         return 0
 
     @property
+    def images(self) -> int:
+        """Images in an iteration of all solvers that train as one, 0 if unknown."""
+        return self.batch * self.param.iter_size * self.workers.size
+
+    @property
     def fuse(self) -> bool:
         """True if a GPU computes groups of layers together; blobs between them are not stored."""
         return self._step.fused
@@ -246,8 +251,8 @@ class Solver:
                     self.net.debug_info = displays and param.debug_info
                     self.workers.iterate()
                     rate = iterations.run(self.capture, show=tests or displays)
-                    images = self.batch * param.iter_size * self.workers.size
-                    self.reporter.iterated(number, display.loss, rate, images)
+                    self.workers.iterated()
+                    self.reporter.iterated(number, display.loss, rate, self.images)
                     self._poll(due(self.iter, param.snapshot))
                 iterations.collect(wait=True)
 

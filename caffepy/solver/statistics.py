@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, Blob
 from caffepy.net import Net
 
 
@@ -24,6 +24,9 @@ class Statistics:
 
     def __bool__(self) -> bool:
         return bool(self._blobs)
+
+    def __contains__(self, blob: Blob) -> bool:
+        return any(blob.data_memory is own.data_memory for own in self._blobs)
 
     @property
     def present(self) -> list[Array]:
@@ -52,6 +55,13 @@ class Statistics:
         """Give these to the net."""
         for blob, value in zip(self._blobs, values, strict=True):
             blob.host_data[...] = value
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block in which all parameters may be overwritten; after it, these are as before."""
+        before = self.present
+        yield
+        self.write(before)
 
     @contextmanager
     def replaced(self, values: Sequence[Array]) -> Iterator[None]:

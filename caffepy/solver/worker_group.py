@@ -78,6 +78,9 @@ class WorkerGroup:
     def iterate(self) -> None:
         """Start an iteration, once all batches of earlier ones were taken."""
 
+    def iterated(self) -> None:
+        """An iteration is enqueued or done: push and pull, where solvers do not keep step."""
+
     def forward(self) -> None:
         """Start a forward pass of the train net."""
 
@@ -115,6 +118,10 @@ class WorkerGroup:
     def positions(self) -> list[dict[str, Any]]:
         """Positions of each worker, now or before the test or iteration in progress."""
         return []
+
+    def state(self) -> dict[str, Any]:
+        """What a snapshot keeps of the group beside that."""
+        return {}
 
 
 class EndedGroup(WorkerGroup):

@@ -42,6 +42,16 @@ def test_an_error_of_all_is_told_once() -> None:
     assert ended.stdout == ""
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["train --solver digits", "bench scaling --model lenet", "bench allreduce --cpu 2"],
+)
+def test_one_process_has_no_wire(command: str) -> None:
+    ended = caffepy(1, *command.split(), "--wire", "bf16")
+    assert ended.returncode == 2
+    assert "--wire bf16 is for several nodes" in ended.stderr
+
+
 def test_each_node_times_itself() -> None:
     ended = caffepy(2, "time", "--model", "lenet", "--synthetic", "--iterations", 2)
     assert ended.returncode == 0, ended.stderr
@@ -63,8 +73,19 @@ def test_one_table_of_all_processes() -> None:
     assert two["efficiency"] == pytest.approx(two["times"] / 2)
     assert 0 < two["exposed"] < 1
     assert two["host_ms"] is None
+    assert told["wire"] == "float32"
 
-    ended = caffepy(2, "bench", "allreduce", "--cpu", 2, "--sizes", "4K,1M", "--sync", "flat")
+    ended = caffepy(2, *command, "--wire", "bf16")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["wire"] == "bf16"
+
+    command = ["bench", "allreduce", "--cpu", 2, "--sizes", "4K,1M", "--sync", "flat"]
+    ended = caffepy(2, *command, "--wire", "bf16")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(
+        "All-reduce of 4 ranks on the CPU of 2 nodes, bf16 between nodes"
+    )
+    ended = caffepy(2, *command)
     assert ended.returncode == 0, ended.stderr
     head, *_, small, large = ended.stdout.splitlines()
     assert head.startswith("All-reduce of 4 ranks on the CPU of 2 nodes")
@@ -86,3 +107,15 @@ def test_speeds_between_all_nodes() -> None:
     ended = caffepy(2, "device-pairs", "--cpu", 1)
     assert ended.stdout.startswith("node  host")
     assert "--sync auto takes muji" in ended.stdout
+
+
+def test_a_wrong_command_line_of_all_is_told_once_and_of_one_at_all() -> None:
+    ended = caffepy(4, "train", "--slover", "digits")
+    assert ended.returncode == 2
+    assert ended.stderr.count('caffepy: error: no such option "--slover"') == 1, ended.stderr
+    assert MPIRUN
+    program = ["-n", "1", sys.executable, "-m", "caffepy", "train", "--solver", "digits"]
+    command = [MPIRUN, "--oversubscribe", *program, ":", *program, "--batch-mode", "wrong"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.count("'wrong' is not one of") == 1, ended.stderr

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from caffepy.collectives.factors import Factors, factored, pays
+from caffepy.collectives.factors import Factors, Ranks, factored, pays
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
@@ -56,7 +56,43 @@ def net_of(*layers: str, seed: int = 0) -> Net:
 def test_factors_pay_where_much_less_is_sent(
     shape: tuple[int, int, int], itemsize: int, size: int, precision: str, expected: bool
 ) -> None:
-    assert pays(*shape, itemsize, size, precision) is expected
+    assert pays(*shape, itemsize, Ranks(size), precision) is expected
+
+
+FC6, FC7, VGG_FC6 = (256, 4096, 9216), (256, 4096, 4096), (64, 4096, 25088)
+RAIL = {"8x400": 45e9, "1x400": 45e9 / 8, "100 GbE": 10e9 / 8}  # of 8 GPUs a host
+
+
+@pytest.mark.parametrize(
+    ("shape", "rail", "most"),
+    [
+        (FC6, "8x400", 1),  # the products for 16 ranks take longer than what is saved
+        (VGG_FC6, "8x400", 4),
+        (FC6, "1x400", 2),  # of 4 hosts: 5.1 ms to reduce, 3.7 to gather, 1.6 to multiply
+        (FC7, "1x400", 2),
+        (VGG_FC6, "1x400", 16),
+        (FC6, "100 GbE", 4),
+        (FC7, "100 GbE", 2),
+        (VGG_FC6, "100 GbE", 16),
+    ],
+)
+def test_factors_pay_between_few_hosts(shape: tuple[int, int, int], rail: str, most: int) -> None:
+    """In hosts of 8 GPUs, in bf16."""
+    hosts = (1, 2, 4, 8, 16, 32, 64)
+    paid = [n for n in hosts if pays(*shape, 2, Ranks(8 * n, n, RAIL[rail]), "bf16")]
+    assert paid == [n for n in hosts if n <= most]
+
+
+def test_between_hosts_of_one_gpu_the_wire_decides() -> None:
+    for bandwidth in (1e9, 10e9):
+        assert pays(*FC6, 4, Ranks(16, 16, bandwidth), "tf32")
+        assert not pays(*FC6, 4, Ranks(32, 32, bandwidth), "tf32")
+    _, outputs, inputs = FC6
+    even = (
+        2 * 2 * outputs * inputs // (4 * (outputs + inputs)) // 4
+    )  # 4 hosts, gradients of 2 bytes
+    assert not pays(even + 200, outputs, inputs, 4, Ranks(4, 4, 1e6, width=2), "tf32")
+    assert pays(even + 200, outputs, inputs, 4, Ranks(4, 4, 1e6), "tf32")
 
 
 @pytest.mark.usefixtures("always_factors")
@@ -67,7 +103,7 @@ def test_layers_for_which_it_pays() -> None:
         (7, []),
     ):  # the factors of seven rows are larger than the gradient
         net = net_of(DATA.replace("dim: 2", f"dim: {rows}") % RANDOM, *layers)
-        assert [layer.param.name for layer in factored(net, 2, "fp32").values()] == names
+        assert [layer.param.name for layer in factored(net, Ranks(2), "fp32").values()] == names
         net.close()
 
 
@@ -101,7 +137,7 @@ def test_no_layers_where_rows_may_become_more_or_fewer(data: str, settings: str)
     loss = 'layer { name: "loss" type: "Reduction" bottom: "b" top: "l" loss_weight: 1 }'
     net = net_of(data, PRODUCT % ("ip", "x", "b", "", settings), loss)
     assert len(large_products(net)) == 1
-    assert factored(net, 2, "fp32") == {}
+    assert factored(net, Ranks(2), "fp32") == {}
     net.close()
 
 

@@ -13,7 +13,7 @@ from caffepy.collectives import peers
 from caffepy.collectives.buckets import Bucket
 from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.sync import NAMES, Choice, choose
-from caffepy.collectives.synchronizer import FlatParams, Synchronizer
+from caffepy.collectives.synchronizer import BF16, FlatParams, Synchronizer
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import DataError
 from caffepy.device.cuda import CudaDevice
@@ -133,6 +133,41 @@ def test_replays_give_what_calls_give(name: str, size: int) -> None:
         device.synchronize()
 
     assert on_all(shape, way(name, shape), size, work) == [None] * shape.size
+
+
+@pytest.mark.parametrize("size", [32, 4096, 2_000_000])
+def test_gradients_in_16_bits_are_alike_in_all_ranks(size: int) -> None:
+    """Off by a rounding of each sum; a replay gives what calls give."""
+    shape = machine()
+    n, results = shape.size, dict[int, Any]()
+    given = [np.random.default_rng(rank).normal(size=size).astype("f4") for rank in range(n)]
+
+    def work(mine: Synchronizer, device: CudaDevice, data: Any, diff: Any) -> None:
+        fresh = device.on_device(given[mine.rank])
+
+        def step() -> None:
+            diff[...] = fresh
+            mine.on_start()
+            for layer in (2, 1, 0):
+                mine.after_backward(layer)
+            mine.on_gradients_ready()
+
+        step()
+        step()
+        results[mine.rank] = called = device.on_host(diff)
+        graph = device.capture(step)
+        diff.fill(0)
+        graph.replay()
+        np.testing.assert_array_equal(device.on_host(diff), called)
+        device.synchronize()
+
+    choice = way("nccl", shape)._replace(wire=BF16)
+    assert on_all(shape, choice, size, work) == [None] * n
+    error = np.abs(results[0] - np.mean(given, axis=0))
+    assert error.max() > 0
+    assert np.all(error <= (n + 1) * 2**-9 * np.mean(np.abs(given), axis=0))
+    for array in results.values():
+        np.testing.assert_array_equal(array, results[0])
 
 
 @pytest.mark.parametrize("name", ["tree", "muji", "flat", "nccl"])

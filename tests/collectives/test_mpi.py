@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +27,39 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
+SBATCH = {  # what sbatch --ntasks=4 sets for its script, of SLURM 22.05
+    "SLURM_JOB_ID": "11",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "3,1",
+}
+SALLOC = SBATCH | {  # what salloc --ntasks=4 sets for a shell on the first node, likewise
+    "SLURM_STEPID": "4294967290",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+SRUN = SBATCH | {  # what srun --ntasks=2 sets for its second process, likewise
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_NPROCS": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+}
+PMI2 = {"PMI_FD": "11", "PMI_JOBID": "2.0", "PMI_RANK": "1", "PMI_SIZE": "2"}
+PMIX = {"PMIX_NAMESPACE": "slurm.pmix.2.0", "PMIX_RANK": "1", "SLURM_MPI_TYPE": "pmix"}
+
 PRELUDE = """
 import os, signal, sys, time
 import numpy as np
@@ -57,13 +91,21 @@ world = mpi.start()
 SPREAD = pytest.mark.parametrize("n", [2, 4])
 
 
-@pytest.fixture(scope="session")
-def version() -> str:
+@cache
+def printed_version() -> str:
+    assert MPIRUN
+    return subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def version(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> str:
     if not find_spec("mpi4py"):
         pytest.skip("mpi4py is missing")
     if not MPIRUN:
         pytest.skip("mpirun is missing")
-    told = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, check=True).stdout
+    # A killed mpirun leaves $TMPDIR/ompi.PID, and one that gets the same PID later cannot start.
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path_factory.mktemp("mpirun")))
+    told = printed_version()
     if "Open MPI" not in told:
         pytest.skip(f"{MPIRUN} is not Open MPI's, whose options these tests give")
     return told
@@ -89,6 +131,14 @@ def run(n: int, program: str, *options: str) -> tuple[int, list[str]]:
     )
     lines = sorted(ended.stdout.splitlines())
     return ended.returncode, lines or ended.stderr.splitlines()
+
+
+@pytest.mark.skipif(MPIRUN is None or not MPIRUN.startswith(sys.prefix), reason="not its own MPI")
+@pytest.mark.usefixtures("version")
+def test_devices_that_nobody_uses_are_not_looked_for_unless_mpirun_names_some() -> None:
+    program = 'say(os.environ["OMPI_MCA_btl"]); world.close(failed=False)'
+    assert run(2, program) == (0, ["0 ^ofi", "1 ^ofi"])
+    assert run(2, program, "--mca", "btl", "self,sm,tcp") == (0, ["0 self,sm,tcp", "1 self,sm,tcp"])
 
 
 @SPREAD
@@ -351,6 +401,34 @@ def test_processes_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPat
     assert " knows 1: start with the mpirun of the same MPI" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("library", "pmi"),
+    [
+        ("Open MPI v5.0.11", "pmix"),
+        ("MPICH Version:      5.0.2", "pmi2"),
+        ("Intel(R) MPI Library 2021.18.1 for Linux* OS", "pmi2"),
+    ],
+)
+@pytest.mark.usefixtures("version")
+def test_srun_without_mpi_is_told_which_one(library: str, pmi: str) -> None:
+    program = f"""
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+MPI.Get_library_version = lambda: {library!r}
+from caffepy.collectives import mpi
+mpi.start()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**ENVIRONMENT, **SRUN},
+    )
+    assert f"(SLURM_STEP_NUM_TASKS=2), but mpi4py's {library} knows 1" in ended.stderr
+    assert f"(with srun, try --mpi={pmi})" in ended.stderr
+
+
 @pytest.mark.usefixtures("version")
 def test_mpi_without_threads_is_refused() -> None:
     program = """
@@ -386,7 +464,11 @@ def test_a_missing_mpi4py_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"OMPI_COMM_WORLD_SIZE": "4"}, (4, "OMPI_COMM_WORLD_SIZE")),
         ({"MV2_COMM_WORLD_SIZE": "2"}, (2, "MV2_COMM_WORLD_SIZE")),
         ({"PMI_SIZE": "8"}, (8, "PMI_SIZE")),
-        ({"SLURM_NTASKS": "8"}, None),
+        (SBATCH, None),
+        (SALLOC, None),
+        (SRUN, (2, "SLURM_STEP_NUM_TASKS")),
+        (SRUN | PMIX, (2, "SLURM_STEP_NUM_TASKS")),
+        (SRUN | PMI2, (2, "PMI_SIZE")),
         ({"SLURM_STEP_NUM_TASKS": "8"}, (8, "SLURM_STEP_NUM_TASKS")),
         ({"WORLD_SIZE": "1"}, None),
         ({"WORLD_SIZE": "2"}, (2, "WORLD_SIZE")),
@@ -453,6 +535,26 @@ def test_a_process_that_has_its_share_keeps_its_cpus(monkeypatch: pytest.MonkeyP
     assert not calls
     widen_affinity(1, 0)
     assert calls
+
+
+def test_a_process_that_slurm_has_bound_keeps_its_cpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Srun's processes are children of slurmstepd, which may run on CPUs of other jobs."""
+    parents = {os.getppid(): ("slurmstepd", 50), 50: ("slurmd", 1)}
+    for process, (name, parent) in parents.items():
+        status = tmp_path / str(process) / "status"
+        status.parent.mkdir()
+        status.write_text(f"Name:\t{name}\nUmask:\t0022\nState:\tS (sleeping)\nPPid:\t{parent}\n")
+    monkeypatch.setattr(mpi, "PROCESSES", tmp_path)
+    (tmp_path / "self/task/1").mkdir(parents=True)
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda pid: {0, 1, 2, 3} if pid in parents else {0}
+    )
+    calls: list[object] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *args: calls.append(args))
+    widen_affinity(1, 0)
+    assert not calls
 
 
 def test_a_share_has_whole_cores_of_one_package(

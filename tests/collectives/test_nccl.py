@@ -6,25 +6,33 @@ import ctypes
 import importlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from caffepy.collectives import buckets
 from caffepy.collectives.rank_group import RankGroup
+from caffepy.collectives.synchronizer import BF16, FLOAT32
+from caffepy.collectives.world import World
 from caffepy.core.errors import SyncError
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, from_bfloat16, to_bfloat16
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net import gradients
 from caffepy.net.gradients import large_products
 from caffepy.parallel.synchronization import flat_params
 from caffepy.solver import Solver
+from tests.collectives.threads_world import ThreadsTransport, Wires
 from tests.nets import library
 from tests.solver.cases import solver_of
 
 SIZE = 3
+NCCL_BFLOAT16 = 9
 NET = (
     library.dummies("in", 'type: "gaussian"', 'type: "uniform"', x=(2, 8), y=(2, 4))
     + library.inner_product("first", "x", 12, filler=library.NARROW, top="a")
@@ -59,6 +67,14 @@ class Communicator:
         at(to, count, kind)[:] = self._all("broadcast", mine, count, kind)[root]
 
     def allReduce(self, mine: int, to: int, count: int, kind: Any, how: str, stream: int) -> None:  # noqa: N802
+        if kind == NCCL_BFLOAT16:
+            assert how == "sum"
+            parts = self._all(f"reduce {count} narrow", mine, count, np.uint16)
+            total = parts[0]
+            for part in parts[1:]:
+                total = to_bfloat16(from_bfloat16(total) + from_bfloat16(part))
+            at(to, count, np.uint16)[:] = total
+            return
         assert how == "mean"
         at(to, count, kind)[:] = np.mean(self._all(f"reduce {count}", mine, count, kind), axis=0)
 
@@ -95,6 +111,7 @@ def nccl_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         groupStart=lambda: None,
         groupEnd=lambda: None,
         NCCL_AVG="mean",
+        NCCL_SUM="sum",
         NCCL_FLOAT32=np.float32,
         NCCL_CHAR=np.int8,
     )
@@ -113,21 +130,33 @@ def nccl_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules["caffepy.collectives.nccl"] = before
 
 
-def trained(nccl_sync: Any, factors: bool, rows: tuple[int, ...] = (2,) * SIZE) -> list[Solver]:
-    """Solvers with batches of their own, after four iterations together."""
-    group = RankGroup(SIZE)
+def trained(
+    nccl_sync: Any,
+    factors: bool,
+    rows: tuple[int, ...] = (2,) * SIZE,
+    wire: str = FLOAT32,
+    wires: Wires | None = None,
+) -> list[Solver]:
+    """Solvers with batches of their own, after four iterations together; with `wires` each on a
+    node of its own.
+    """
+    one_group = RankGroup(SIZE)
     solvers = [solver_of(f"weight_decay: 0.01 random_seed: {rank} ", NET) for rank in range(SIZE)]
     errors: list[BaseException] = []
 
     def work(rank: int, solver: Solver) -> None:
-        group.join(rank)
+        group, local = one_group, rank
+        if wires:
+            world, local = World(ThreadsTransport(wires, rank)), 0
+            world.join(1)
+            group = RankGroup(1, world=world)
+        group.join(local)
         for name in ("x", "y"):
             solver.net.blobs[name].reshape((rows[rank], solver.net.blobs[name].shape[1]))
         made = large_products(solver.net) if factors else {}
         try:
-            sync = nccl_sync(
-                group, rank, lambda value: group.all_gather(rank, value), flat_params(solver, made)
-            )
+            gather, flats = partial(group.all_gather, local), flat_params(solver, made)
+            sync = nccl_sync(group, local, gather, flats, wire=wire)
             solver.synchronize(sync)
             solver.step(4)
             solver.synchronize(None)
@@ -171,6 +200,43 @@ def test_factors_give_what_gradients_give(nccl_sync: Any, monkeypatch: pytest.Mo
     np.testing.assert_allclose(made[0].params.data, reduced[0].params.data, rtol=1e-5, atol=1e-7)
 
 
+def test_factors_of_several_nodes_give_what_those_of_one_give(
+    nccl_sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "LARGE", 300)
+    one = trained(nccl_sync, True)
+    Communicator.calls = [[] for _ in range(SIZE)]
+    several = trained(nccl_sync, True, wires=Wires(SIZE))
+    assert "gather" in Communicator.calls[0]
+    for solver in several:
+        np.testing.assert_array_equal(solver.params.data, one[0].params.data)
+
+
+@pytest.mark.parametrize("factors", [False, True])
+def test_gradients_go_as_bf16_and_metrics_do_not(
+    factors: bool, nccl_sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each bucket one sum of all gradients, whose buffer is that of the largest bucket."""
+    monkeypatch.setattr(gradients, "LARGE", 300)
+    monkeypatch.setattr(buckets, "LEAST", 400)
+    wide = trained(nccl_sync, factors)
+    before = [call for call in Communicator.calls[0] if call.startswith("reduce")]
+    Communicator.calls = [[] for _ in range(SIZE)]
+    made = trained(nccl_sync, factors, wire=BF16)
+    calls, *others = Communicator.calls
+    assert others == [calls] * (SIZE - 1)
+    sums = [call.split() for call in calls if call.startswith("reduce")]
+    narrow = [int(call[1]) for call in sums if call[2:] == ["narrow"]]
+    exact = [int(call[1]) for call in sums if not call[2:]]
+    assert exact == [made[0].params.metrics.size] * 4
+    assert sum(narrow) + sum(exact) == sum(int(call.split()[1]) for call in before)
+    assert len(narrow) == (4 if factors else 8)  # buckets of four iterations
+    for other in made[1:]:
+        np.testing.assert_array_equal(other.params.data, made[0].params.data)
+    moved = made[0].params.data - wide[0].params.data
+    assert 0 < np.linalg.norm(moved) < 1e-2 * np.linalg.norm(wide[0].params.data)
+
+
 def test_batches_of_different_sizes_are_refused(
     nccl_sync: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,4 +277,53 @@ def test_a_communicator_ends_once(nccl_sync: Any) -> None:
     group.abort(0, OSError("it went wrong"))
     sync.close()
     assert Communicator.calls[0] == ["abort"]
+    solver.close()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_abort_lets_a_call_end_first(
+    nccl_sync: Any, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """A call that waits for a rank does not end by itself: the abort does not wait for it."""
+    group, solver = RankGroup(1), solver_of("", NET)
+    sync = nccl_sync(group, 0, lambda value: [value], flat_params(solver))
+    inside, aborted, order = threading.Event(), threading.Event(), list[str]()
+
+    def reduce(*arguments: Any) -> None:
+        inside.set()
+        if ends:
+            time.sleep(0.2)
+        else:
+            assert aborted.wait(30)
+        order.append("call")
+
+    def abort(communicator: Communicator) -> None:
+        order.append("abort")
+        aborted.set()
+
+    monkeypatch.setattr(Communicator, "allReduce", reduce)
+    monkeypatch.setattr(Communicator, "abort", abort)
+
+    def call() -> None:
+        with suppress(OSError):  # for which the group has stopped
+            sync.reduce(1)
+
+    calling = threading.Thread(target=call, name="0", daemon=True)
+    calling.start()
+    assert inside.wait(30)
+    group.abort(0, OSError("it went wrong"))
+    assert aborted.wait(30)
+    calling.join(30)
+    assert order == (["call", "abort"] if ends else ["abort", "call"])
+    solver.close()
+
+
+def test_no_call_begins_after_an_abort(nccl_sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, solver = RankGroup(1), solver_of("", NET)
+    sync = nccl_sync(group, 0, lambda value: [value], flat_params(solver))
+    monkeypatch.setattr(group, "check", lambda rank: None)  # it looked just before
+    group.abort(0, OSError("it went wrong"))
+    with pytest.raises(SyncError, match="was aborted"):
+        sync.reduce(1)
+    assert "reduce 1" not in Communicator.calls[0]
     solver.close()

@@ -8,8 +8,8 @@ import pytest
 from caffepy.collectives import world
 from caffepy.collectives.rank_group import GroupStoppedError, RankGroup
 from caffepy.collectives.schedule import flat, muji, tree
-from caffepy.collectives.sync import Choice
-from caffepy.collectives.synchronizer import FlatParams
+from caffepy.collectives.sync import Choice, crossing_bytes
+from caffepy.collectives.synchronizer import BF16, FLOAT32, FlatParams
 from caffepy.collectives.topology import all_joined
 from caffepy.collectives.world import DeadNodeError, World
 from caffepy.core.errors import (
@@ -20,8 +20,9 @@ from caffepy.core.errors import (
     SyncError,
     UserCodeError,
 )
+from caffepy.device.blob import Array, from_bfloat16, to_bfloat16
 from caffepy.device.device import Device
-from tests.collectives.threads_world import Wires, run_nodes
+from tests.collectives.threads_world import ThreadsTransport, Wires, run_nodes
 
 
 def test_all_nodes_have_the_values_of_all() -> None:
@@ -41,6 +42,28 @@ def test_one_process_is_a_world() -> None:
     assert (world.first_rank, world.size, world.writes_files, world.vote(5)) == (0, 2, True, 5)
     world.barrier()
     world.close()
+
+
+def test_a_node_that_waits_may_answer_late_on_a_busy_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sleep takes 100 times as long there, and the answer comes at the fourth look."""
+
+    class Request:
+        value, looks = True, 0
+
+        def done(self) -> bool:
+            self.looks += 1
+            return self.looks > 3
+
+    def sleep(pause: float) -> None:
+        clock[0] += 100 * pause
+
+    clock = [0.0]
+    monkeypatch.setattr(world, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    transport = SimpleNamespace(node=0, nodes=2, hosts="ab")
+    transport.receive = transport.send = lambda *_: Request()
+    assert World(transport, 1).find_hung([]) == []
 
 
 def test_a_long_wait_polls_seldom_and_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +176,106 @@ def test_the_mean_does_not_depend_on_the_split(
         if diff is not None:
             np.testing.assert_array_equal(diff, want)
     assert (results[1][1] is None) == (name == "tree")
+
+
+def averaged(
+    split: list[int], choice: Choice, given: Array, metrics: int
+) -> tuple[dict[int, Array], int, float]:
+    """Return the mean of these gradients in each rank that updates, the bytes of arrays that nodes
+    sent, and those that are told of.
+    """
+    sent, put, lock = [0], ThreadsTransport.send_array, threading.Lock()
+
+    def send_array(self: ThreadsTransport, node: int, tag: world.Tag, array: Array) -> object:
+        with lock:
+            sent[0] += array.nbytes
+        return put(self, node, tag, array)
+
+    def work(world: World) -> object:
+        size = split[world.node]
+        world.join(size)
+        group = RankGroup(size, world=world)
+        first, results = world.first_rank, {}
+
+        def rank(i: int) -> None:
+            diff = given[first + i].copy()
+            flats = FlatParams(Device(), np.zeros_like(diff), diff, metrics=metrics)
+            sync = choice.join(group, i, flats)
+            with group.guard(i):
+                sync.on_gradients_ready()
+            if sync.updates:
+                results[first + i] = diff
+
+        threads = [threading.Thread(target=rank, args=(i,)) for i in range(1, size)]
+        [thread.start() for thread in threads]
+        rank(0)
+        [thread.join() for thread in threads]
+        count = given.shape[1] - metrics
+        return results, crossing_bytes(choice, world, count, metrics) * world.nodes
+
+    results, told = {}, 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ThreadsTransport, "send_array", send_array)
+        for part in run_nodes(len(split), work):
+            if isinstance(part, BaseException):
+                raise part
+            results |= part[0]
+            told = part[1]
+    return results, sent[0], told
+
+
+@pytest.mark.parametrize("split", [[2, 2], [1, 3], [3, 1], [1, 1, 1, 1], [6, 2], [3, 2, 3]])
+@pytest.mark.parametrize("name", ["muji", "tree", "flat"])
+def test_gradients_between_nodes_as_bf16(
+    name: str, split: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half the bytes; the same bits in all ranks; off by a rounding on each way; metrics exact."""
+    monkeypatch.setattr("caffepy.collectives.sync.PIECE", 300)
+    size, metrics = sum(split), 16
+    shape = all_joined(size)
+    schedule = {"tree": tree, "muji": muji, "flat": flat}[name](shape)
+    given = np.random.default_rng(0).normal(size=(size, 1000 + metrics)).astype("f4")
+    choice = Choice(name, schedule, name == "tree")
+    exact, before, told = averaged(split, choice, given, metrics)
+    ways = before // (4 * given.shape[1])
+    if name == "tree":  # what is told counts the parameters that go back, too
+        told -= crossing_back(choice, split) * 4 * given.shape[1]
+    assert told == before == ways * 4 * given.shape[1]
+    rounded, now, told = averaged(split, choice._replace(wire=BF16), given, metrics)
+    if name == "tree":
+        told -= crossing_back(choice, split) * 4 * given.shape[1]
+    assert told == now == ways * (2 * 1000 + 4 * metrics)
+    assert rounded.keys() == exact.keys() == ({0} if name == "tree" else set(range(size)))
+    for array in rounded.values():
+        np.testing.assert_array_equal(array, rounded[0])
+    np.testing.assert_array_equal(rounded[0][1000:], exact[0][1000:])
+    error = np.abs(rounded[0] - exact[0])[:1000]
+    # A partial sum of at most all ranks' is rounded on each way, to 2^-9 of it.
+    bound = (ways + 1) * 2**-9 * np.abs(given).sum(axis=0)[:1000] / size
+    assert error.max() > 0
+    assert np.all(error <= bound)
+
+
+def crossing_back(choice: Choice, split: list[int]) -> int:
+    """The number of arrays that go between nodes where the root's come to all."""
+    assert choice.schedule
+    nodes = np.repeat(range(len(split)), split)
+    back = [level for level in choice.schedule if level[0].operation.name == "COPY"]
+    ways = [{(s.source, nodes[s.destination]) for s in level} for level in back]
+    return sum(nodes[source] != node for level in ways for source, node in level)
+
+
+def test_the_sum_itself_is_rounded_so_that_all_have_what_is_sent() -> None:
+    given = np.array([[1 + 2**-9], [2**-12]], "f4")
+    choice = Choice("flat", flat(all_joined(2)), wire=BF16)
+    means, _, _ = averaged([1, 1], choice, given, 0)
+    want = from_bfloat16(to_bfloat16(given[0] + given[1])) / 2
+    assert want != (given[0] + given[1]) / 2
+    np.testing.assert_array_equal([means[0], means[1]], [want, want])
+    alone, sent, _ = averaged([2], choice, given, 0)
+    np.testing.assert_array_equal(alone[0], (given[0] + given[1]) / 2)
+    assert sent == 0
+    assert choice._replace(wire=FLOAT32) == Choice("flat", flat(all_joined(2)))
 
 
 def waiting_groups(

@@ -1,7 +1,7 @@
 """caffepy train in processes that mpirun starts: equal to one process, whatever goes wrong said once.
 
-tests/data/test_deal.py counts the records that each node decodes, tests/parallel/test_nodes.py has
-faults in every phase, in threads.
+tests/data/test_deal.py and tests/cli/test_mpirun_data.py count the records that each node decodes,
+tests/parallel/test_nodes.py has faults in every phase, in threads.
 """
 
 import os
@@ -9,19 +9,27 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from caffepy.cli import main
+from caffepy.collectives.world import World
+from caffepy.commands import nodes as joined
+from caffepy.core import abandoned
 from caffepy.core.errors import STOPPED, ConfigError, DataError, SyncError, UsageError
 from caffepy.solver import snapshot
 from tests.collectives.test_mpi import ENVIRONMENT, MPIRUN, ulfm, version  # noqa: F401  # fixtures
+from tests.collectives.threads_world import run_nodes
 from tests.nets import library
 from tests.parallel.cases import NET, net
 
-pytestmark = [pytest.mark.usefixtures("version"), pytest.mark.xdist_group("mpirun")]
+pytestmark = [pytest.mark.usefixtures("version")]
 
 FAULTY = """
 import os, resource, signal
@@ -62,9 +70,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(orders: dict[tuple[int, int], str] | None = None, settings: str = "max_iter: 16") -> None:
+def write(
+    orders: dict[tuple[int, int], str] | None = None,
+    settings: str = "max_iter: 16",
+    batch: int = 3,
+) -> None:
     """Write a solver and its net; at a pass of a node its Python layer does what `orders` say."""
-    text = net(3, NET)
+    text = net(batch, NET)
     if orders is None:
         text = text.replace('layer { name: "ip"', DROPOUT + 'layer { name: "ip"')
     else:
@@ -148,6 +160,90 @@ def snapshot_kinds() -> tuple[str, ...]:
     return "caffemodel", "caffepystate", "solverstate"
 
 
+def test_a_run_without_a_random_seed_goes_on_and_deterministic_repeats_it(folder: Path) -> None:
+    def without_seed(settings: str) -> None:
+        write(settings=settings)
+        solver = Path("solver.prototxt")
+        solver.write_text(solver.read_text().replace("random_seed: 3", ""))
+
+    without_seed("max_iter: 4")
+    code, said = train(2)
+    assert code == 0, said
+    without_seed("max_iter: 8")
+    for nodes in (2, 1):
+        code, said = train(nodes, "--snapshot", "auto", "--nodes", "1:2")
+        assert code == 0, said
+        assert "Resuming from s_iter_4.solverstate" in said
+        assert is_whole("s_iter_8.solverstate")
+        for path in Path().glob("s_iter_8.*"):
+            path.unlink()
+
+    def repeated(name: str) -> bytes:
+        (folder / name).mkdir()
+        os.chdir(folder / name)
+        without_seed("max_iter: 2")
+        code, said = train(2, "--deterministic")
+        assert code == 0, said
+        return Path("s_iter_2.caffemodel").read_bytes()
+
+    assert repeated("a") == repeated("b")
+
+
+def test_a_resumed_run_takes_as_many_images_or_is_asked_for() -> None:
+    write({}, "max_iter: 8 snapshot: 4", batch=6)
+    code, whole = train(3, "--batch-mode", "global", "--nodes", "3")
+    assert code == 0, whole
+    for path in Path().glob("s_iter_8.*"):
+        path.unlink()
+    first = {path: path.read_bytes() for path in Path().glob("s_iter_4.*")}
+    auto = ("--snapshot", "auto")
+
+    code, said = train(2, "--batch-mode", "global", *auto)
+    assert code == 0, said
+    assert "now 2 solvers" not in said
+    resumed, whole_run = figures(said), figures(whole)
+    assert resumed.keys() >= {("Iteration 4, loss", 0), ("Test net output #1: loss", 0)}, resumed
+    for what, figure in resumed.items():
+        assert figure == pytest.approx(whole_run[what], rel=1e-4), what
+
+    def again() -> None:
+        for path in Path().glob("s_*"):
+            path.unlink()
+        for path, content in first.items():
+            path.write_bytes(content)
+
+    again()
+    code, said = train(2, *auto)
+    assert code == ConfigError.exit_code, said
+    told = message(said)
+    assert "3 solvers wrote this snapshot and took 6 images in an iteration; " in told
+    assert "now 2 solvers on 2 nodes would take 12: start 3 again, or " in told
+    assert told.endswith("to go on with 12, give --nodes 2:3")
+
+    again()
+    code, said = train(2, *auto, "--nodes", "2:3")
+    assert code == 0, said
+    assert said.count("now 2 solvers on 2 nodes would take 12; base_lr stays as it is") == 1
+    assert is_whole("s_iter_8.solverstate")
+
+    again()
+    with start(1, "--cpu", "1", *auto) as process:  # as before there were nodes
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+
+
+def figures(said: str) -> dict[tuple[str, int], float]:
+    """What all solvers found together; tests are counted from the last one."""
+    found: dict[tuple[str, int], float] = {}
+    counts = Counter[str]()
+    for line in reversed(results(said)):
+        what, _, value = line.strip().partition(" = ")
+        if not what.startswith("Train"):
+            found[what, counts[what]] = float(value.split()[0])
+            counts[what] += 1
+    return found
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.usefixtures("ulfm")
 def test_a_killed_process_ends_the_others_with_a_snapshot(victim: int) -> None:
@@ -156,6 +252,26 @@ def test_a_killed_process_ends_the_others_with_a_snapshot(victim: int) -> None:
     assert code == SyncError.exit_code, said
     assert f"universal rank {victim}) has died, iteration 5" in message(said)
     assert is_whole("s_iter_5.solverstate")
+
+
+@pytest.mark.usefixtures("ulfm")
+def test_mpi_init_waits_for_a_dead_process_no_longer_than_the_set_up_may_take() -> None:
+    write({}, "max_iter: 5000 snapshot: 5000")
+    assert MPIRUN
+    dies = 'test $OMPI_COMM_WORLD_RANK = 1 && kill -9 $$; exec "$@"'
+    program = [sys.executable, "-m", "caffepy", "train", "--solver", "solver.prototxt"]
+    program += ["--cpu", "1", "--deadlines", "set-up=6"]
+    ended = subprocess.run(
+        [MPIRUN, "--oversubscribe", *ULFM, "-n", "2", "sh", "-c", dies, "sh", *program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ENVIRONMENT,
+    )
+    assert ended.returncode == SyncError.exit_code, ended.stderr
+    told = message(ended.stderr)
+    assert told.startswith("process 0 of 2 ("), told
+    assert "): MPI_Init did not end within 6 s: another process died or does not answer" in told
 
 
 @pytest.mark.usefixtures("ulfm")
@@ -214,7 +330,7 @@ def is_running(process: int) -> bool:
 
 def test_an_error_of_a_layer_of_one_process_ends_all() -> None:
     write({(1, 6): "raise ValueError('it went wrong')"}, "max_iter: 5000 snapshot: 5000")
-    code, said = train(3)
+    code, said = train(2)
     assert code == ConfigError.exit_code, said
     assert said.count(FOUND) == 1, said
     assert ", iteration 5): " in said.split(FOUND)[1]
@@ -239,24 +355,44 @@ def test_a_disk_that_stays_full_is_told_once() -> None:
     assert "s_iter_10" in message(said)
 
 
-@pytest.mark.parametrize("what", ["solver", "net", "source"])
-def test_one_process_that_has_other_files_is_named(what: str) -> None:
+def test_gradients_in_16_bits_between_processes() -> None:
+    write()
+    code, exact = train(2, cpu=2)
+    assert code == 0, exact
+    code, said = train(2, "--wire", "bf16", cpu=2)
+    assert code == 0, said
+    assert said.count("Gradients go between nodes as bf16: ") == 1
+    assert "Gradients go" not in exact
+    assert len(results(said)) == len(results(exact))
+    assert results(said) != results(exact)
+
+
+def test_one_process_with_another_wire_is_named() -> None:
+    write()
+    own = [sys.executable, "-m", "caffepy", "train", "--solver", "solver.prototxt", "--cpu", "1"]
+    other = [":", "-n", "1", *own, "--wire", "bf16"]
+    assert MPIRUN
+    run = subprocess.run(
+        [MPIRUN, "--oversubscribe", "-n", "1", *own, *other],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=120,
+    )
+    assert run.returncode == ConfigError.exit_code, run.stderr
+    assert "the --wire of node 1 (host " in message(run.stderr)
+
+
+def test_one_process_that_lacks_the_data_is_named() -> None:
     """Its working directory is another."""
     write(settings="max_iter: 8")
     os.mkdir("other")
+    text = Path("net.prototxt").read_text()
+    assert str(library.DIGITS) in text
+    Path("net.prototxt").write_text(text.replace(str(library.DIGITS), "data"))
     for name in ("solver.prototxt", "net.prototxt"):
         shutil.copy(name, "other")
-    path, (old, new) = {
-        "solver": ("other/solver.prototxt", ("max_iter: 8", "max_iter: 9")),
-        "net": ("other/net.prototxt", ("batch_size: 3", "batch_size: 4")),
-        "source": ("net.prototxt", (str(library.DIGITS), "data")),
-    }[what]
-    text = Path(path).read_text()
-    assert old in text
-    for name in (path, *(["other/net.prototxt"] if what == "source" else [])):
-        Path(name).write_text(text.replace(old, new))
-    if what == "source":
-        shutil.copytree(str(library.DIGITS), "data")
+    shutil.copytree(str(library.DIGITS), "data")
     own = [sys.executable, "-m", "caffepy", "train", "--solver", "solver.prototxt", "--cpu", "1"]
     assert MPIRUN
     run = subprocess.run(
@@ -266,30 +402,134 @@ def test_one_process_that_has_other_files_is_named(what: str) -> None:
         env=ENVIRONMENT,
         timeout=120,
     )
-    assert run.returncode == (DataError if what == "source" else ConfigError).exit_code, run.stderr
+    assert run.returncode == DataError.exit_code, run.stderr
     assert "node 1 (host " in message(run.stderr)
-    assert {"source": "lmdb"}.get(what, what) in message(run.stderr)
+    assert "lmdb" in message(run.stderr)
+
+
+class Threads:
+    """Runs a command line in each of two threads, which are nodes, up to an error of both."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._own, self._capsys = threading.local(), capsys
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+        monkeypatch.setattr("caffepy.commands.nodes.join_launched", lambda: self._own.world)
+        monkeypatch.setattr("caffepy.commands.nodes._node", 0)
+
+    def __call__(self, *arguments: Sequence[str]) -> tuple[list[int], str]:
+        """The exit codes of both, and stderr; one that another's message stands for raises its."""
+
+        def node(world: World) -> int:
+            self._own.world = world
+            return main.run(["train", *arguments[world.node], "--cpu", "1"])
+
+        ended = run_nodes(2, node)
+        codes = [end.code if isinstance(end, SystemExit) else end for end in ended]
+        return codes, self._capsys.readouterr().err
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Threads:
+    return Threads(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("what", ["solver", "net"])
+def test_a_node_that_has_another_file_is_named(what: str, threads: Threads) -> None:
+    write(settings="max_iter: 8")
+    for folder in ("own", "other"):
+        os.mkdir(folder)
+        for name in ("solver.prototxt", "net.prototxt"):
+            shutil.copy(name, folder)
+    os.remove("net.prototxt")
+    path, (old, new) = {
+        "solver": ("other/solver.prototxt", ("max_iter: 8", "max_iter: 9")),
+        "net": ("other/net.prototxt", ("batch_size: 3", "batch_size: 4")),
+    }[what]
+    text = Path(path).read_text()
+    assert old in text
+    Path(path).write_text(text.replace(old, new))
+    codes, said = threads(
+        *(["--solver", f"{folder}/solver.prototxt"] for folder in ("own", "other"))
+    )
+    assert codes == [ConfigError.exit_code] * 2, said
+    assert f"the {what} of node 1 (host " in message(said)
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--on-divergence", "rollback:0.1"], "--on-divergence rollback is for one process"),
         (["--max-restarts", "2"], "--max-restarts is for one process"),
         (["--weights", "a", "--snapshot", "b"], "not both"),
+        (["--nodes", "3:4"], "--nodes 3:4: this run has 2 nodes ("),
+        (["--nodes", "1"], "start 1 with mpirun -n 1 or srun -n 1, or give --nodes 2"),
     ],
-    ids=["rollback", "restarts", "both"],
+    ids=["restarts", "both", "few", "many"],
 )
-def test_what_cannot_be_is_told_once(arguments: list[str], told: str) -> None:
+def test_what_nodes_cannot_do_is_told_once(
+    arguments: list[str], told: str, threads: Threads
+) -> None:
     write()
-    code, said = train(2, *arguments)
-    assert code == UsageError.exit_code, said
+    codes, said = threads(*[["--solver", "solver.prototxt", *arguments]] * 2)
+    assert codes == [UsageError.exit_code] * 2, said
     assert told in message(said)
 
 
-def test_a_gpu_for_each_process_needs_processes() -> None:
+def test_what_cannot_be_is_told_once() -> None:
     write()
-    with start(1, "--gpu", "local") as process:
+    code, said = train(2, "--on-divergence", "rollback:0.1")
+    assert code == UsageError.exit_code, said
+    assert "--on-divergence rollback is for one process" in message(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--gpu", "local"], "--gpu local is for processes that mpirun or srun started"),
+        (["--nodes", "2:4"], "start 2 with mpirun -n 2 or srun -n 2, or give --nodes 1"),
+        (["--nodes", "4:2"], "the first number is the least"),
+        (["--nodes", "0:2"], "is neither N nor MIN:MAX, numbers from 1"),
+    ],
+    ids=["local", "few", "order", "zero"],
+)
+def test_what_one_process_cannot_do(arguments: list[str], told: str) -> None:
+    write()
+    with start(1, *arguments) as process:
         _, said = process.communicate(timeout=60)
     assert process.returncode == UsageError.exit_code
-    assert "--gpu local is for processes that mpirun or srun started" in message(said)
+    assert told in message(said)
+
+
+def test_the_node_that_shows_an_error_then_exits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own clean-up takes a second on a busy machine, in which launchers end no other."""
+    monkeypatch.setattr(abandoned, "_things", [])
+    world = SimpleNamespace(node=0, hosts=["a"], failure=lambda: None, tell=lambda error: None)
+    world.close = lambda failed: False
+    joined._leave(world, DataError("no records"))
+    assert abandoned.at_work()
+
+
+def test_an_exit_code_that_is_raised_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with abandoned devices then ends without Python's clean-up."""
+
+    def leave(*_: object, **__: object) -> None:
+        raise SystemExit(SyncError.exit_code)
+
+    command_line = sys.modules["caffepy.cli.main"]
+    monkeypatch.setattr(command_line, "caffepy", SimpleNamespace(main=leave, commands={}))
+    monkeypatch.setattr(command_line, "flags", lambda arguments: {})
+    monkeypatch.setattr(command_line, "groups", dict)
+    assert command_line.run([]) == SyncError.exit_code
+
+
+def test_a_node_that_leaves_the_message_to_another_exits_soon_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(abandoned, "_things", [])
+    world = SimpleNamespace(node=1, hosts=["a", "a"], failure=lambda: DataError("no records"))
+    world.close = lambda failed: True
+    begun = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        joined._leave(world, DataError("no records"))
+    assert ended.value.code == DataError.exit_code
+    assert abandoned.at_work()
+    assert joined.FIRST_EXITS <= time.monotonic() - begun < 5, "the first shows its message"

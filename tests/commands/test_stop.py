@@ -46,14 +46,14 @@ def test_a_second_signal_in_a_layer_that_hangs(folder: Path) -> None:
 WAITS = """
 import os, signal, time
 from caffepy.data.loader import SequentialLoader
-take = SequentialLoader.take
-def waits(self, count):
+following = SequentialLoader._next
+def waits(self):
     if self.state()["record"] >= 60 and self.batch_size == 3:
         time.sleep(2)  # batches read ahead are trained on
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
-    return take(self, count)
-SequentialLoader.take = waits
+    return following(self)
+SequentialLoader._next = waits
 """
 
 

@@ -346,7 +346,7 @@ def test_second_sigint_quits_without_a_snapshot(digits: Path) -> None:
 
 
 def test_further_sigterms_lose_no_snapshot_that_is_written(digits: Path) -> None:
-    """Not while the curve is drawn, not while the process ends."""
+    """Not while the process ends."""
     edit(
         digits / "solver.prototxt",
         "max_iter: 100000",

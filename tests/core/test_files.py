@@ -1,11 +1,13 @@
 import os
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from caffepy.core import files
 from caffepy.core.errors import UsageError
 from caffepy.core.files import check_writable, read_regular, remove_stale, replacing, written
 
@@ -61,6 +63,36 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) 
         alive.stdin.flush()
         assert alive.wait() == 0
     assert path.read_text() == "theirs"
+
+
+def test_a_file_that_another_process_finds_before_it_is_locked_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where both sides of a cut link write the same snapshot."""
+    lock, remove = files._lock, files._remove
+    looks, removes, written = (threading.Event() for _ in range(3))
+
+    def remove_late(path: str) -> bool:
+        removes.set()
+        written.wait(0.5)
+        return remove(path)
+
+    def lock_late(descriptor: int) -> None:
+        if not looks.is_set():
+            looks.set()
+            other.start()
+            removes.wait(5)
+        lock(descriptor)
+
+    monkeypatch.setattr(files, "_remove", remove_late)
+    monkeypatch.setattr(files, "_lock", lock_late)
+    other = threading.Thread(target=remove_stale, args=(str(tmp_path), "x"))
+    with replacing(str(tmp_path / "x")) as temporary:
+        Path(temporary).write_text("new")
+        written.set()
+        other.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").read_text() == "new"
 
 
 def test_a_tool_that_was_killed_leaves_nothing_for_ever(tmp_path: Path) -> None:

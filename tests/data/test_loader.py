@@ -69,12 +69,23 @@ def labels(feed: Feed, count: int) -> list[int]:
     return found
 
 
+def order_of(feed: Feed, count: int) -> list[int]:
+    """The numbers of the next images, bad ones included."""
+    source = feed.layer._reader._loader.source  # type: ignore[attr-defined]
+    state = source.state()
+    numbers = [int(Path(source.key(item)).stem) for item in source.take(count)]
+    source.set_state(state)
+    return numbers
+
+
 def test_those_that_follow_come_instead(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """They come again in their turn: no batch depends on what was found in those before it."""
     feed = make(4)
-    seen = labels(feed, 8)
-    good = [i for i in range(COUNT) if i not in BAD]
-    for lap in np.reshape(seen, (5, 8)).tolist():
-        assert sorted(lap) == good
+    order = order_of(feed, 75)
+    for k in range(0, 60, 5):
+        kept = [i for i in order[k : k + 5] if i not in BAD]
+        following = [i for i in order[k + 5 :] if i not in BAD]
+        assert labels(feed, 1) == [*kept, *following[: 5 - len(kept)]]
     told = [m for m in caplog.messages if m.startswith("Bad record ")]
     assert len(told) == len(BAD)
     assert "Bad record 1 of at most 4 is skipped: " in told[0]
@@ -115,13 +126,25 @@ def test_a_resumed_run_gets_the_same_and_counts_no_record_twice(
         feed.layer.close()
 
 
-def test_a_source_of_bad_records_only_ends(make: Make) -> None:
-    feed = make(COUNT)
-    loader = feed.layer._reader._loader  # type: ignore[attr-defined]
-    state = loader.state()
-    loader.set_state({**state, "bad": [loader.source.name(item) for item in loader.take(COUNT)]})
+@pytest.mark.parametrize("batch", [1, 5, 30])
+def test_a_source_of_bad_records_only_ends(
+    make: Make, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = make(COUNT, batch=batch)
+    source = feed.layer._reader._loader.source  # type: ignore[attr-defined]
+
+    def fail(item: object) -> None:
+        raise DataError("no image")
+
+    monkeypatch.setattr(source, "decode", fail)
     with pytest.raises(DataError, match="so are all others, bad"):
         feed.forward()
+    feed.layer.close()
+
+
+def test_one_good_record_is_enough(make: Make) -> None:
+    feed = make(COUNT, bad=tuple(i for i in range(COUNT) if i != 7), batch=30)
+    assert labels(feed, 2) == [7] * 60
     feed.layer.close()
 
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from caffepy.device.blob import from_bfloat16, to_bfloat16
 from caffepy.ops import cpu
 from caffepy.ops.cpu.copies import GRAIN
 
@@ -24,6 +25,21 @@ def test_convert():
     out = np.empty((2, 4, 3), np.float16).transpose(0, 2, 1)
     cpu.convert(x, out)
     np.testing.assert_array_equal(out, x.astype(np.float16))
+
+
+def test_bfloat16_rounds_to_the_nearest_and_ties_to_even():
+    x = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, -1.00391, 0, np.inf, -np.inf, np.nan], "f4")
+    want = [1, 1, 1 + 4 * 2**-8, -1 - 2**-7, 0, np.inf, -np.inf, np.nan]
+    out, back = np.empty(x.size, np.uint16), np.empty_like(x)
+    cpu.convert(x, out)
+    cpu.convert(out, back)
+    np.testing.assert_array_equal(back, np.array(want, "f4"))
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 300_001, np.uint32)
+    x, out, back = bits.view(np.float32), np.empty(bits.size, np.uint16), np.empty(bits.size, "f4")
+    cpu.convert(x, out)
+    cpu.convert(out, back)
+    np.testing.assert_array_equal(out, to_bfloat16(x))
+    np.testing.assert_array_equal(back, from_bfloat16(out))
 
 
 @pytest.mark.parametrize("axis", range(3))

@@ -393,12 +393,12 @@ def test_an_error_of_an_end_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
 HANGING_DATA = """
 import time
 from caffepy.data.loader import SequentialLoader
-take = SequentialLoader.take
-def hang(self, count):
+following = SequentialLoader._next
+def hang(self):
     if self.state()["record"] >= 60 and self.batch_size == 3:
         time.sleep(60)
-    return take(self, count)
-SequentialLoader.take = hang
+    return following(self)
+SequentialLoader._next = hang
 """
 
 

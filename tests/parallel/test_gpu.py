@@ -81,6 +81,7 @@ def on_gpus(
     iterations: int = ITERATIONS,
     bn_stats: str = "average",
     precision: str = "fp32",
+    wire: str = "float32",
     **how: bool,
 ) -> Ran:
     """Train on the first GPUs; `how` sets attributes of the root."""
@@ -90,7 +91,8 @@ def on_gpus(
         setattr(root, name, value)
     before = params(root)
     topology = peers.prepare(peers.query(range(size)))
-    with P2PManager(root, devices, topology, SyncOptions(sync, bn_stats, DEADLINES)) as manager:
+    options = SyncOptions(sync, bn_stats, DEADLINES, wire)
+    with P2PManager(root, devices, topology, options) as manager:
         root.step(iterations)
         root.test_all()
         manager.statistics.average()
@@ -348,6 +350,20 @@ def test_factors_give_what_gradients_give(
     np.testing.assert_allclose(made.losses, reduced.losses, rtol=1e-2)
     assert np.linalg.norm(made.moved - reduced.moved) <= 5e-2 * np.linalg.norm(reduced.moved)
     assert not np.array_equal(made.data[0], reduced.data[0])  # they went another way
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("how", ["replayed", "two passes", "layer by layer"])
+def test_gradients_in_16_bits_give_about_the_same(how: str, size: int) -> None:
+    """NCCL rounds them on one node, too, if it is asked to: the solvers agree to the last bit."""
+    settings, capture = SETTINGS if how == "two passes" else ONCE, how != "layer by layer"
+    exact, rounded = (
+        on_gpus(size, "nccl", settings, wire=wire, capture=capture) for wire in ("float32", "bf16")
+    )
+    agree(rounded)
+    np.testing.assert_allclose(rounded.losses, exact.losses, rtol=2e-2)
+    apart = np.linalg.norm(rounded.moved - exact.moved)
+    assert 0 < apart < 5e-2 * np.linalg.norm(exact.moved)
 
 
 @pytest.fixture

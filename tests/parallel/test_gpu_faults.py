@@ -270,13 +270,13 @@ def test_a_data_layer_fails() -> None:
 import faulthandler
 from caffepy.data.loader import SequentialLoader
 from caffepy.core.errors import DataError
-take = SequentialLoader.take
-def fail(self, count):
+following = SequentialLoader._next
+def fail(self):
     if self.state()["record"] >= 30 and self.batch_size == 3:
         faulthandler.dump_traceback_later({SECONDS}, exit=True)
         raise DataError("the record is damaged")
-    return take(self, count)
-SequentialLoader.take = fail
+    return following(self)
+SequentialLoader._next = fail
 """
     run = caffepy(on=GPUS, code=code)
     assert run.returncode == DataError.exit_code, run.stderr

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,40 @@ def test_an_exception_in_one_process_ends_the_other(phase: str, script: Path) ->
     ended = start(2, script, script.parent, 1)
     assert ended.returncode == 1, ended.stderr
     assert "ValueError: mine" in ended.stderr
+
+
+@pytest.mark.usefixtures("version")
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        ("sys.exit(3)", " with exit code 3,"),
+        ("sys.exit('no')", " with exit code 1,"),
+        ("raise SystemExit(3)", ","),
+    ],
+    ids=["exit", "text", "raised"],
+)
+def test_a_process_that_exits_ends_those_that_wait_for_it(
+    ends: str, told: str, node: int, script: Path
+) -> None:
+    line = f"if world.node == {node}: {ends}\n"
+    script.write_text(script.read_text().replace("solver = ", f"{line}solver = "))
+    begun = time.monotonic()
+    ended = start(3, script, script.parent, 1)
+    assert ended.returncode in (1, 3), ended.stderr
+    assert f"SyncError: node {node} (host " in ended.stderr
+    assert f"universal rank {node}) has ended{told} while node " in ended.stderr
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.usefixtures("version")
+def test_what_a_process_sent_before_its_end_is_received(script: Path) -> None:
+    late = "import time\ntime.sleep(3 * world.node)\nassert world.broadcast(5) == 5\n"
+    text = script.read_text().replace("solver.snapshot()", late)
+    script.write_text(f"{text}print(world.node, 'is done')\n")
+    ended = start(2, script, script.parent, 1)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["0 is done", "1 is done"]
 
 
 @pytest.mark.usefixtures("version")

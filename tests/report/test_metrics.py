@@ -1,12 +1,15 @@
 import importlib.util
 import logging
 import os
+import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from caffepy.cli import main
 from caffepy.core.events import Displayed
 from caffepy.report import Metrics
 from caffepy.report.metrics import read_rows
@@ -159,6 +162,7 @@ def test_the_curve_is_drawn_at_the_end(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with Metrics(str(tmp_path / "net")) as metrics:
         run(metrics, 0, 9)
+        metrics.done(stopped_early=False)
     assert (tmp_path / "net_curve.png").read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in tmp_path.iterdir()} == {"net_curve.png", "net_metrics.csv"}
 
@@ -168,11 +172,36 @@ def test_no_curve_without_matplotlib_or_for_who_leaves_at_once(
 ) -> None:
     metrics = Metrics(str(tmp_path / "left"))
     run(metrics, 0, 9)
+    metrics.done(stopped_early=False)
     metrics.close(complete=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with Metrics(str(tmp_path / "without")) as metrics:
         run(metrics, 0, 9)
+        metrics.done(stopped_early=False)
     assert {p.name for p in tmp_path.iterdir()} == {"left_metrics.csv", "without_metrics.csv"}
+
+
+@pytest.mark.parametrize("end", ["signal", "error"])
+def test_a_run_that_ends_early_leaves_its_curve_to_plot(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    with (
+        caplog.at_level(logging.INFO, "caffepy"),
+        suppress(ValueError),
+        Metrics("a net") as metrics,
+    ):
+        run(metrics, 0, 9)
+        if end == "error":
+            raise ValueError("a layer's")
+        metrics.done(stopped_early=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a net_metrics.csv"]
+    (told,) = caplog.messages
+    assert told.startswith("Metrics are in a net_metrics.csv; to draw them: caffepy plot ")
+    _, command = told.split(": caffepy ")
+    assert main.run(shlex.split(command)) == 0
+    assert Path("a net_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_failing_curve_does_not_fail_the_run(
@@ -181,6 +210,7 @@ def test_a_failing_curve_does_not_fail_the_run(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with Metrics(str(tmp_path / "net")) as metrics:
         run(metrics, 0, 9)
+        metrics.done(stopped_early=False)
     assert "no curve in" in caplog.text or not importlib.util.find_spec("matplotlib")
 
 
@@ -195,6 +225,7 @@ def test_files_stay_where_the_run_began_wherever_layers_change_to(
         os.chdir("../there")
         run(metrics, 0, 5)
         run(metrics, 6, 8)
+        metrics.done(stopped_early=False)
     names = sorted(path.name for path in (tmp_path / "here").iterdir())
     assert names == ["net_curve.png", "net_metrics.csv"]
     assert not list((tmp_path / "there").iterdir())

@@ -2,10 +2,12 @@ import copy
 import logging
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +318,31 @@ def test_auto_falls_back_to_the_newest_that_is_whole(
     if expected == 6 and (which, how) != ("solverstate", "gone"):
         assert "s_iter_9" in caplog.text
         assert "cannot be resumed from" in caplog.text
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("differ", [False, True])
+def test_files_of_two_writers_are_taken_only_if_they_belong_together(
+    form: str, differ: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides of a cut link write the same iteration to a file system that they share, and each
+    file is of either.
+    """
+    both, *sides = (tmp_path / name for name in ("both", "a", "b"))
+    for folder, steps, kind in zip(
+        (both, *sides), (2, 3, 3), ("SGD", "SGD", "Nesterov"), strict=True
+    ):
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        trained(Path(), f'type: "{kind if differ else "SGD"}" {FORMATS[form]}', steps)
+    older, newer = (state_of(both, iteration, FORMATS[form]) for iteration in (2, 3))
+    names = sorted(path.name for path in sides[0].glob("s_iter_3.*"))
+    assert len(names) == 3
+    for chosen in product(sides, repeat=3):
+        for name, side in zip(names, chosen, strict=True):
+            shutil.copy(side / name, both / name)
+        fits = not differ or len(set(chosen)) == 1
+        assert newest_good(f"{both}/s") == (newer if fits else older), chosen
 
 
 def test_explicit_restore_refuses_a_damaged_snapshot(tmp_path: Path) -> None:

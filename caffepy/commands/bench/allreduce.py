@@ -14,10 +14,10 @@ import numpy as np
 from caffepy.collectives import peers
 from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.sync import NAMES, Choice, choose, reason_unavailable
-from caffepy.collectives.synchronizer import FlatParams, Synchronizer
+from caffepy.collectives.synchronizer import BF16, FLOAT32, FlatParams, Synchronizer
 from caffepy.collectives.topology import all_joined
 from caffepy.collectives.world import World
-from caffepy.commands.nodes import gpus_of_process, nodes
+from caffepy.commands.nodes import check_wire, gpus_of_process, nodes
 from caffepy.core.errors import SyncError, UsageError
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -38,8 +38,8 @@ EDGE = 256  # elements at each end that are checked
 
 @dataclass(frozen=True)
 class Timing:
-    """Median time of one all-reduce of this number of bytes; GB/s of the algorithm, and of the bus,
-    which is 2(n - 1)/n times that.
+    """Median time of one all-reduce of this number of bytes of float32; GB/s of the algorithm, and
+    of the bus, which is 2(n - 1)/n times that.
     """
 
     sync: str
@@ -58,6 +58,7 @@ class AllReduceBench(AsJson):
     ranks: int
     timings: Sequence[Timing]
     left_out: dict[str, str]
+    wire: str = FLOAT32
 
     def table(self) -> str:
         """Return a table as text, a line a size: microseconds, then bus bandwidth, of each way."""
@@ -68,7 +69,9 @@ class AllReduceBench(AsJson):
             found = [of[name, size] for name in names]
             times = [f"{t.ms * 1e3:.1f}" for t in found]
             rows.append([show_size(size), *times, *(f"{t.bus_gb_s:.2f}" for t in found)])
-        head = f"All-reduce of {self.ranks} ranks on {self.devices}; times, and bus bandwidth"
+        between = ", bf16 between nodes" if self.wire == BF16 else ""
+        ranks = f"{self.ranks} ranks on {self.devices}{between}"
+        head = f"All-reduce of {ranks}; times, and bus bandwidth"
         lines = [head, *columns(rows, left=0)]
         for name in names if "GPU" in self.devices else ():
             if not all(t.captured for t in self.timings if t.sync == name):
@@ -126,16 +129,21 @@ def show_size(size: int) -> str:
 
 
 def bench_allreduce(
-    gpu: str | None = None, cpu: int = 0, sync: str = "", sizes: str = SIZES
+    gpu: str | None = None,
+    cpu: int = 0,
+    sync: str = "",
+    sizes: str = SIZES,
+    wire: str = FLOAT32,
 ) -> AllReduceBench:
     """Time the ways in `sync` (NAME,...), or all that are available, on GPUs or `cpu` threads, of
-    all nodes that mpirun or srun started.
+    all nodes that mpirun or srun started; numbers go between nodes in the type `wire`.
 
     SyncError if a result is not the mean, which is checked for each size.
     """
     counts = [size // 4 for size in parse_sizes(sizes)]
     on_gpu = not cpu
     with nodes() as world:
+        check_wire(wire, world)
         if on_gpu:
             numbers = gpu_numbers(gpus_of_process(gpu or "all", world) or "")
             topology = peers.prepare(peers.query(numbers))
@@ -143,7 +151,7 @@ def bench_allreduce(
         else:
             devices = [Device() for _ in range(cpu)]
         if world:
-            check_alike(world, {"kind of device": on_gpu, "sizes": sizes, "way": sync})
+            check_alike(world, {"kind of device": on_gpu, "sizes": sizes, "way": (sync, wire)})
             world.join(len(devices))
         else:
             world = World(solvers=len(devices))
@@ -159,10 +167,11 @@ def bench_allreduce(
             if why and not sync:
                 left_out[name] = why
                 continue
-            choice = choose(name, topology, on_gpu, world.nodes)._replace(root_updates=False)
+            choice = choose(name, topology, on_gpu, world.nodes)
+            choice = choice._replace(root_updates=False, wire=wire)
             timings += _measure(choice, devices, counts, world)
         where += f" of {world.nodes} nodes" if world.nodes > 1 else ""
-        return AllReduceBench(where, world.size, timings, left_out)
+        return AllReduceBench(where, world.size, timings, left_out, wire)
 
 
 def _measure(
@@ -202,12 +211,13 @@ def _rank(
             diff = device.on_device(diff)
         synchronizer = choice.join(group, rank, FlatParams(device, diff, diff))
         meet = partial(group.barrier, rank, "bench")
+        error = synchronizer.size * 2.0**-9 if choice.wire == BF16 else 1e-5  # each sum is rounded
         found = []
         for count in counts:
             diff[:count] = 1 + synchronizer.universal_rank
             synchronizer.reduce(count)
             for part in (diff[:count][:EDGE], diff[:count][-EDGE:]):
-                if not np.allclose(device.on_host(part), (synchronizer.size + 1) / 2, rtol=1e-5):
+                if not np.allclose(device.on_host(part), (synchronizer.size + 1) / 2, rtol=error):
                     name = group.name(rank)
                     raise SyncError(f"the mean of {count} numbers in {name} is wrong")
             meet()

@@ -11,10 +11,11 @@ from statistics import median
 from caffepy import ops
 from caffepy.collectives import peers
 from caffepy.collectives.sync import reason_unavailable
+from caffepy.collectives.synchronizer import BF16, FLOAT32
 from caffepy.collectives.topology import Topology, all_joined
 from caffepy.collectives.world import World
 from caffepy.commands.bench.train import WINDOW, Trainer
-from caffepy.commands.nodes import gpus_of_process, nodes, threads_of_process
+from caffepy.commands.nodes import check_wire, gpus_of_process, nodes, threads_of_process
 from caffepy.core.errors import UsageError
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -57,6 +58,7 @@ class Scaling(AsJson):
     sync: str
     batch: int
     points: Sequence[Point]
+    wire: str = FLOAT32
 
     def table(self) -> str:
         """Return a table as text."""
@@ -64,7 +66,7 @@ class Scaling(AsJson):
         head = f"{self.net} on {self.device}, {self.precision}, batch {self.batch} each"
         nodes = " nodes" if several else ""
         lines = [
-            f"{head}, sync {self.sync}",
+            f"{head}, sync {self.sync}" + (", bf16 between nodes" if self.wire == BF16 else ""),
             f"{nodes} devices    images/s   times one  efficiency        ms  exposed sync",
         ]
         for p in self.points:
@@ -92,14 +94,17 @@ def bench_scaling(
     precision: str | None = None,
     sync: str = "auto",
     windows: int = 5,
+    wire: str = FLOAT32,
 ) -> Scaling:
     """Train the net of the solver file on synthetic data with 1, 2, 4, ... and all of the devices.
 
     `gpu` names GPUs ("all" for every one), `cpu` is a number of solvers on the CPU, `batch` that of
-    each device. The nodes that mpirun or srun started each do so, and then all together. UsageError
-    if `sync` cannot synchronize one of these numbers of devices.
+    each device. The nodes that mpirun or srun started each do so, and then all together, with
+    gradients of the type `wire` between them. UsageError if `sync` cannot synchronize one of these
+    numbers of devices.
     """
     with nodes() as world:
+        check_wire(wire, world)
         gpu = gpus_of_process(gpu, world)
         numbers = gpu_numbers(gpu) if gpu else []
         size = len(numbers) or max(1, cpu)
@@ -110,7 +115,7 @@ def bench_scaling(
         if world:
             alike = {
                 "solver": Path(solver).read_text(),
-                "settings": (bool(numbers), batch, image, precision, windows, sync),
+                "settings": (bool(numbers), batch, image, precision, windows, sync, wire),
             }
             check_alike(world, alike)
             world.join(size)
@@ -129,7 +134,8 @@ def bench_scaling(
                 ops.backend(devices[0]).set_num_threads(threads_of_process(world))
             ops.set_precision(devices[0], precision)
             with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
-                ms, exposed, host_ms = _measure(trainer, devices, sync, windows, together)
+                options = SyncOptions(sync, wire=wire if together else FLOAT32)
+                ms, exposed, host_ms = _measure(trainer, devices, options, windows, together)
                 if world:  # the slowest node
                     ms, exposed, host_ms = max(world.gather((ms, exposed, host_ms or 0.0)))
                     host_ms = host_ms or None
@@ -141,7 +147,7 @@ def bench_scaling(
                 name, each = trainer.net.name, trainer.batch
         first = devices[0]
         kind = first.name if isinstance(first, CudaDevice) else CPU
-        return Scaling(name, kind, first.math_mode.precision, sync, each, points)
+        return Scaling(name, kind, first.math_mode.precision, sync, each, points, wire)
 
 
 def _check(sync: str, topology: Topology, gpu: bool, nodes: int = 1) -> None:
@@ -150,12 +156,16 @@ def _check(sync: str, topology: Topology, gpu: bool, nodes: int = 1) -> None:
 
 
 def _measure(
-    trainer: Trainer, devices: Sequence[Device], sync: str, windows: int, world: World | None
+    trainer: Trainer,
+    devices: Sequence[Device],
+    options: SyncOptions,
+    windows: int,
+    world: World | None,
 ) -> tuple[float, float, float | None]:
     """Return the milliseconds of an iteration, the share that only synchronizes, and the host's
     milliseconds, of solvers on these devices, and with them those of other nodes.
     """
-    with p2p_manager(trainer.solver, devices, SyncOptions(sync), world=world) as manager:
+    with p2p_manager(trainer.solver, devices, options, world=world) as manager:
         trainer.window(5)
         iterations = trainer.iterations_in(WINDOW)
         if manager:  # of the first node

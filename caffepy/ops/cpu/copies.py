@@ -7,6 +7,8 @@ import numpy as np
 
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
+from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.elementwise import flatwise
 
 GRAIN = 1 << 15  # elements for which a second thread pays
 
@@ -21,8 +23,33 @@ def copy(src: Array, dst: Array) -> None:
         copy(src[0], dst[0])
 
 
+BFLOAT16 = np.dtype(np.uint16)  # which stands for it
+
+
 def convert(x: Array, out: Array) -> None:
-    copy(x, out)
+    if x.dtype == np.float32 and out.dtype == BFLOAT16:
+        flatwise(_to_bfloat16, (x.view(np.uint32),), out)
+    elif x.dtype == BFLOAT16 and out.dtype == np.float32:
+        flatwise(_from_bfloat16, (x,), out.view(np.uint32))
+    else:
+        copy(x, out)
+
+
+@kernel
+def _to_bfloat16(x: Array, out: Array) -> None:
+    """To the nearest, of two the even one; NaN stays NaN."""
+    one, half, infinity = np.uint32(1), np.uint32(0x7FFF), np.uint32(0x7F800000)
+    sixteen, magnitude, nan = np.uint32(16), np.uint32(0x7FFFFFFF), np.uint32(0x7FC0)
+    for i in range(x.size):
+        rounded = (x[i] + (half + ((x[i] >> sixteen) & one))) >> sixteen
+        out[i] = nan if (x[i] & magnitude) > infinity else rounded
+
+
+@kernel
+def _from_bfloat16(x: Array, out: Array) -> None:
+    sixteen = np.uint32(16)
+    for i in range(x.size):
+        out[i] = np.uint32(x[i]) << sixteen
 
 
 def _columns(whole: Array, sizes: Sequence[int], axis: int) -> Iterator[Array]:

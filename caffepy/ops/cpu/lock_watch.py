@@ -11,6 +11,7 @@ from caffepy.core.hangs import (
     CODE,
     DESCRIPTOR,
     ENDED,
+    LENGTH,
     LIMIT,
     POLLS_PER_S,
     SIGNAL,
@@ -32,7 +33,8 @@ _exit = _external("_exit", types.void(types.int32))
 @kernel
 def watch(state: Any, unread: Any, text: Any, interrupted: int) -> None:
     """Watch until `state` says that the loop is to end. `unread` is an int32 of the loop's own;
-    `text` is written before the stacks; `interrupted` is the exit code after two signals.
+    what `text` begins with is written before the stacks; `interrupted` is the exit code after two
+    signals.
     """
     last, stale = -1, 0
     state[STARTED] = 1
@@ -47,7 +49,7 @@ def watch(state: Any, unread: Any, text: Any, interrupted: int) -> None:
             if unread[0] >= 2:
                 _exit(interrupted)
         if stale == state[LIMIT]:
-            _write(2, text.ctypes.data, text.size)
+            _write(2, text.ctypes.data, state[LENGTH])
             _raise(state[SIGNAL])
             if state[CODE] >= 0:
                 _exit(state[CODE])
