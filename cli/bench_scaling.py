@@ -25,14 +25,18 @@ from caffepy.cli import options
     show_default=True,
     help="How they average gradients.",
 )
+@options.wire
 @options.windows
 @options.image
 @click.option(
     "--simulate",
     default="",
     metavar="CLUSTER",
-    help="Model a cluster instead, such as 'nodes=64 gpus=8 nic=8x400' (NICs of a node and Gb/s), "
-    "and others of 1 to 1024 nodes, from the speed of one device.",
+    help="Model a cluster instead, such as 'nodes=64 gpus=8 nic=8x400' (NICs of a node and Gb/s; "
+    "'nic=1x3.2measured latency=60us' if measured), and others of 1 to 1024 nodes, from the speed "
+    "of one device. With sync=ps simulate a parameter server and its parts: consistency=ssp:4 "
+    "every=25 servers=16 replicas=2 straggler=0.2 (random variation of a clock) slow=2:1.5 (two "
+    "nodes 1.5 times slower) filters=bf16+significant:1.6.",
 )
 @click.option(
     "--measured",
@@ -70,6 +74,7 @@ def scaling(
       caffepy bench scaling --model lenet --cpu 2 --json
       mpirun -n 4 caffepy bench scaling --model resnet50 --gpu all
       caffepy bench scaling --model resnet50 --gpu 0 --simulate 'nodes=64 gpus=8 nic=8x400'
+      caffepy bench scaling --model vgg16 --gpu 0 --simulate 'nodes=9 gpus=8 nic=1x10 sync=ps'
     """
     definition = options.trained(solver, model, gpu, cpu)
     image = image or options.image_of(definition, True)
@@ -95,9 +100,10 @@ def _simulate(
     **values: Any,
 ) -> None:
     if sync != "auto":
-        raise click.UsageError("--simulate models NCCL: it goes without --sync.")
+        raise click.UsageError("--simulate models NCCL, or sync=ps: it goes without --sync.")
     from caffepy.collectives.mpi import check_single
-    from caffepy.commands.bench.simulate import simulate
+    from caffepy.commands.bench.simulate import Simulation, simulate
+    from caffepy.commands.bench.simulate_servers import ServedSimulation, asks, simulate_servers
     from caffepy.core.files import check_writable
     from caffepy.report.plot import format_of
 
@@ -105,7 +111,11 @@ def _simulate(
     if plot:
         format_of(plot)
         check_writable(plot)
-    result = simulate(definition.path, cluster, measured=measured, **values)
+    result: Simulation | ServedSimulation
+    if asks(cluster):
+        result = simulate_servers(definition.path, cluster, measured=measured, **values)
+    else:
+        result = simulate(definition.path, cluster, measured=measured, **values)
     if plot:
         result.plot(plot)
     options.show(result, as_json)

@@ -174,11 +174,19 @@ cpus_in_turn: Decorator = click.option(
 )
 sync: Decorator = click.option(
     "--sync",
-    type=click.Choice(["auto", "tree", "muji", "flat", "nccl"]),
+    type=click.Choice(["auto", "tree", "muji", "flat", "nccl", "ps"]),
     default="auto",
     show_default=True,
     help="How several solvers average gradients; caffepy device-pairs shows each way. With tree, "
-    "only the first solver updates parameters, as in Caffe.",
+    "only the first solver updates parameters, as in Caffe. ps: by the servers of --cluster.",
+)
+wire: Decorator = click.option(
+    "--wire",
+    type=click.Choice(["float32", "bf16"]),
+    default="float32",
+    show_default=True,
+    help="Type of gradients between nodes, which mpirun or srun started: bf16 sends half the bytes "
+    "and rounds to 7 bits.",
 )
 batch_mode: Decorator = click.option(
     "--batch-mode",
@@ -201,6 +209,29 @@ deterministic: Decorator = click.option(
     "--deterministic",
     is_flag=True,
     help="Give the same numbers in every run: fix the seed and the order of sums.",
+)
+
+
+def _range(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    parts = value.split(":")
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"{value!r} is neither N nor MIN:MAX, numbers from 1")
+    fewest, most = int(parts[0]), int(parts[-1])
+    if fewest > most:
+        raise click.BadParameter(f"{value!r}: the first number is the least, the second the most")
+    return fewest, most
+
+
+nodes: Decorator = click.option(
+    "--nodes",
+    callback=_range,
+    metavar="N|MIN:MAX",
+    help="Number of processes of mpirun or srun that the run needs; others are an error. With "
+    "MIN:MAX a resumed run may be of another number of solvers with another batch in all.",
 )
 deadlines: Decorator = click.option(
     "--deadlines",

@@ -2,11 +2,14 @@
 
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from caffepy.cli import options
+
+if TYPE_CHECKING:
+    from caffepy.parallel.parameter_server.cluster import ClusterOptions
 from caffepy.core.errors import INTERRUPTED
 
 EFFECTS = click.Choice(["stop", "snapshot", "none"])
@@ -31,8 +34,51 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 @options.gpus
 @options.cpus
 @options.sync
+@options.wire
 @options.batch_mode
 @options.bn_stats
+@options.nodes
+@click.option(
+    "--cluster",
+    metavar="local|auto|HOST:PORT",
+    help="Train by a parameter server on a cluster of Ray with --nodes N workers: each trains by "
+    "itself, and pushes what it learned to servers. local: N processes of this machine.",
+)
+@click.option(
+    "--consistency",
+    metavar="sync|ssp:S|async",
+    help="With --cluster: how many pushes a worker may be ahead of the slowest: none (sync, the "
+    "default), S, or any number (async).",
+)
+@click.option(
+    "--every",
+    type=click.IntRange(min=1),
+    metavar="H",
+    help="With --cluster: iterations between pushes. With 1 and sync gradients are pushed, which "
+    "gives the same numbers as training in step. Default: 1.",
+)
+@click.option(
+    "--servers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --cluster: servers among which the parameters are divided. Default: 2.",
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --cluster: servers that hold each parameter; all but one may die. Default: 2.",
+)
+@click.option(
+    "--filters",
+    metavar="bf16,significant:T,zlib",
+    help="With --cluster: what is sent in fewer bytes, see the page on the parameter server.",
+)
+@click.option(
+    "--server-update",
+    metavar="add|nesterov:M[:RATE]",
+    help="With --cluster: add the mean of the workers' changes, or with momentum. Default: add.",
+)
 @options.deterministic
 @options.deadlines
 @options.max_bad_records
@@ -106,7 +152,8 @@ def train(solver: options.Definition | None, max_restarts: int, **values: Any) -
     Several GPUs train as one with a larger batch; the data is read once for all of them. SIGTERM,
     SIGUSR1, SIGUSR2, SIGXCPU and SIGQUIT take a snapshot and stop; a second signal ends the run at
     once. A stopped run ends with exit code 75; --snapshot auto resumes it. A run also writes
-    PREFIX_metrics.csv and, if matplotlib is installed, PREFIX_curve.png.
+    PREFIX_metrics.csv and, if matplotlib is installed, PREFIX_curve.png when all iterations are
+    done; of a run that ended early, caffepy plot draws it.
 
     \b
     Examples:
@@ -135,5 +182,28 @@ def train(solver: options.Definition | None, max_restarts: int, **values: Any) -
     from caffepy.commands.train import TrainOptions
     from caffepy.commands.train import train as run
 
-    result = run(TrainOptions(solver.path, last_resort=options.leave, **values))
+    cluster = _cluster(values)
+    result = run(TrainOptions(solver.path, cluster=cluster, last_resort=options.leave, **values))
     return result.exit_code or (INTERRUPTED if result.stopped else 0)
+
+
+def _cluster(values: dict[str, Any]) -> "ClusterOptions | None":
+    """Take the options of a parameter server out of these values."""
+    from caffepy.parallel.parameter_server.cluster import ClusterOptions
+
+    cluster = values.pop("cluster")
+    names = ("consistency", "every", "servers", "replicas", "filters", "server_update")
+    given = {name: value for name in names if (value := values.pop(name)) is not None}
+    if cluster is None:
+        if given or values["sync"] == "ps":
+            flag = f"--{next(iter(given)).replace('_', '-')}" if given else "--sync ps"
+            raise click.UsageError(
+                f"{flag} is for a parameter server: give --cluster local --nodes N, or the address "
+                "of a cluster of Ray"
+            )
+        return None
+    if values["nodes"] is None:
+        raise click.UsageError("--cluster needs the number of workers: --nodes N, or MIN:MAX")
+    if values["sync"] not in ("auto", "ps"):
+        raise click.UsageError(f"--cluster trains by --sync ps, not {values['sync']}")
+    return ClusterOptions(cluster, values["nodes"], **given)

@@ -35,6 +35,7 @@ DOCUMENTS = (
     "docs/from-caffe.md",
     "docs/troubleshooting.md",
     "docs/many-machines.md",
+    "docs/parameter-server.md",
 )
 
 DEVELOPERS = [
@@ -48,6 +49,7 @@ CREATES_ENVIRONMENT = "makes an environment and installs into it"
 STARTS_SHELL = "is for the reader's shell"
 NEEDS_GPUS = "needs GPUs"
 NEEDS_MACHINES = "needs several machines"
+NEEDS_RAY = "needs Ray; tests/cli/test_cluster.py trains so"
 NOT_RUN = {
     "python3 -m venv .venv && .venv/bin/pip install '.[plot]' && .venv/bin/caffepy train --solver digits": (
         CREATES_ENVIRONMENT
@@ -70,6 +72,8 @@ NOT_RUN = {
     "srun -N 4 --ntasks-per-node 1 --gpus-per-node 8 --mpi=pmix caffepy train --solver solver.prototxt --gpu all": (
         NEEDS_MACHINES
     ),
+    "pip install 'caffepy[ray]'": CREATES_ENVIRONMENT,
+    "caffepy train --solver digits --cluster local --nodes 4 --cpu 1 --consistency ssp:1 --every 5": NEEDS_RAY,
     "export NCCL_SOCKET_IFNAME=ib0": STARTS_SHELL,
     "export NCCL_DEBUG=INFO": STARTS_SHELL,
 }

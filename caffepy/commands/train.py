@@ -11,11 +11,20 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from caffepy import ops
-from caffepy.collectives.mpi import launched
+from caffepy.collectives.mpi import launched, why_init_hangs
 from caffepy.collectives.rank_group import DEADLINES
+from caffepy.collectives.synchronizer import FLOAT32
 from caffepy.collectives.world import World
 from caffepy.commands.devices import choose_for_training
-from caffepy.commands.nodes import gpus_of_process, nodes, seed_of_all, threads_of_process
+from caffepy.commands.nodes import (
+    check_images,
+    check_number,
+    check_wire,
+    gpus_of_process,
+    nodes,
+    seed_devices,
+    threads_of_process,
+)
 from caffepy.commands.rollback import STOP, Rollback, Start, on_divergence
 from caffepy.core.errors import STOPPED, ConfigError, DivergenceError, UsageError
 from caffepy.core.events import Output
@@ -23,8 +32,10 @@ from caffepy.core.files import locate, locked, working_directory
 from caffepy.data.loader import tolerating
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
+from caffepy.device.threads import num_threads
 from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.parallel.nodes import check_alike
+from caffepy.parallel.parameter_server.cluster import ClusterOptions, options_of_worker, served
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import format as format_text
 from caffepy.proto.text import read_net, read_solver
@@ -57,9 +68,14 @@ class TrainOptions:
         "rollback:FACTOR:N": at most N times.
     gpu: numbers of GPUs such as "0,1", or "all"; one solver each, which train as one.
     cpu: number of solvers on the CPU, even if the file says solver_mode: GPU.
-    sync: how several solvers average gradients: "auto", "nccl", "tree", "muji" or "flat".
+    sync: how several solvers average gradients: "auto", "nccl", "tree", "muji" or "flat"; or "ps",
+        by the parameter server of a `cluster`.
+    cluster: the workers and servers of a cluster of Ray.
+    wire: type of gradients between nodes: "float32" or "bf16".
     bn_stats: statistics of BatchNorm in tests and snapshots: the "average" of all solvers or those
         of the "root"; with "sync" the solvers normalize their batches as one, in training too.
+    nodes: fewest and most processes of mpirun or srun that the run takes. If they differ, it goes
+        on from a snapshot also where these solvers take another number of images in an iteration.
     deadlines: seconds after which a solver counts as hung, by phase; a run of one solver ends only
         if they are given, else the log says what hangs.
     batch_mode: the net's batch_size is that of each solver, or of all together ("global").
@@ -89,7 +105,10 @@ class TrainOptions:
     gpu: str | None = None
     cpu: int | None = None
     sync: str = "auto"
+    cluster: ClusterOptions | None = None
+    wire: str = FLOAT32
     bn_stats: Literal["average", "root", "sync"] = "average"
+    nodes: tuple[int, int] | None = None
     deadlines: Mapping[str, float] = field(default_factory=dict)
     batch_mode: Literal["per-gpu", "global"] = "per-gpu"
     deterministic: bool = False
@@ -140,8 +159,10 @@ def train(options: TrainOptions) -> TrainResult:
     deadlines = {**DEADLINES, **options.deadlines}
     with signals, monitor:
         if launched():
+            monitor.explain_held_lock(why_init_hangs(deadlines["set-up"]))
             monitor.begin(deadlines, ends=True)  # MPI_Init may keep Python's lock for ever
         with nodes() as world:
+            monitor.explain_held_lock()
             if world:
                 world.set_up.deadline = deadlines["set-up"]
                 world.set_up.interrupted = signals.check
@@ -149,6 +170,10 @@ def train(options: TrainOptions) -> TrainResult:
 
 
 def _train_as_node(options: TrainOptions, monitor: Monitor, world: World | None) -> TrainResult:
+    if options.cluster:
+        _check_cluster(options, options.cluster, world)
+    elif options.nodes:
+        check_number(world, options.nodes)
     if options.snapshot and options.weights and options.snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
     rollback, log_dir = on_divergence(options.on_divergence), options.log_dir
@@ -158,10 +183,15 @@ def _train_as_node(options: TrainOptions, monitor: Monitor, world: World | None)
             "diverges, it goes back to the one before"
         )
     with nullcontext() if log_dir is None else logging_to(stderr=False, log_dir=log_dir):
+        check_wire(options.wire, world)
         param = read_solver(options.solver)
         check_max_iter(param, options.solver)
         gpu = gpus_of_process(options.gpu, world)
         devices = choose_for_training(gpu, options.cpu, param, options.solver)
+        if options.cluster:
+            del devices[1:]  # those of other workers
+            if not options.threads:
+                ops.backend(devices[0]).set_num_threads(options.cluster.threads())
         if world is None:
             ends = bool(options.deadlines) or len(devices) > 1
             monitor.begin({**DEADLINES, **options.deadlines}, ends)
@@ -234,15 +264,14 @@ def _train(
         if snapshot:
             log.info("Resuming from %s", snapshot)
             solver.restore(snapshot)
+            if world:
+                check_images(world, solver, snapshot, options.nodes)
             if solver.iter >= param.max_iter:
                 log.warning("Nothing is left to train: max_iter is %d", param.max_iter)
         if start.rate_factor is not None:
             solver.iterations.rate_factor = start.rate_factor
-        sync = SyncOptions(options.sync, options.bn_stats, options.deadlines)
-        known = _baseline(solver, size)
         try:
-            last_resort = options.last_resort
-            with p2p_manager(solver, devices, sync, signals, last_resort, known, world):
+            with _joined(solver, options, devices, signals, world):
                 for board in boards:
                     board.watch = Watch(solver, board.every)
                 log.info("Starting Optimization")
@@ -266,13 +295,46 @@ def _train(
         return result
 
 
+def _joined(
+    solver: Solver,
+    options: TrainOptions,
+    devices: Sequence[Device],
+    signals: Signals,
+    world: World | None,
+) -> AbstractContextManager[object]:
+    """Return a context in which the solver trains with others, if there are some."""
+    if options.cluster:
+        gpu, precision = options.gpu, options.precision
+        worker = options_of_worker(
+            solver, options.cluster, gpu=gpu, precision=precision, threads=num_threads()
+        )
+        return served(solver, options.cluster, worker)
+    sync = SyncOptions(options.sync, options.bn_stats, options.deadlines, options.wire)
+    known = _baseline(solver, world.size if world else len(devices))
+    return p2p_manager(solver, devices, sync, signals, options.last_resort, known, world)
+
+
+def _check_cluster(options: TrainOptions, cluster: ClusterOptions, world: World | None) -> None:
+    """Raise UsageError unless the options go together with a parameter server."""
+    cluster.rule()
+    refused = {
+        "mpirun and srun": world is not None,
+        "--cpu above 1": (options.cpu or 1) > 1,
+        "--bn-stats sync": options.bn_stats == "sync",
+        "--batch-mode global": options.batch_mode == "global",
+        "--on-divergence rollback": on_divergence(options.on_divergence) is not None,
+    }
+    for what, given in refused.items():
+        if given:
+            raise UsageError(f"--cluster does not go together with {what}")
+
+
 def _meet(
     options: TrainOptions, param: SolverParameter, devices: Sequence[Device], world: World
 ) -> None:
     """Count the solvers of all nodes; ConfigError unless all nodes were given the same."""
     if on_divergence(options.on_divergence) is not None:
         raise UsageError("--on-divergence rollback is for one process: give --on-divergence stop")
-    param.random_seed = seed_of_all(world, param.random_seed)
     check_alike(
         world,
         {
@@ -280,10 +342,14 @@ def _meet(
             "net": [format_text(read_net(path)) for path in _net_files(param, options.solver)],
             "kind of device": devices[0].kind,
             "precision": options.precision,
-            "way to synchronize": (options.sync, options.bn_stats, options.batch_mode),
+            "--sync": options.sync,
+            "--wire": options.wire,
+            "--bn-stats": options.bn_stats,
+            "--batch-mode": options.batch_mode,
         },
     )
     world.join(len(devices))
+    seed_devices(world, devices)
     follows = world.node > 0
     devices[0].follows, devices[0].writes_files = follows, not follows
     if follows:

@@ -15,6 +15,9 @@ from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.parallel.nodes import check_alike
+from caffepy.parallel.parameter_server.cluster import ClusterOptions, options_of_worker, served
+from caffepy.parallel.parameter_server.messages import ServerUpdate
+from caffepy.parallel.parameter_server.ray_engine import LOCAL
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe import mode, nodes
@@ -206,6 +209,50 @@ class Solver:
             outside = error.original
         if outside:
             raise outside
+
+    @contextmanager
+    def served(
+        self,
+        cluster: str = LOCAL,
+        workers: int = 2,
+        gpus: Sequence[int] = (),
+        consistency: str = "sync",
+        every: int = 1,
+        servers: int = 2,
+        replicas: int = 2,
+        filters: str = "",
+        update: str | ServerUpdate = "add",
+    ) -> Iterator[None]:
+        """Train by a parameter server during the block, as `caffepy train --cluster` does.
+
+        `with solver.served(workers=4, consistency="ssp:1", every=5): solver.step(1000)`. This
+        solver is worker 0, and begins with its weights; the others are processes of Ray with
+        solvers of the same `param`, which train until the block ends or max_iter is reached.
+        `cluster`: "local", "auto" or "HOST:PORT"; `gpus`: those of this machine that workers of a
+        local cluster take in turn, this solver's first. After the block this solver has the values
+        of the servers. UsageError says which options do not go together.
+
+        `update(values, change, state)`, for "sync" and `every` from 2 on, returns the new values of
+        a part of the parameters from the mean change of the workers since the last push; `state` is
+        a dict of the part's own, empty at first. Servers must be able to unpickle it.
+        """
+        device = self._solver.device
+        own = device.index if device.kind == "cuda" else None
+        if gpus and gpus[0] != own:
+            raise UsageError("the first of gpus is the one that the solver was built on")
+        options = ClusterOptions(
+            cluster, (workers, workers), consistency, every, servers, replicas, filters, update
+        )
+        numbers = ",".join(map(str, gpus or ([] if own is None else [own])))
+        worker = options_of_worker(
+            self._solver,
+            options,
+            gpu=numbers or None,
+            precision=device.math_mode.precision if numbers else None,
+            threads=options.threads(),
+        )
+        with served(self._solver, options, worker):
+            yield
 
     def _check_world(self, world: World, solvers: int, sync: str) -> None:
         """Raise UsageError or ConfigError unless this solver can train with those of all nodes."""

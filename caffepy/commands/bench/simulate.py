@@ -13,18 +13,24 @@ a node send, B those of the links in a node, a and a_in seconds a message betwee
 
 The overlap is the backward pass. kappa is the part of T that is paid all the same, since NCCL's
 kernels hold up those of the net. It was measured for some nets on four H200; others lie between,
-by the share of their gradients that is of fully connected layers. Nodes that are uneven, and what
-fetching data costs, are not in the model.
+by the share of their gradients that is of fully connected layers. Nodes that are uneven, what
+fetching data costs, and factors in place of gradients are not in the model.
+
+With gradients in bfloat16 several nodes send n/2 bytes, also within them, and T is longer by the
+time of rounding, widening and scaling the gradients in a GPU's memory.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any, NamedTuple
 
+from caffepy.collectives import interfaces
+from caffepy.collectives.factors import IN_HOST, together
+from caffepy.collectives.synchronizer import BF16, FLOAT32
 from caffepy.commands.bench.train import SYNTHETIC, Bench, bench_train, definition
 from caffepy.core.errors import ConfigError, UsageError, reason
 from caffepy.core.files import read_regular
@@ -35,15 +41,24 @@ from caffepy.report.text import AsJson, columns
 from caffepy.solver.nets import build_train_net, net_sources
 
 EXAMPLE = "nodes=64 gpus=8 nic=8x400"
-IN_NODE = 370e9, 2e-6
+IN_NODE = IN_HOST, 2e-6
 """Bytes a second and seconds of a message between GPUs of a node: NVLink of an H200."""
 
-RDMA = 0.9, 5e-6
-TCP = 0.8, 25e-6
-"""Part of a NIC's bits that arrives, and seconds of a message between nodes."""
+PROTOCOLS = {
+    "rdma": (interfaces.RDMA, 5e-6),
+    "tcp": (interfaces.TCP, 25e-6),
+    "measured": (1.0, 25e-6),
+}
+"""Part of a NIC's bits that arrives, and seconds of a message between nodes.
+
+What was measured has arrived: by `bench allreduce` with a GPU a node it is the bus bandwidth.
+"""
 
 LEAST_RDMA = 200
 """Gb/s of the slowest NIC that is taken to have RDMA."""
+
+CASTS = 5.0, 4e12
+"""Bytes that casts read and write for each byte of gradients, and bytes a second of the memory."""
 
 KAPPA = {"CaffeNet": 0.5, "VGG16": 0.6, "ResNet-50": 0.15}
 """By the name of the net, measured."""
@@ -75,33 +90,49 @@ class AllReduce(NamedTuple):
     @property
     def seconds(self) -> float:
         """Seconds of the whole."""
-        both = self.inside, self.outside
-        return max(both) + 0.1 * min(both) if self.outside else self.inside
+        return together(self.inside, self.outside)
 
 
 def parse(text: str) -> Cluster:
     """Parse a cluster such as "nodes=64 gpus=8 nic=8x400": 8 NICs a node of 400 Gb/s each.
 
-    `nic=4x200tcp` and `nic=1x100rdma` name the protocol. UsageError for anything else.
+    `nic=4x200tcp` and `nic=1x100rdma` name the protocol, `nic=1x3.2measured latency=60us` gives
+    what was measured. UsageError for anything else.
     """
+    return cluster_of(text, parts_of(text, (), EXAMPLE), EXAMPLE)
+
+
+def parts_of(text: str, more: Collection[str], example: str) -> dict[str, str]:
+    """Return the parts of a cluster by name, which may be one of `more`, too."""
     found: dict[str, str] = {}
     for part in re.split(r"[\s,]+", text.strip()):
         name, _, value = part.partition("=")
-        if name not in ("nodes", "gpus", "nic") or name in found:
-            raise UsageError(f"--simulate: {part!r} is not a part of a cluster such as {EXAMPLE!r}")
+        if name in found or name not in ("nodes", "gpus", "nic", "latency", *more):
+            raise UsageError(f"--simulate: {part!r} is not a part of a cluster such as {example!r}")
         found[name] = value
+    return found
+
+
+def cluster_of(text: str, found: Mapping[str, str], example: str) -> Cluster:
+    """Return the cluster of these parts of a text."""
     if missing := [name for name in ("nodes", "gpus", "nic") if name not in found]:
-        raise UsageError(f"--simulate: {missing[0]} is missing, as in {EXAMPLE!r}")
-    nic = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)(rdma|tcp)?", found["nic"])
+        raise UsageError(f"--simulate: {missing[0]} is missing, as in {example!r}")
+    nic = re.fullmatch(rf"(\d+)x(\d+(?:\.\d+)?)({'|'.join(PROTOCOLS)})?", found["nic"])
+    message = re.fullmatch(r"(\d+(?:\.\d+)?)us", found.get("latency", "0us"))
     counts = [found["nodes"], found["gpus"], nic[1] if nic else ""]
-    if nic is None or not all(re.fullmatch(r"0*[1-9]\d{0,4}", count) for count in counts):
-        raise UsageError(f"--simulate: {text!r} is not a cluster such as {EXAMPLE!r}")
+    if (
+        nic is None
+        or message is None
+        or not all(re.fullmatch(r"0*[1-9]\d{0,4}", count) for count in counts)
+    ):
+        raise UsageError(f"--simulate: {text!r} is not a cluster such as {example!r}")
     nodes, gpus, nics = map(int, counts)
     gbit = float(nic[2])
     if not gbit:
         raise UsageError(f"--simulate: {found['nic']!r} carries nothing")
     protocol = nic[3] or ("rdma" if gbit >= LEAST_RDMA else "tcp")
-    part, latency = RDMA if protocol == "rdma" else TCP
+    part, usual = PROTOCOLS[protocol]
+    latency = float(message[1]) * 1e-6 if "latency" in found else usual
     return Cluster(nodes, gpus, nics * gbit * 1e9 / 8 * part / gpus, latency)
 
 
@@ -146,15 +177,67 @@ class Point:
     bottleneck: str
 
 
-@dataclass(frozen=True)
-class Simulation(AsJson):
-    """The model's figures, by number of nodes; `asked` is the one that was asked for."""
+class Simulated(AsJson):
+    """Base of what `--simulate` returns: speeds of a net by number of nodes of a cluster. A point
+    has `nodes`, `images_per_s` and `efficiency`.
+    """
+
+    title = ""
+    """Words between the net and the cluster."""
 
     net: str
     device: str
     precision: str
     batch: int
     cluster: str
+    ms: float
+    points: Sequence[Any]
+
+    @property
+    def measured(self) -> str:
+        """What was measured, in words."""
+        return (
+            f"{self.net}, {self.precision}, batch {self.batch} each, as measured on one "
+            f"{self.device}: {self.ms:.3f} ms an iteration"
+        )
+
+    def plot(self, path: str) -> None:
+        """Draw images/s over the nodes with matplotlib, in the format of the extension.
+
+        UsageError if it cannot be drawn or written.
+        """
+        plot.format_of(path)
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.add_subplot(xscale="log", yscale="log", xlabel="nodes", ylabel="images/s")
+        nodes = [p.nodes for p in self.points]
+        axes.plot(nodes, [p.images_per_s for p in self.points], marker="o", label=self.net)
+        ideal = [p.images_per_s / p.efficiency for p in self.points]
+        axes.plot(nodes, ideal, linestyle="--", label="no synchronization")
+        axes.set_title(f"{self.net}, {self.title} {self.cluster}")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        plot.save(figure, path)
+
+
+@dataclass(frozen=True)
+class Simulation(Simulated):
+    """The model's figures, by number of nodes; `asked` is the one that was asked for.
+
+    gpu_gb_s: what goes from each GPU to other nodes.
+    """
+
+    title = "a model of"
+
+    net: str
+    device: str
+    precision: str
+    batch: int
+    cluster: str
+    gpu_gb_s: float
+    latency_us: float
+    wire: str
     gradient_mb: float
     ms: float
     overlap_ms: float
@@ -180,34 +263,17 @@ class Simulation(AsJson):
         ]
         return "\n".join(
             [
-                f"{self.net}, {self.precision}, batch {self.batch} each, as measured on one "
-                f"{self.device}: {self.ms:.3f} ms an iteration",
-                f"modelled on {self.cluster}: {self.gradient_mb:.1f} MB of gradients, of which "
-                f"{self.overlap_ms:.3f} ms hide behind the backward pass; kappa {self.kappa:.2f}",
+                self.measured,
+                f"modelled on {self.cluster}: {self.gpu_gb_s:.2f} GB/s from each GPU to other "
+                f"nodes, {self.latency_us:g} us a message",
+                f"{self.gradient_mb:.1f} MB of gradients, of which {self.overlap_ms:.3f} ms hide "
+                f"behind the backward pass; kappa {self.kappa:.2f}"
+                + ("; bf16 where there are several nodes" if self.wire == BF16 else ""),
                 *columns(rows, left=0),
                 f"{p.nodes} nodes: {p.images_per_s:.0f} images/s, {p.exposed_ms:.2f} ms exposed, "
                 f"limited by {p.bottleneck}",
             ]
         )
-
-    def plot(self, path: str) -> None:
-        """Draw images/s over the nodes with matplotlib, in the format of the extension.
-
-        UsageError if it cannot be drawn or written.
-        """
-        plot.format_of(path)
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.add_subplot(xscale="log", yscale="log", xlabel="nodes", ylabel="images/s")
-        nodes = [p.nodes for p in self.points]
-        axes.plot(nodes, [p.images_per_s for p in self.points], marker="o", label=self.net)
-        ideal = [p.images_per_s / p.efficiency for p in self.points]
-        axes.plot(nodes, ideal, linestyle="--", label="no synchronization")
-        axes.set_title(f"{self.net}, a model of {self.cluster}")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        plot.save(figure, path)
 
 
 def simulate(
@@ -220,6 +286,7 @@ def simulate(
     image: Sequence[int] | None = None,
     precision: str | None = None,
     windows: int = 5,
+    wire: str = FLOAT32,
 ) -> Simulation:
     """Return how fast the net of the solver file trains on a cluster, see `parse`, and on others
     of 1 to 1024 nodes of its kind.
@@ -229,6 +296,47 @@ def simulate(
     not of that net.
     """
     asked = parse(cluster)
+    net, load, alone = measured_load(
+        solver,
+        measured,
+        gpu=gpu,
+        batch=batch,
+        image=image,
+        precision=precision,
+        windows=windows,
+    )
+    counts = {asked.nodes, *(1 << i for i in range(MOST_NODES.bit_length()))}
+    clusters = {nodes: asked._replace(nodes=nodes) for nodes in counts}
+    points = {nodes: point(load, clusters[nodes], alone.batch, wire) for nodes in counts}
+    return Simulation(
+        net=net,
+        device=alone.device,
+        precision=alone.precision,
+        batch=alone.batch,
+        cluster=cluster,
+        gpu_gb_s=asked.rail / 1e9,
+        latency_us=asked.latency * 1e6,
+        wire=wire,
+        gradient_mb=load.bytes / 1e6,
+        ms=alone.ms,
+        overlap_ms=load.overlap * 1e3,
+        kappa=load.kappa,
+        asked=points[asked.nodes],
+        points=[points[nodes] for nodes in sorted(counts)],
+    )
+
+
+def measured_load(
+    solver: str,
+    measured: str | None,
+    *,
+    gpu: str | None,
+    batch: int | None,
+    image: Sequence[int] | None,
+    precision: str | None,
+    windows: int,
+) -> tuple[str, Load, Bench]:
+    """Return the net's name, its load on the wires and an iteration alone, see `simulate`."""
     net, size, connected = _gradients(solver, batch, image)
     if measured is None:
         alone = bench_train(
@@ -237,28 +345,18 @@ def simulate(
     else:
         alone = _read(measured, net)
     kappa = KAPPA.get(net, 0.1 + 0.5 * connected)
-    load = Load(size, alone.ms / 1e3, alone.ms / 1e3 * alone.shares["backward"], kappa)
-    counts = {asked.nodes, *(1 << i for i in range(MOST_NODES.bit_length()))}
-    points = {nodes: point(load, asked._replace(nodes=nodes), alone.batch) for nodes in counts}
-    return Simulation(
-        net=net,
-        device=alone.device,
-        precision=alone.precision,
-        batch=alone.batch,
-        cluster=cluster,
-        gradient_mb=size / 1e6,
-        ms=alone.ms,
-        overlap_ms=load.overlap * 1e3,
-        kappa=kappa,
-        asked=points[asked.nodes],
-        points=[points[nodes] for nodes in sorted(counts)],
-    )
+    seconds = alone.ms / 1e3
+    return net, Load(size, seconds, seconds * alone.shares["backward"], kappa), alone
 
 
-def point(load: Load, cluster: Cluster, batch: int) -> Point:
+def point(load: Load, cluster: Cluster, batch: int, wire: str = FLOAT32) -> Point:
     """Return the model's figures for a cluster."""
-    sync = all_reduce(load.bytes, cluster)
-    more = exposed(sync.seconds, load.overlap, load.kappa)
+    size, casts = load.bytes, 0.0
+    if wire == BF16 and cluster.nodes > 1:
+        times, bandwidth = CASTS
+        size, casts = size / 2, times * size / bandwidth
+    sync = all_reduce(size, cluster)
+    more = exposed(sync.seconds + casts, load.overlap, load.kappa)
     seconds, gpus = load.seconds + more, cluster.nodes * cluster.gpus
     if more < HIDDEN * load.seconds:
         bottleneck = "computing"
@@ -273,7 +371,7 @@ def point(load: Load, cluster: Cluster, batch: int) -> Point:
         gpus=gpus,
         images_per_s=gpus * batch / seconds,
         efficiency=load.seconds / seconds,
-        all_reduce_ms=sync.seconds * 1e3,
+        all_reduce_ms=(sync.seconds + casts) * 1e3,
         exposed_ms=more * 1e3,
         bottleneck=bottleneck,
     )

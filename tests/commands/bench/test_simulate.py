@@ -10,6 +10,7 @@ import pytest
 
 from caffepy import models
 from caffepy.cli import main
+from caffepy.collectives.synchronizer import WIRES
 from caffepy.commands.bench.simulate import (
     KAPPA,
     Cluster,
@@ -61,6 +62,36 @@ def test_the_model_gives_the_figures_that_were_worked_out(link: str, net: str) -
         )
 
 
+ROUNDED = {  # efficiency in bf16
+    ("1x400 Gb/s", "CaffeNet"): (0.88, 0.75, 0.67, 0.59, 0.57, 0.57),
+    ("1x400 Gb/s", "ResNet-50"): (1.00, 0.99, 0.98, 0.98, 0.98, 0.98),
+    ("1x400 Gb/s", "VGG16"): (0.89, 0.77, 0.69, 0.64, 0.63, 0.63),
+    ("100 GbE", "CaffeNet"): (0.88, 0.30, 0.21, 0.16, 0.16, 0.16),
+    ("100 GbE", "ResNet-50"): (1.00, 0.95, 0.93, 0.91, 0.91, 0.91),
+    ("100 GbE", "VGG16"): (0.89, 0.39, 0.28, 0.22, 0.21, 0.21),
+    ("10 GbE", "ResNet-50"): (1.00, 0.32, 0.21, 0.18, 0.17, 0.17),
+}
+
+
+@pytest.mark.parametrize(("link", "net"), ROUNDED)
+def test_bf16_gives_the_figures_that_were_worked_out(link: str, net: str) -> None:
+    """Those leave out the casts, and send float32 in a node."""
+    for nodes, efficiency in zip(NODES, ROUNDED[link, net], strict=True):
+        found = point(LOADS[net], Cluster(nodes, 8, *LINKS[link]), 1, "bf16")
+        assert found.efficiency == pytest.approx(efficiency, abs=0.025), nodes
+
+
+def test_bf16_costs_casts_where_the_wire_is_fast() -> None:
+    load = LOADS["CaffeNet"]
+    fast = [point(load, Cluster(2, 8, *LINKS["8x400 Gb/s"]), 1, wire) for wire in WIRES]
+    assert fast[1].all_reduce_ms == pytest.approx(
+        1e3
+        * (all_reduce(load.bytes / 2, Cluster(2, 8, 45e9, 5e-6)).seconds + load.bytes * 5 / 4e12)
+    )
+    alone = [point(load, Cluster(1, 8, *LINKS["8x400 Gb/s"]), 1, wire) for wire in WIRES]
+    assert alone[0] == alone[1]
+
+
 def test_the_measured_kappas_are_those_of_the_figures() -> None:
     assert {name: load.kappa for name, load in LOADS.items()} == KAPPA
 
@@ -94,6 +125,14 @@ def test_clusters_are_parsed() -> None:
     assert parse("nic=1x400,gpus=8, nodes=2") == (2, 8, pytest.approx(45e9 / 8), 5e-6)
     assert parse("nodes=1 gpus=8 nic=1x100") == (1, 8, pytest.approx(10e9 / 8), 25e-6)
     assert parse("nodes=1 gpus=1 nic=1x100rdma") == (1, 1, pytest.approx(0.9 * 12.5e9), 5e-6)
+    assert parse("nodes=2 gpus=1 nic=1x3.2measured latency=62.5us") == (
+        *(2, 1, pytest.approx(0.4e9)),
+        pytest.approx(62.5e-6),
+    )
+    assert parse("latency=7us nodes=2 gpus=2 nic=1x100tcp") == (
+        *(2, 2, pytest.approx(5e9)),
+        pytest.approx(7e-6),
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,6 +146,8 @@ def test_clusters_are_parsed() -> None:
         "nodes=2 gpus=8 nic=8x400 disks=3",
         "nodes=2 nodes=2 gpus=8 nic=8x400",
         "nodes=-1 gpus=8 nic=8x400",
+        "nodes=2 gpus=8 nic=8x400 latency=3",
+        "nodes=2 gpus=8 nic=8x400 latency=us",
     ],
 )
 def test_what_is_no_cluster_is_refused(text: str) -> None:
@@ -162,7 +203,8 @@ def test_a_net_from_its_definition_and_measured_times(measured: Path) -> None:
         "CaffeNet, bf16, batch 256 each, as measured on one NVIDIA H200: 4.200 ms an iteration"
     )
     assert lines[-1].startswith("48 nodes: ")
-    assert len(lines) == 3 + 12 + 1
+    assert lines[1].endswith("45.00 GB/s from each GPU to other nodes, 5 us a message")
+    assert len(lines) == 4 + 12 + 1
 
 
 def test_kappa_of_another_net_is_by_its_fully_connected_layers(measured: Path) -> None:
@@ -196,6 +238,8 @@ def test_the_command(measured: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     told = json.loads(capsys.readouterr().out)
     assert told["asked"]["nodes"] == 64
     assert told["asked"]["exposed_ms"] == pytest.approx(0.77, abs=0.01)
+    assert main.run([*command, "--measured", str(measured), "--wire", "bf16"]) == 0
+    assert "kappa 0.50; bf16 where there are several nodes" in capsys.readouterr().out
     assert main.run([*command, "--sync", "tree"]) == 2
     assert main.run(["bench", "scaling", "--model", "lenet", "--plot", "x.png"]) == 2
     pytest.importorskip("matplotlib")

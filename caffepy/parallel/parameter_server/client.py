@@ -1,0 +1,280 @@
+"""Client: a worker's side: it pushes, pulls, and finds whoever is the primary of a range now."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from math import inf
+from typing import Any, NamedTuple
+
+from caffepy.core.errors import CaffeError, SyncError
+from caffepy.device.blob import Array
+from caffepy.parallel.parameter_server.filters import Packed, Payload, decode, nbytes, write
+from caffepy.parallel.parameter_server.leases import Lease
+from caffepy.parallel.parameter_server.messages import (
+    COORDINATOR,
+    DeadPeerError,
+    Engine,
+    Push,
+    Rule,
+    StaleViewError,
+    View,
+)
+from caffepy.parallel.parameter_server.ranges import KeyRange
+
+log = logging.getLogger(__name__)
+
+BEAT = 0.5
+"""Seconds between two signs of life of a worker."""
+
+RETRY = 0.02
+"""Seconds before a call is tried again."""
+
+
+RECALLED = 32
+"""Clocks of which a worker tells a coordinator that was started again what it was dealt."""
+
+
+class _Held(NamedTuple):
+    """What a worker pulled last of a range with rows. Versions of another epoch do not count: what
+    a dead primary told may have died with it.
+    """
+
+    epoch: int
+    version: int
+    values: Array
+
+
+class Client:
+    """The connection of a worker to the servers.
+
+    `poll` is called while it waits; what it raises ends the wait. `patience` is how many seconds it
+    looks for a coordinator that does not answer. `bf16`: pulled values come rounded to bfloat16,
+    but for means; the servers' stay float32.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        worker: int,
+        patience: float = 60.0,
+        poll: Callable[[], object] = lambda: None,
+        bf16: bool = False,
+    ) -> None:
+        self.worker, self.poll = worker, poll
+        self.view = View()
+        self.clock = 0  # number of pushes
+        self.ended = threading.Event()  # the run is at its end
+        self.joined: set[int] = set()  # workers that were members of a view of this one
+        self.again = 0  # pushes that were sent again
+        self.bytes_before, self.bytes_after = 0, 0  # of the values that were pulled, as sent
+        self._engine, self._patience, self._bf16 = engine, patience, bf16
+        self._held: dict[int, _Held] = {}
+        self._epoch = 0  # of the coordinator's view, as of the last beat
+        self._share = 0
+        self._leases: dict[int, Lease] = {}  # the newest, by clock
+        self._left = threading.Event()
+
+    def start(
+        self, ranges: Sequence[KeyRange], values: Sequence[Array], rule: Rule, state: object
+    ) -> None:
+        """Start the servers with these values of the ranges; `state` is for who joins."""
+        self._ask("start", ranges, values, rule, state)
+
+    def join(self, share: int) -> Any:
+        """Become a member, once the servers have started; `share` is the number of batches of a
+        clock. Return the state from `start`.
+        """
+        self._share = share
+        self.view, state = self._ask("join", self.worker, share)
+        self.clock = self.view.members[self.worker]
+        threading.Thread(target=self._beat, name="caffepy-beat", daemon=True).start()
+        return state
+
+    def await_members(self, count: int) -> None:
+        """Return when there are so many workers."""
+        while len(self.view.members) < count:
+            self._look(self.view.epoch)
+
+    def await_end(self) -> None:
+        """Return when the run is at its end."""
+        while not self.ended.wait(BEAT):
+            self.poll()
+
+    def end(self) -> None:
+        """Tell all workers that the run is at its end."""
+        self._ask("end")
+
+    def report(self) -> None:
+        """Log the pushes that the servers have counted of each worker, when they have told."""
+
+        def told(answer: "Future[Any]") -> None:
+            with suppress(CaffeError):
+                clocks = sorted(answer.result().items())
+                shown = ", ".join(f"{worker}: {clock}" for worker, clock in clocks)
+                log.info("Pushes by worker: %s", shown)
+
+        self._engine.call(COORDINATOR, "report").add_done_callback(told)
+
+    def leave(self) -> None:
+        """Leave the other workers."""
+        self._left.set()
+        self._ask("leave", self.worker)
+
+    def lease(self, clock: int) -> Lease:
+        """Return the batches of this worker at a clock."""
+        lease = Lease(*self._ask("lease", self.worker, clock))
+        newest = {c: own for c, own in self._leases.items() if c > clock - RECALLED}
+        self._leases = {**newest, clock: lease}
+        return lease
+
+    def push(self, payloads: Sequence[Any]) -> None:
+        """Push a payload for each range; return when the primaries and their replicas have counted
+        them.
+        """
+        pushes = [Push(i, self.worker, self.clock, payload) for i, payload in enumerate(payloads)]
+
+        def call(server: str, ranges: Sequence[int]) -> "Future[Any]":
+            return self._call(server, "push", [pushes[i] for i in ranges])
+
+        self._each(range(len(pushes)), call, lambda ranges, answer: None)
+        self.clock += 1
+
+    def pull(self, slack: float | None = None) -> list[Array]:
+        """Return the values of all ranges, once no member is more than the slack behind: that of
+        the rule, if none is given. They are read-only, and of ranges with rows valid until the next
+        pull.
+        """
+        values: list[Array | None] = [None] * len(self.view.ranges)
+
+        def call(server: str, ranges: Sequence[int]) -> "Future[Any]":
+            since = [self._since(i) for i in ranges]
+            return self._call(server, "pull", self.clock, ranges, slack, since, self._bf16)
+
+        def take(ranges: Sequence[int], answer: Sequence[tuple[int, Payload]]) -> None:
+            for i, (version, payload) in zip(ranges, answer, strict=True):
+                values[i] = self._take(i, version, payload)
+
+        self._each(range(len(values)), call, take)
+        return [array for array in values if array is not None]
+
+    def cut(self) -> tuple[list[Array], int]:
+        """Return the values of all ranges after the same pushes, and the batches they are of."""
+        values, batches = self._ask("cut")
+        return values, batches
+
+    def _since(self, i: int) -> int:
+        held = self._held.get(i)
+        return held.version if held and held.epoch == self.view.epoch else -1
+
+    def _take(self, i: int, version: int, payload: Payload) -> Array:
+        key_range = self.view.ranges[i]
+        self.bytes_before += 4 * (key_range.stop - key_range.start)
+        self.bytes_after += nbytes(payload)
+        if not key_range.row:
+            values = decode(payload)
+        elif isinstance(payload, Packed) and payload.gaps is not None:
+            values = self._held[i].values
+            write(payload, values)
+        else:
+            values = decode(payload).copy()
+        if key_range.row:
+            self._held[i] = _Held(self.view.epoch, version, values)
+        values = values.view()
+        values.flags.writeable = False
+        return values
+
+    # calls
+
+    def _call(self, server: str, method: str, *arguments: object) -> "Future[Any]":
+        return self._engine.call(server, method, self.view.epoch, *arguments)
+
+    def _each(
+        self,
+        ranges: Iterable[int],
+        call: Callable[[str, Sequence[int]], "Future[Any]"],
+        take: Callable[[Sequence[int], Any], object],
+    ) -> None:
+        """Call the primary of each of these ranges, those of one together; call again what failed,
+        by the next view.
+        """
+        missing = set(ranges)
+        while missing:
+            view, epoch = self.view, self.view.epoch
+            parts = {
+                server: missing.intersection(view.of_primary(server)) for server in view.servers
+            }
+            calls = {s: (sorted(part), call(s, sorted(part))) for s, part in parts.items() if part}
+            for server, (part, future) in calls.items():
+                try:
+                    take(part, self._result(future, epoch))
+                    missing.difference_update(part)
+                except DeadPeerError:
+                    log.info("Server %s does not answer", server)
+                    self._ask("suspect", server, epoch)
+                except StaleViewError:
+                    pass
+            if missing:
+                self.again += 1
+                self._look(epoch)
+
+    def _look(self, epoch: int) -> None:
+        """Wait for a view after this epoch; SyncError if this worker is no member of it."""
+        while (view := self._ask("current")).epoch <= epoch:
+            self.poll()
+            time.sleep(RETRY)
+        if self.worker not in view.members:
+            raise SyncError(f"worker {self.worker} was left out: it did not answer for too long")
+        if self.worker == 0:
+            _log_changes(self.view, view)
+        self.joined |= set(view.members)
+        self.view = view
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        """Call the coordinator; again, if it died, as long as the patience lasts."""
+        until = time.monotonic() + self._patience
+        while True:
+            try:
+                return self._result(self._engine.call(COORDINATOR, method, *arguments))
+            except DeadPeerError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(RETRY)
+
+    def _result(self, future: "Future[Any]", epoch: float = inf) -> Any:
+        """Wait for an answer; StaleViewError if there is a view after this epoch before."""
+        while not wait([future], timeout=BEAT).done:
+            self.poll()
+            if self._epoch > epoch:  # a server that has stopped does not answer
+                raise StaleViewError("the view has changed before a server answered")
+        return future.result()
+
+    def _beat(self) -> None:
+        while not self._left.wait(BEAT):
+            try:
+                beat = self._engine.call(
+                    COORDINATOR, "beat", self.worker, self._share, self._leases
+                )
+                ended, self._epoch = beat.result(self._patience)
+                if ended:
+                    self.ended.set()
+            except (DeadPeerError, TimeoutError):
+                continue
+
+
+def _log_changes(before: View, now: View) -> None:
+    """Log which servers and workers have come and gone."""
+    for server in before.servers:
+        if server not in now.servers:
+            log.warning("Server %s is out; %d servers go on", server, len(now.servers))
+    for server in now.servers:
+        if server not in before.servers:
+            log.info("Server %s has joined", server)
+    for worker in before.members:
+        if worker not in now.members:
+            log.warning("Worker %d is out; %d workers go on", worker, len(now.members))
+    for worker, clock in now.members.items():
+        if worker not in before.members:
+            log.info("Worker %d has joined at clock %d", worker, clock)

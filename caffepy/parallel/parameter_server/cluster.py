@@ -1,0 +1,299 @@
+"""`caffepy train --cluster`: workers that train by a parameter server, on a cluster of Ray.
+
+Worker 0 is the process of the command: it alone tests, writes files and hears signals. The others
+are processes that Ray starts, and starts anew, under the next number, when they die.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from caffepy import ops
+from caffepy.core.errors import CaffeError, SyncError, UsageError
+from caffepy.core.files import working_directory
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
+from caffepy.device.gpus import gpu_numbers
+from caffepy.device.threads import num_threads
+from caffepy.parallel.parameter_server.client import Client
+from caffepy.parallel.parameter_server.filters import parse as parse_filters
+from caffepy.parallel.parameter_server.messages import (
+    COORDINATOR,
+    DeadPeerError,
+    Engine,
+    Nesterov,
+    Rule,
+    ServerUpdate,
+    slack_of,
+)
+from caffepy.parallel.parameter_server.ray_engine import LOCAL, RayEngine, connect
+from caffepy.parallel.parameter_server.worker import ServedWorkers
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver import Solver
+
+log = logging.getLogger(__name__)
+
+SILENT = 5.0
+"""Seconds without a sign of life after which a worker is left out."""
+
+HOPELESS = 3
+"""Workers that may die one after the other before they have joined."""
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Options of a training by a parameter server: the flags of `caffepy train`.
+
+    cluster: "local", "auto" or "HOST:PORT", of Ray.
+    workers: fewest and most workers; the run begins with the fewest.
+    """
+
+    cluster: str
+    workers: tuple[int, int]
+    consistency: str = "sync"
+    every: int = 1
+    servers: int = 2
+    replicas: int = 2
+    filters: str = ""
+    server_update: str | ServerUpdate = "add"
+
+    def rule(self) -> Rule:
+        """Return how the workers train; UsageError if the options do not go together."""
+        slack = slack_of(self.consistency)
+        if self.replicas > self.servers:
+            raise UsageError(
+                f"--replicas {self.replicas}: {self.servers} server(s) can hold "
+                f"{self.servers} copies: give --servers {self.replicas} or more"
+            )
+        parse_filters(self.filters)
+        update = _update(self.server_update)
+        if update and (slack or self.every == 1):
+            raise UsageError(
+                "--server-update nesterov is for --consistency sync with --every 2 or more: with "
+                "momentum at the server late changes do not train"
+            )
+        gradients = slack == 0 and self.every == 1
+        return Rule(slack, gradients, update)
+
+    def threads(self) -> int:
+        """Return the CPU threads of a worker: its share of this process's, if all are here."""
+        _, most = self.workers
+        return max(1, num_threads() // most) if self.cluster == LOCAL else num_threads()
+
+
+def _update(given: str | ServerUpdate) -> ServerUpdate | None:
+    """Return the update that "add" or "nesterov:MOMENTUM[:RATE]" names."""
+    if not isinstance(given, str):
+        return given
+    if given == "add":
+        return None
+    name, *numbers = given.split(":")
+    try:
+        momentum, rate = (*map(float, numbers), 0.7)[:2]
+        if name != "nesterov" or not (0 < momentum < 1 and 0 < rate <= 1) or len(numbers) > 2:
+            raise ValueError
+    except ValueError:
+        raise UsageError(
+            f"--server-update {given!r} is neither add nor nesterov:MOMENTUM[:RATE], such as "
+            "nesterov:0.9:0.7"
+        ) from None
+    return Nesterov(momentum, rate)
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """The solver of a worker, and how it computes."""
+
+    param: bytes  # a SolverParameter
+    path: str
+    folder: str
+    gpu: str | None
+    precision: str | None
+    capture: bool
+    fuse: bool
+    threads: int
+    every: int
+    filters: str
+    rule: Rule
+    begin_together: int
+
+
+def run_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int, float]:
+    """Train as a worker until the run is at its end; return its clock and the seconds it waited."""
+    if options.folder and os.path.isdir(options.folder):
+        os.chdir(options.folder)
+    param = SolverParameter.FromString(options.param)
+    device: Device = CudaDevice(gpu_numbers(options.gpu)[0]) if options.gpu else Device()
+    device.follows, device.writes_files = True, False
+    ops.backend(device).set_num_threads(options.threads)
+    filters = parse_filters(options.filters)
+    solver = Solver(
+        param, device=device, path=options.path, precision=options.precision, rank=number
+    )
+    with closing(solver):
+        solver.capture, solver.fuse = options.capture, options.fuse
+        client = Client(engine, number, bf16=filters.bf16)
+        workers = ServedWorkers(
+            solver, client, options.rule, options.every, options.begin_together, filters
+        )
+        with workers:
+            solver.step(param.max_iter - solver.iter)
+        return client.clock, workers.waited
+
+
+class _Processes:
+    """The worker processes but the first: started, replaced when they die. `members` are the
+    workers that have joined, also before they died.
+    """
+
+    def __init__(
+        self, engine: RayEngine, options: WorkerOptions, most: int, devices: Callable[[int], Any]
+    ) -> None:
+        self._engine, self._options, self._devices = engine, options, devices
+        self._running: dict[int, Future[Any]] = {}
+        self._next, self._deaths, self._ended = 1, 0, False
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+        self.members: Callable[[], Collection[int]] = lambda: ()
+        for place in range(1, most):
+            self._start(place, options)
+
+    def _start(self, place: int, options: WorkerOptions) -> None:
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            gpu, resources = self._devices(place)
+            log.info("Starting worker %d", number)
+            own = replace(options, gpu=gpu)
+            future = self._engine.spawn_worker(number, run_worker, number, own, resources=resources)
+            self._running[number] = future
+        future.add_done_callback(lambda done: self._over(number, place, done))
+
+    def _over(self, number: int, place: int, done: "Future[Any]") -> None:
+        with self._lock:
+            del self._running[number]
+            ended = self._ended
+        error = done.exception()
+        if ended or error is None:
+            return
+        if not isinstance(error, DeadPeerError):
+            self.error = error if isinstance(error, CaffeError) else SyncError(str(error))
+            return
+        log.warning("Worker %d has died", number)
+        if self._options.rule.gradients:
+            log.warning("No worker takes its place: those that push gradients begin together")
+            return
+        self._deaths = 1 if number in self.members() else self._deaths + 1
+        if self._deaths > HOPELESS:
+            log.warning("No worker takes its place: %d have died in a row", self._deaths)
+            return
+        begun = replace(self._options, begin_together=1)
+        threading.Thread(target=self._start, args=(place, begun), daemon=True).start()
+
+    def check(self) -> None:
+        """Raise the error that ended a worker, if one did."""
+        if self.error:
+            raise self.error
+
+    def end(self) -> Mapping[int, Any]:
+        """Wait for the ends of the workers; return their results by number."""
+        with self._lock:
+            self._ended = True
+            running = dict(self._running)
+        results, until = {}, time.monotonic() + SILENT
+        for number, future in running.items():
+            try:
+                results[number] = future.result(max(0.0, until - time.monotonic()))
+            except (CaffeError, TimeoutError):
+                continue
+        return results
+
+
+@contextmanager
+def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> Iterator[None]:
+    """A block in which a solver is worker 0 of a parameter server, which starts and ends with it.
+
+    `worker` are the options of the others. UsageError and SyncError say why there is no cluster.
+    """
+    fewest, most = options.workers
+    filters = parse_filters(options.filters)
+    name = f"{os.path.basename(options.cluster)}-{os.getpid()}"
+    engine = connect(options.cluster, name, 4 * solver.params.data.size)
+    try:
+        engine.spawn_coordinator(options.servers, options.replicas, SILENT)
+        engine.call(COORDINATOR, "watch")
+        gpus = gpu_numbers(worker.gpu) if worker.gpu else []
+
+        def device_of(place: int) -> tuple[str | None, dict[str, float]]:
+            if not gpus:
+                return None, {} if options.cluster == LOCAL else {"CPU": 1}
+            if options.cluster == LOCAL:
+                return str(gpus[place % len(gpus)]), {}
+            return "0", {"GPU": 1}
+
+        processes = _Processes(engine, worker, most, device_of)
+        client = Client(engine, 0, poll=processes.check, bf16=filters.bf16)
+        processes.members = lambda: client.joined
+        workers = ServedWorkers(solver, client, worker.rule, worker.every, fewest, filters)
+        log.info(
+            "%d workers, %d servers, replicas %d, %s, a push every %d iterations",
+            *(most, options.servers, options.replicas, worker.rule.name, worker.every),
+        )
+        begun = time.monotonic()
+        with workers:
+            log.info("All %d workers have joined", len(client.view.members))
+            yield
+        seconds = time.monotonic() - begun
+        for number, (clock, waited) in sorted(
+            {0: (client.clock, workers.waited), **processes.end()}.items()
+        ):
+            log.info(
+                "Worker %d: %d pushes, %.1f %% of the time waiting",
+                number,
+                clock,
+                100 * waited / seconds,
+            )
+        before = filters.bytes_before + client.bytes_before
+        after = filters.bytes_after + client.bytes_after
+        log.info(
+            "Worker 0 pushed and pulled %.1f MB, as %.1f MB; %d calls went out again",
+            *(before / 1e6, after / 1e6, client.again),
+        )
+    finally:
+        engine.close()
+
+
+def options_of_worker(
+    solver: Solver,
+    options: ClusterOptions,
+    *,
+    gpu: str | None,
+    precision: str | None,
+    threads: int,
+) -> WorkerOptions:
+    """Return the options of the workers beside this one."""
+    param = SolverParameter()
+    param.CopyFrom(solver.param)
+    param.snapshot = param.display = param.test_interval = 0
+    param.snapshot_after_train = param.debug_info = False
+    for name in ("weights", "test_net", "test_net_param", "test_iter", "test_state"):
+        param.ClearField(name)
+    return WorkerOptions(
+        param.SerializeToString(),
+        solver.path or "",
+        working_directory(),
+        gpu,
+        precision,
+        solver.capture,
+        solver.fuse,
+        threads,
+        options.every,
+        options.filters,
+        options.rule(),
+        begin_together=options.workers[0],
+    )

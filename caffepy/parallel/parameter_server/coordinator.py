@@ -1,0 +1,424 @@
+"""Coordinator: an actor that knows which servers and workers there are, and deals the data.
+
+Every change of the view goes the same way, one at a time:
+
+    freeze    all servers stop counting pushes, and tell what they hold; who does not answer is out
+    choose    the ring of those that live says which ranges they own
+    give      owners that lack a range, or later operations on it, get it from who has the most
+    install   all servers take the new view and go on; calls by an older epoch are refused
+
+So no two servers are the primary of a range in one epoch, and an old primary cannot count: its
+replicas refuse what it sends.
+
+A coordinator that died and was started again takes the newest view from the servers, and what it
+has dealt from the beats of the workers.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from caffepy.core.errors import SyncError
+from caffepy.device.blob import Array
+from caffepy.parallel.parameter_server.messages import DeadPeerError, Engine, Rule, View
+from caffepy.parallel.parameter_server.ranges import KeyRange, Ring
+
+log = logging.getLogger(__name__)
+
+ANSWER = 2.0
+"""Seconds that a server may take to answer a ping, else it counts as dead."""
+
+PING = 0.5
+"""Seconds between pings."""
+
+TELL = 1.5
+"""Seconds that a coordinator that was started again hears beats before it deals batches."""
+
+TRANSFER = 30.0
+"""Seconds that servers may take to copy ranges to each other."""
+
+Held = Mapping[int, tuple[int, Mapping[int, int]]]
+"""Of the ranges that a server holds, by number: the version, and the clocks of the workers."""
+
+
+class Coordinator:
+    """The coordinator of `servers` servers; each range has `replicas` copies. A worker that was not
+    heard of for `deadline` seconds is left out.
+    """
+
+    def __init__(self, engine: Engine, servers: int, replicas: int, deadline: float = 10.0) -> None:
+        self._engine, self._wanted, self._copies = engine, servers, replicas
+        self._deadline = deadline
+        self.view = View()
+        self.lost: SyncError | None = None  # what made it impossible to go on
+        self._changing = asyncio.Lock()
+        self._spawned = 0
+        self._beats: dict[int, float] = {}  # when each worker was last heard of
+        self._shares: dict[int, int] = {}  # batches that each worker takes a clock
+        self._leased = 0
+        self._dealt: dict[int, dict[int, tuple[int, int]]] = {}  # not asked for, by clock, worker
+        self._told: dict[int, dict[int, tuple[int, int]]] = {}  # asked for, as workers tell
+        self._deals = asyncio.Event()  # unset after a restart until workers told
+        self._deals.set()
+        self._state: object = None
+        self._started = asyncio.Event()
+        self._ended = False
+
+    # what workers call
+
+    async def start(
+        self, ranges: Sequence[KeyRange], values: Sequence[Array], rule: Rule, state: object = None
+    ) -> None:
+        """Start the servers with these values of the ranges; worker 0 calls it. `state` is for the
+        workers that join.
+        """
+        async with self._changing:
+            self._state = state
+            names = [self._new_name() for _ in range(self._wanted)]
+            for name in names:
+                self._engine.spawn_server(name)
+            ring, copies = Ring(names), self._copies
+            owners = tuple(ring.owners(key_range.name, copies) for key_range in ranges)
+            view = View(1, tuple(names), owners, {}, tuple(ranges), rule)
+            for name in names:
+                own = {i: values[i] for i in range(len(ranges)) if name in owners[i]}
+                await self._call(name, "begin", own, view)
+                await self._call(name, "keep", state)
+            for name in names:
+                await self._call(name, "install", view)
+            self.view = view
+        self._started.set()
+
+    async def current(self) -> View:
+        """Return the view; SyncError if the run cannot go on."""
+        if self.lost:
+            raise self.lost
+        return self.view
+
+    async def join(self, worker: int, share: int) -> tuple[View, object]:
+        """Make a worker a member, which takes `share` batches a clock, from the next clock on;
+        return the view and the state from `start`, for which it waits.
+        """
+        await self._started.wait()
+        self._shares[worker], self._beats[worker] = share, time.monotonic()
+        await self._change(joining=worker)
+        return await self.current(), self._state
+
+    async def leave(self, worker: int) -> None:
+        """Go on without a worker; those that wait for it go on, too."""
+        await self._deals.wait()
+        self._beats.pop(worker, None)
+        if worker in self.view.members:
+            await self._change(leaving={worker})
+
+    async def suspect(self, server: str, epoch: int) -> None:
+        """Check all servers, since one did not answer a call by the view of this epoch; return when
+        there is a later view.
+        """
+        if epoch >= self.view.epoch:
+            await self._change(since=epoch)
+
+    async def beat(
+        self, worker: int, share: int, leases: Mapping[int, tuple[int, int]]
+    ) -> tuple[bool, int]:
+        """Note that a worker lives, its share, and what it was dealt lately, by clock; return true
+        when the run is at its end, and the epoch.
+        """
+        if worker in self._beats:
+            self._beats[worker], self._shares[worker] = time.monotonic(), share
+            for clock, lease in leases.items() if not self._deals.is_set() else ():
+                self._told.setdefault(clock, {})[worker] = lease
+        return self._ended, self.view.epoch
+
+    async def lease(self, worker: int, clock: int) -> tuple[int, int]:
+        """Return the first batch of a worker's share at a clock, and the stride to the next.
+
+        No two workers get the same batch. With slack 0 the members of a clock take batches in turn,
+        as solvers do that train in step.
+        """
+        await self._deals.wait()
+        share, members = self._shares[worker], self.view.members
+        if self.view.rule.slack:
+            return self._deal(share), 1
+        if clock not in self._dealt:
+            self._deal_clock(clock)
+        dealt = self._dealt[clock].pop(worker, None) or (self._deal(share), 1)
+        for earlier in [c for c in self._dealt if c <= clock]:
+            if not self._dealt[earlier].keys() & members.keys():
+                del self._dealt[earlier]
+        return dealt
+
+    def _deal(self, batches: int) -> int:
+        self._leased += batches
+        return self._leased - batches
+
+    def _deal_clock(self, clock: int) -> None:
+        shares = self._of_clock(clock)
+        if len({*shares.values()}) == 1:
+            first = self._deal(sum(shares.values()))
+            self._dealt[clock] = {w: (first + i, len(shares)) for i, w in enumerate(shares)}
+        else:
+            self._dealt[clock] = {w: (self._deal(own), 1) for w, own in shares.items()}
+
+    def _of_clock(self, clock: int) -> dict[int, int]:
+        """Return the shares of the members at a clock, in their order."""
+        members = sorted(self.view.members.items())
+        return {w: self._shares.get(w, 0) for w, begins in members if begins <= clock}
+
+    async def cut(self) -> tuple[list[Array], int]:
+        """Return the values of all ranges after the same pushes, and the number of batches that
+        these pushes are of: a consistent cut.
+        """
+        await self._deals.wait()
+        seconds = ANSWER
+        while True:
+            async with self._changing:
+                if self.lost:
+                    raise self.lost
+                epoch = self.view.epoch
+                held, dead = await self._freeze()
+                marks = {worker: max(clocks) for worker, clocks in self._clocks(held).items()}
+                try:
+                    if not dead:
+                        return await self._cut(marks, seconds), self._batches(marks)
+                except (DeadPeerError, TimeoutError):  # of a server, or a worker's push is missing
+                    seconds = min(2 * seconds, TRANSFER)
+                finally:
+                    await self._each(self.view.servers, "thaw", seconds=ANSWER)
+            await self._change(since=epoch)
+
+    def _batches(self, marks: Mapping[int, int]) -> int:
+        """Return the number of batches of all pushes up to these clocks; with slack 0 up to the
+        clock that all have reached, since later ones are not added up yet.
+        """
+        members, reached = self.view.members, marks
+        if not self.view.rule.slack and marks:
+            reached = dict.fromkeys(marks, min(marks.values()))
+        own = sum(self._shares.get(w, 0) * max(reached[w] - members[w], 0) for w in marks)
+        return own + self.view.of_left
+
+    async def report(self) -> dict[int, int]:
+        """Return the number of pushes of each worker that all ranges have."""
+        clocks: dict[int, int] = {}
+        for answer in (await self._each(self.view.servers, "reached", seconds=ANSWER)).values():
+            for worker, clock in answer.items() if isinstance(answer, dict) else ():
+                clocks[worker] = min(clock, clocks.get(worker, clock))
+        return clocks
+
+    async def ping(self) -> tuple[str, int]:
+        """Return the host and the number of the process."""
+        return socket.gethostname(), os.getpid()
+
+    async def end(self) -> None:
+        """Tell the workers that the run is at its end."""
+        self._ended = True
+
+    # after a restart
+
+    async def recover(self) -> None:
+        """Go on for a coordinator that died: with the newest view of its servers."""
+        names = [n for n in await asyncio.to_thread(self._engine.names) if n.startswith("server-")]
+        views = await self._each(names, "tell", seconds=ANSWER)
+        views = {n: view for n, view in views.items() if isinstance(view, View) and view.epoch}
+        self._spawned = 1 + max((int(name.partition("-")[2]) for name in names), default=-1)
+        if not views:
+            return
+        self.view = max(views.values(), key=lambda view: view.epoch)
+        log.warning("The coordinator was started again, with %d servers", len(views))
+        self._beats = dict.fromkeys(self.view.members, time.monotonic())
+        self._deals.clear()
+        self._state = await self._call(max(views, key=lambda n: views[n].epoch), "kept")
+        self._started.set()
+        await self._change(adding=sorted(set(views).difference(self.view.servers)))
+        self._tasks = [asyncio.ensure_future(work) for work in (self._recall(), self.watch())]
+
+    async def _recall(self) -> None:
+        """Learn from beats what was dealt."""
+        await asyncio.sleep(TELL)
+        for clock, told in sorted(self._told.items()):
+            ends = [first + stride * self._shares[w] for w, (first, stride) in told.items()]
+            shares = self._of_clock(clock)
+            alike = len({*shares.values()}) == 1
+            worker, (first, stride) = min(told.items())
+            if not self.view.rule.slack and stride == (len(shares) if alike else 1):
+                before = [w for w in shares if w < worker]
+                self._leased = first - (len(before) if alike else sum(shares[w] for w in before))
+                self._deal_clock(clock)
+                for own in told:
+                    self._dealt[clock].pop(own, None)
+            else:
+                self._leased = max(self._leased, *ends)
+        self._told = {}
+        self._deals.set()
+
+    # membership
+
+    async def watch(self) -> None:
+        """Look after servers and workers for ever."""
+        while not self._ended:
+            await asyncio.sleep(PING)
+            view = self.view
+            answers = await self._each(view.servers, "ping", seconds=ANSWER)
+            if any(isinstance(answer, Exception) for answer in answers.values()):
+                await self._change(since=view.epoch)
+            elif len(view.servers) < self._wanted and view.servers:
+                await self._add_server()
+            now = time.monotonic()
+            silent = {w for w, beat in self._beats.items() if now - beat > self._deadline}
+            for worker in silent:
+                log.warning(
+                    "Worker %d was not heard of for %g s: it is left out", worker, self._deadline
+                )
+                await self.leave(worker)
+
+    async def _add_server(self) -> None:
+        name = self._new_name()
+        self._engine.spawn_server(name)
+        try:
+            await self._call(name, "keep", self._state, seconds=TRANSFER)
+        except (DeadPeerError, TimeoutError):
+            self._engine.kill(name)
+            return
+        await self._change(adding=[name])
+
+    def _new_name(self) -> str:
+        self._spawned += 1
+        return f"server-{self._spawned - 1}"
+
+    async def _change(
+        self,
+        joining: int | None = None,
+        leaving: set[int] | None = None,
+        adding: Sequence[str] = (),
+        since: int | None = None,
+    ) -> None:
+        """Change the view as the head of this file says. `since`: unless it is later already."""
+        async with self._changing:
+            servers = [*self.view.servers, *adding]
+            if since is not None and since < self.view.epoch:
+                return
+            while not self.lost:
+                held, dead = await self._freeze(servers)
+                servers = [server for server in servers if server not in dead]
+                for server in dead:
+                    log.warning("Server %s has died or does not answer", server)
+                    self._engine.kill(server)
+                try:
+                    view = self._next(servers, held, joining, leaving or set())
+                    await self._give(view, held)
+                except (DeadPeerError, TimeoutError):
+                    continue
+                except SyncError as error:
+                    self.lost = error
+                    return
+                self.view = view
+                answers = await self._each(servers, "install", view, seconds=TRANSFER)
+                if not any(isinstance(answer, Exception) for answer in answers.values()):
+                    return
+
+    def _next(
+        self,
+        servers: Sequence[str],
+        held: Mapping[str, Held],
+        joining: int | None,
+        leaving: set[int],
+    ) -> View:
+        old = self.view
+        ring, copies = Ring(servers), self._copies
+        owners = tuple(ring.owners(key_range.name, copies) for key_range in old.ranges)
+        for i, key_range in enumerate(old.ranges):
+            if not any(i in states for states in held.values()):
+                raise SyncError(
+                    f"all servers that held {key_range.name} have died: resume from the last "
+                    "snapshot; --replicas 2 survives the death of one server, 3 that of two at once"
+                )
+        members = {w: first for w, first in old.members.items() if w not in leaving}
+        clocks = self._clocks(held)
+        of_left = sum(
+            self._shares.get(w, 0) * (max(clocks[w]) - first)
+            for w, first in old.members.items()
+            if w in leaving
+        )
+        if joining is not None and joining not in members:
+            reached = [clock for counted in clocks.values() for clock in counted]
+            members[joining] = max([*reached, *members.values()], default=0)
+        return replace(
+            old,
+            epoch=old.epoch + 1,
+            servers=tuple(servers),
+            owners=owners,
+            members=members,
+            of_left=old.of_left + of_left,
+        )
+
+    def _clocks(self, held: Mapping[str, Held]) -> dict[int, list[int]]:
+        """Return the clocks of each member on all ranges."""
+        clocks: dict[int, list[int]] = {w: [first] for w, first in self.view.members.items()}
+        for states in held.values():
+            for _, counted in states.values():
+                for worker, clock in counted.items():
+                    if worker in clocks:
+                        clocks[worker].append(clock)
+        return clocks
+
+    async def _give(self, view: View, held: Mapping[str, Held]) -> None:
+        """Bring all owners of the new view to the latest version of each range."""
+        gifts: dict[tuple[str, str], list[int]] = {}
+        for i, owners in enumerate(view.owners):
+            versions = {server: states[i][0] for server, states in held.items() if i in states}
+            latest = max(versions.values())
+            source = next(server for server, version in versions.items() if version == latest)
+            for owner in owners:
+                if versions.get(owner, -1) < latest:
+                    gifts.setdefault((source, owner), []).append(i)
+        for (source, owner), ranges in gifts.items():
+            await self._call(source, "give", owner, ranges, seconds=TRANSFER)
+
+    async def _freeze(
+        self, servers: Sequence[str] | None = None
+    ) -> tuple[dict[str, Held], list[str]]:
+        """Freeze the servers; return what those that answer hold, and the others."""
+        names = self.view.servers if servers is None else servers
+        answers = await self._each(names, "freeze", seconds=ANSWER)
+        dead = [name for name, answer in answers.items() if isinstance(answer, Exception)]
+        held = {name: answer for name, answer in answers.items() if name not in dead}
+        return held, dead
+
+    async def _cut(self, marks: Mapping[int, int], seconds: float) -> list[Array]:
+        view, values = self.view, dict[int, Array]()
+        parts = {server: view.of_primary(server) for server in view.servers}
+        calls = [
+            self._call(server, "cut", marks, ranges, seconds=seconds)
+            for server, ranges in parts.items()
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for server, answer in zip(parts, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            values.update(zip(parts[server], answer, strict=True))
+        return [values[i] for i in range(len(view.ranges))]
+
+    # calls
+
+    async def _call(self, name: str, method: str, *arguments: object, seconds: float = 60) -> Any:
+        future: Future[Any] = self._engine.call(name, method, *arguments)
+        return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
+
+    async def _each(
+        self, names: Sequence[str], method: str, *arguments: object, seconds: float = 60
+    ) -> dict[str, Any]:
+        """Call a method of all at once; return the answers, or DeadPeerError or TimeoutError."""
+        calls = [self._call(name, method, *arguments, seconds=seconds) for name in names]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(
+                answer, (DeadPeerError, TimeoutError)
+            ):
+                raise answer
+        return dict(zip(names, answers, strict=True))

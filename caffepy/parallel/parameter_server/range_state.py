@@ -1,0 +1,109 @@
+"""RangeState: one key range as a server holds it. Its methods are a function of the operations in
+their order, so that a replica that gets the primary's operations in its order has its bits.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from caffepy.device.blob import Array
+from caffepy.parallel.parameter_server.messages import Push, Rule
+
+
+class RangeState:
+    """Values of a range and the clocks of the workers: the number of pushes counted of each.
+
+    Arrays are replaced, never written to, so that they may be sent while pushes go on, and be
+    read-only where they were received.
+    `version` is the number of operations so far; `row` is the range's, see `KeyRange`. `early` are
+    pushes of a clock that not all members have reached, by clock and worker: with slack 0 they are
+    added up together, in the order of the workers, so that it does not matter who came first.
+    """
+
+    def __init__(self, values: Array, rule: Rule, is_mean: bool, row: int = 0) -> None:
+        self.values = values.copy()
+        self.clocks: dict[int, int] = {}
+        self.version = 0
+        self.is_mean, self.row = is_mean, row
+        self._rule = rule
+        self._changed = np.zeros(values.size // row if row else 0, np.int64)  # version, of each row
+        self._early: dict[int, dict[int, Array]] = {}
+        self._own: dict[int, Array] = {}  # of each worker, if the value is their mean
+        self._update_state: dict[str, Any] = {}
+
+    def push(self, push: Push, decode: Callable[[Any], Array], members: Mapping[int, int]) -> bool:
+        """Count a push unless it is there already, or its worker is no member: return if so."""
+        worker, clock = push.worker, push.clock
+        if worker not in members or clock < self.clocks.get(worker, members[worker]):
+            return False
+        self.version += 1
+        self.clocks[worker] = clock + 1
+        array = decode(push.payload)
+        if self.is_mean:
+            self._own[worker] = array
+            self._average(members)
+        elif self._rule.slack:
+            with np.errstate(all="ignore"):  # the workers' losses tell of overflows
+                change = array * np.float32(1 / len(members))
+                change += self.values
+                self._set(change)
+        else:
+            self._early.setdefault(clock, {})[worker] = array
+            self._close(members)
+        return True
+
+    def set_members(self, members: Mapping[int, int]) -> None:
+        """Go on with these members: a clock may be complete without those that left."""
+        self.version += 1
+        self._own = {worker: own for worker, own in self._own.items() if worker in members}
+        self.clocks = {worker: clock for worker, clock in self.clocks.items() if worker in members}
+        self._close(members)
+
+    def slowest(self, members: Mapping[int, int]) -> int:
+        """Return the clock that all members have reached."""
+        return min((self.clocks.get(w, first) for w, first in members.items()), default=0)
+
+    def rows_since(self, version: int) -> Array | None:
+        """Return the rows that changed after this version; None, for all, if it is negative or the
+        range has no rows.
+        """
+        if version < 0 or not self.row:
+            return None
+        return np.flatnonzero(self._changed > version)
+
+    def _set(self, values: Array) -> None:
+        if self.row:
+            differ = (values != self.values).reshape(-1, self.row).any(axis=1)
+            self._changed = np.where(differ, self.version, self._changed)
+        self.values = values
+
+    def _average(self, members: Mapping[int, int]) -> None:
+        own = [self._own[worker] for worker in sorted(self._own) if worker in members]
+        if own:
+            self._set(_sum(own) * np.float32(1 / len(own)))
+
+    def _close(self, members: Mapping[int, int]) -> None:
+        """Add up the pushes of the clocks that all members have reached."""
+        for clock in sorted(self._early):
+            if clock >= self.slowest(members):
+                break
+            pushed = self._early.pop(clock)
+            total = _sum([pushed[worker] for worker in sorted(pushed)])
+            with np.errstate(all="ignore"):
+                total *= np.float32(1 / len(pushed))
+                if self._rule.gradients:
+                    self._set(total)
+                elif self._rule.update:
+                    self._set(self._rule.update(self.values, total, self._update_state))
+                else:
+                    total += self.values
+                    self._set(total)
+
+
+def _sum(arrays: list[Array]) -> Array:
+    total = arrays[0].copy()
+    with np.errstate(all="ignore"):
+        for array in arrays[1:]:
+            total += array
+    return total

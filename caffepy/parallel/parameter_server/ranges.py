@@ -1,0 +1,82 @@
+"""Key ranges of the parameters, and the consistent ring that says which servers hold them.
+
+The keys are the elements of one flat array: the parameters of all blobs and the running statistics.
+A range is a part of one blob. Its place on the ring is the hash of its name, so a server that comes
+or goes moves only the ranges next to it.
+"""
+
+import hashlib
+from bisect import bisect
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+LARGEST = 1 << 20
+"""Elements of a range, at most: large blobs then lie on several servers."""
+
+POINTS = 64
+"""Places of each server on the ring: more spread the ranges more evenly."""
+
+
+class KeyRange(NamedTuple):
+    """Elements `start` to `stop` of the flat array, of the blob that `name` begins with.
+
+    With `is_mean` its value is the mean of what the workers have, as of running statistics; else
+    workers push changes or gradients. `row` is the number of elements in a row of a blob of which
+    only some rows may change, else 0.
+    """
+
+    name: str
+    start: int
+    stop: int
+    is_mean: bool = False
+    row: int = 0
+
+
+class Blob(NamedTuple):
+    """A blob in the flat array: see `KeyRange`; `size` elements from `start`."""
+
+    name: str
+    start: int
+    size: int
+    is_mean: bool = False
+    row: int = 0
+
+
+def key_ranges(blobs: Iterable[Blob], largest: int = LARGEST) -> list[KeyRange]:
+    """Return the ranges of these blobs; those of blobs with rows end with a row."""
+    ranges = list[KeyRange]()
+    for name, first, size, is_mean, row in blobs:
+        whole = max(row, 1)
+        rows = -(-size // whole)
+        parts = max(1, -(-size // largest))
+        for i in range(parts):
+            start, stop = (min(size, rows * k // parts * whole) for k in (i, i + 1))
+            if start < stop:
+                part = f"{name}/{i}" if parts > 1 else name
+                ranges.append(KeyRange(part, first + start, first + stop, is_mean, row))
+    return ranges
+
+
+def _place(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+class Ring:
+    """A consistent ring of these servers (Karger et al., 1997)."""
+
+    def __init__(self, servers: Sequence[str]) -> None:
+        self._servers = len(servers)
+        self._points = sorted((_place(f"{s}#{i}"), s) for s in servers for i in range(POINTS))
+
+    def owners(self, name: str, copies: int) -> tuple[str, ...]:
+        """Return the servers of a range: the primary, then its replicas; fewer servers than copies
+        hold one each. The owners that stay when one goes keep their order.
+        """
+        first, found = bisect(self._points, (_place(name), "")), list[str]()
+        for i in range(len(self._points)):
+            server = self._points[(first + i) % len(self._points)][1]
+            if server not in found:
+                found.append(server)
+                if len(found) == min(copies, self._servers):
+                    break
+        return tuple(found)

@@ -1,0 +1,415 @@
+"""RayEngine: actors in processes, on this machine or many, carried by Ray (extra `ray`).
+
+Each training has a namespace of Ray by its name, in which its actors have their names. The token
+that Ray asks of every caller is on; its usage statistics and its dashboard are off.
+
+Ray begins the calls of one caller to an asynchronous actor in any order, so calls are numbered
+here, and an actor begins number n when n - 1 has begun or is known to have failed.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from caffepy.core.errors import CaffeError, SyncError, UsageError, install
+from caffepy.parallel.parameter_server.coordinator import Coordinator
+from caffepy.parallel.parameter_server.messages import COORDINATOR, DeadPeerError
+from caffepy.parallel.parameter_server.server import Server
+
+log = logging.getLogger(__name__)
+
+LOCAL = "local"
+"""The cluster that is started on this machine, and ends with this process."""
+
+STORE = 256 << 20
+"""Least bytes of the object store of a local cluster."""
+
+ENDING = 5.0
+"""Seconds that a process of a local cluster has to end."""
+
+ORPHANED = 120.0
+"""Seconds without a call after which a server, which outlives its creator, ends itself."""
+
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+    "RAY_health_check_period_ms": "1000",  # these hear of a host that is cut off within 4 s
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_grpc_client_keepalive_time_ms": "1000",
+    "RAY_grpc_client_keepalive_timeout_ms": "2000",
+}
+"""What Ray reads from the environment; `ray start` needs the same on each host."""
+
+
+def connect(cluster: str, name: str, size: int = 0) -> "RayEngine":
+    """Return the engine of the training `name` on a cluster: "local", "HOST:PORT" or "auto".
+
+    A local cluster has one node that listens on 127.0.0.1 only, and an object store for parameters
+    of `size` bytes. UsageError if Ray is not installed, or the cluster wants a token that this
+    process does not have; SyncError if nobody answers.
+    """
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    ray = _ray(f"--cluster {cluster}")
+    if cluster != LOCAL:
+        _use_token(cluster)
+    elif not _has_token():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # Ray's switch for systems on which it serves one host only: if off, it binds to 127.0.0.1
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = cluster != LOCAL
+    settings: dict[str, Any] = {"address": cluster}
+    if cluster == LOCAL:
+        settings |= {
+            "num_cpus": 1,
+            "include_dashboard": False,
+            "object_store_memory": max(STORE, 8 * size),
+        }
+    try:
+        ray.init(
+            **settings,
+            namespace=f"caffepy-{name}",
+            configure_logging=False,
+            log_to_driver=False,
+        )
+    except ray.exceptions.AuthenticationError as error:
+        raise UsageError(f"--cluster {cluster}: Ray refuses this process's token: {TOKEN}") from (
+            error
+        )
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise SyncError(f"--cluster {cluster}: no cluster of Ray answers ({error})") from error
+    return RayEngine()
+
+
+TOKEN = (
+    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN (or ~/.ray/auth_token, which `ray get-auth-token "
+    "--generate` writes), to the same on all hosts before `ray start`, and here"
+)
+
+
+def _use_token(cluster: str) -> None:
+    """Ask for a token, unless the environment says on purpose that there is none."""
+    if os.environ.get("RAY_AUTH_MODE") != "disabled" and not _has_token():
+        raise UsageError(
+            f"--cluster {cluster} needs a token, else anybody who reaches it may run code on it: "
+            f"{TOKEN}; RAY_AUTH_MODE=disabled goes on without"
+        )
+
+
+def _has_token() -> bool:
+    named = any(os.environ.get(key) for key in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    return named or (Path.home() / ".ray" / "auth_token").exists()
+
+
+def _ray(what: str = "a parameter server") -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(f"{what} needs Ray ({error}): {install('ray')}") from error
+    return ray
+
+
+class _Line:
+    """The calls of this process to one actor."""
+
+    def __init__(self) -> None:
+        self.order = threading.RLock()  # held while a call is sent
+        self.handle: Any = None
+        self.waiting: list[tuple[Future[Any], str, tuple[object, ...]]] = []  # for the handle
+        self._lock = threading.Lock()  # never held while Ray works
+        self._next = 0
+        self._open = set[int]()
+
+    def begin(self) -> tuple[int, int]:
+        """Return the number of the next call, and the number below which all calls have ended."""
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            self._open.add(number)
+            return number, min(self._open)
+
+    def end(self, number: int) -> tuple[int, bool]:
+        """Note that a call has ended; return the number as above, and true if others are open."""
+        with self._lock:
+            self._open.discard(number)
+            return min(self._open, default=self._next), bool(self._open)
+
+
+class RayEngine:
+    """The Engine over the named actors of the namespace that this process is connected to.
+
+    What needs Ray's store of names runs in a thread, so that no event loop waits for it while the
+    store is away; calls between actors that know each other do not need it.
+    """
+
+    def __init__(self) -> None:
+        self._ray = _ray()
+        self._caller = secrets.token_hex(8)
+        self._lines: dict[str, _Line] = {}
+        self._names = ThreadPoolExecutor(1, "caffepy-ray")
+        self._closed = False
+        self._is_owner = False  # of the coordinator, and so of all servers
+
+    # the Engine
+
+    def call(self, actor: str, method: str, *arguments: object) -> "Future[Any]":
+        """As `messages.Engine.call`."""
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # nobody can cancel it
+        if self._closed:  # Ray would start another cluster for the call
+            future.set_exception(DeadPeerError(actor))
+            return future
+        line = self._lines.setdefault(actor, _Line())
+        with line.order:
+            if line.handle is None:
+                line.waiting.append((future, method, arguments))
+                if len(line.waiting) == 1:
+                    self._names.submit(self._find, actor)
+            else:
+                self._send(actor, line, future, method, arguments)
+        return future
+
+    def spawn_server(self, name: str) -> None:
+        """Start a `Server` under this name, on the node that has the fewest."""
+        make = functools.partial(Server, name)
+        self.spawn(name, make, lifetime="detached", scheduling_strategy="SPREAD")
+
+    def kill(self, actor: str) -> None:
+        """End an actor's process at once, if it lives; Ray does not start it again."""
+        self._names.submit(self._kill, actor)
+
+    # beyond the Engine
+
+    def spawn(self, name: str, make: Callable[["RayEngine"], object], **options: object) -> None:
+        """Start an actor that is what `make` returns for its own engine, with options of Ray."""
+        self._names.submit(self._start, name, make, options)
+
+    def names(self) -> list[str]:
+        """As `messages.Engine.names`."""
+        found: list[str] = self._ray.util.list_named_actors()
+        return found
+
+    def spawn_coordinator(self, servers: int, replicas: int, deadline: float = 10.0) -> None:
+        """Start a `Coordinator`; Ray starts it again when it dies."""
+        self._is_owner = True
+        make = functools.partial(Coordinator, servers=servers, replicas=replicas, deadline=deadline)
+        self.spawn(COORDINATOR, make, max_restarts=-1)
+
+    def spawn_worker(
+        self,
+        number: int,
+        function: Callable[..., Any],
+        *arguments: object,
+        resources: Mapping[str, float] | None = None,
+    ) -> "Future[Any]":
+        """Run `function(engine, *arguments)` as the main thread of a process "worker-<number>" on a
+        node that has these resources, such as {"GPU": 4, "CPU": 8}. Return a future of its result;
+        DeadPeerError if it dies, of which the coordinator is told. It dies with this process, and
+        this process can `kill` it.
+        """
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        self._names.submit(self._start_worker, number, future, function, arguments, resources or {})
+        return future
+
+    def close(self) -> None:
+        """End the actors of this training, and a local cluster."""
+        self._closed = True
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            for name in self.names() if self._is_owner else ():
+                self._kill(name)
+        self._names.shutdown(cancel_futures=True)
+        node = self._ray._private.worker._global_node  # of a local cluster, else nothing of ours
+        started = node.all_processes.values() if node else ()
+        processes = [info.process for infos in started for info in infos]
+        self._ray.shutdown()
+        for process in processes:
+            try:
+                process.wait(ENDING)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(ENDING)
+
+    # calls
+
+    def _send(
+        self,
+        actor: str,
+        line: _Line,
+        future: "Future[Any]",
+        method: str,
+        arguments: tuple[object, ...],
+    ) -> None:
+        number, settled = line.begin()
+
+        def done(answered: "Future[Any]") -> None:
+            error = answered.exception()
+            settled, others = line.end(number)
+            if isinstance(error, self._ray.exceptions.ActorDiedError):
+                self._lines[actor] = _Line()  # another may get the name
+            if error is None:
+                future.set_result(answered.result())
+                return
+            if others and not isinstance(error, self._ray.exceptions.RayTaskError):
+                line.handle.settle.remote(self._caller, settled)
+            future.set_exception(self._translate(actor, error))
+
+        try:
+            ref = line.handle.call.remote(self._caller, number, settled, method, *arguments)
+        except Exception as error:  # such as an object store that is full
+            line.end(number)
+            future.set_exception(self._translate(actor, error))
+            return
+        ref.future().add_done_callback(done)
+
+    def _translate(self, actor: str, error: BaseException) -> BaseException:
+        """Return our own exceptions as they were raised, deaths as DeadPeerError."""
+        kinds = self._ray.exceptions
+        if isinstance(error, kinds.RayTaskError):
+            cause: BaseException = error.cause
+            return cause if isinstance(cause, CaffeError) else error
+        full = kinds.ObjectStoreFullError, kinds.OutOfDiskError, kinds.AuthenticationError
+        if isinstance(error, full):
+            return SyncError(f"{actor} cannot be called: {str(error).strip().splitlines()[0]}")
+        if isinstance(error, kinds.RayError):
+            dead = DeadPeerError(actor)
+            dead.__cause__ = error
+            return dead
+        return error
+
+    # in the thread
+
+    def _find(self, actor: str) -> None:
+        line = self._lines[actor]
+        if line.handle is not None:
+            return
+        try:
+            self._open(actor, line, self._ray.get_actor(actor))
+        except (ValueError, self._ray.exceptions.RayError):
+            with line.order:
+                waiting, line.waiting = line.waiting, []
+            for future, _, _ in waiting:
+                future.set_exception(DeadPeerError(actor))
+
+    def _open(self, actor: str, line: _Line, handle: Any) -> None:
+        """Send the calls that wait for the handle."""
+        with line.order:
+            line.handle = handle
+            for waiting in line.waiting:
+                self._send(actor, line, *waiting)
+            line.waiting.clear()
+
+    def _start(
+        self, name: str, make: Callable[["RayEngine"], object], options: Mapping[str, object]
+    ) -> None:
+        try:
+            remote = self._ray.remote(_Actor).options(name=name, num_cpus=0, **options)
+            self._open(name, self._lines.setdefault(name, _Line()), remote.remote(name, make))
+        except (ValueError, self._ray.exceptions.RayError) as error:
+            log.error("Ray did not start %s: %s", name, error)  # calls do not find it
+
+    def _start_worker(
+        self,
+        number: int,
+        future: "Future[Any]",
+        function: Callable[..., Any],
+        arguments: tuple[object, ...],
+        resources: Mapping[str, float],
+    ) -> None:
+        name = f"worker-{number}"
+        others = {key: n for key, n in resources.items() if key not in ("CPU", "GPU")}
+
+        def done(answered: "Future[Any]") -> None:
+            error = answered.exception()
+            if error is None:
+                future.set_result(answered.result())
+                return
+            error = self._translate(name, error)
+            if isinstance(error, DeadPeerError) and error.peer == name:
+                self.call(COORDINATOR, "leave", number)  # so that others do not wait for it
+            future.set_exception(error)
+
+        try:
+            handle = (
+                self._ray.remote(_Worker)
+                .options(
+                    num_cpus=resources.get("CPU", 0),
+                    num_gpus=resources.get("GPU", 0),
+                    resources=others,
+                    scheduling_strategy="SPREAD",
+                )
+                .remote()
+            )
+            handle.run.remote(function, *arguments).future().add_done_callback(done)
+        except Exception as error:
+            future.set_exception(self._translate(name, error))
+            return
+        line = self._lines[name] = _Line()
+        line.handle = handle  # for `kill`, and because a process ends when its last handle goes
+
+    def _kill(self, actor: str) -> None:
+        line = self._lines.get(actor)
+        with contextlib.suppress(ValueError, self._ray.exceptions.RayError):
+            handle = line.handle if line and line.handle else self._ray.get_actor(actor)
+            self._ray.kill(handle, no_restart=True)
+
+
+class _Actor:
+    """An object with asynchronous methods in a process of Ray."""
+
+    def __init__(self, name: str, make: Callable[[RayEngine], object]) -> None:
+        engine = RayEngine()
+        self._object: Any = make(engine)
+        self._is_back = _ray().get_runtime_context().was_current_actor_reconstructed
+        self._recovery: asyncio.Task[None] | None = None
+        self._next: dict[str, int] = {}  # number of the call that may begin, by caller
+        self._turns = asyncio.Condition()
+        self._heard = time.monotonic()
+        threading.Thread(target=self._watch, args=(name, engine), daemon=True).start()
+
+    async def call(
+        self, caller: str, number: int, settled: int, method: str, *arguments: object
+    ) -> Any:
+        """Call a method when it is this number's turn; calls below `settled` have begun or never
+        will.
+        """
+        self._heard = time.monotonic()
+        if self._is_back:
+            self._recovery = self._recovery or asyncio.ensure_future(self._object.recover())
+            await self._recovery
+        await self.settle(caller, settled)
+        if self._next[caller] < number:
+            async with self._turns:
+                await self._turns.wait_for(lambda: self._next[caller] >= number)
+        try:
+            call = asyncio.ensure_future(getattr(self._object, method)(*arguments))
+        finally:
+            await self.settle(caller, number + 1)
+        return await call
+
+    async def settle(self, caller: str, settled: int) -> None:
+        """Let the calls of a caller begin that wait for none but those below `settled`."""
+        if self._next.setdefault(caller, 0) < settled:
+            self._next[caller] = settled
+            async with self._turns:
+                self._turns.notify_all()
+
+    def _watch(self, name: str, engine: RayEngine) -> None:
+        while time.monotonic() - self._heard < ORPHANED:
+            time.sleep(ORPHANED / 10)
+        engine.kill(name)
+
+
+class _Worker:
+    """A worker in a process of Ray."""
+
+    def run(self, function: Callable[..., Any], *arguments: object) -> Any:
+        return function(RayEngine(), *arguments)

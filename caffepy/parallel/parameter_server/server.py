@@ -1,0 +1,236 @@
+"""Server: an actor that holds key ranges, as the primary of some and a replica of others.
+
+A push is counted by the primary, sent to the replicas in the primary's order, and answered when
+they have counted it, too: what was answered survives the death of all but one of the owners. What
+was not is sent again by the worker, to whoever is the primary then, and counted once.
+
+Methods run on one event loop. Between two awaits nothing else happens, which is why counting and
+sending to replicas stay in one order without locks.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+from caffepy.device.blob import Array
+from caffepy.parallel.parameter_server.filters import Payload, decode, pack
+from caffepy.parallel.parameter_server.messages import (
+    COORDINATOR,
+    DeadPeerError,
+    Engine,
+    Push,
+    StaleViewError,
+    View,
+)
+from caffepy.parallel.parameter_server.range_state import RangeState
+
+PATIENCE = 20.0
+"""Seconds that a replica may take for pushes before the primary reports it."""
+
+
+class Server:
+    """One server. A call by another epoch than its own raises StaleViewError, unless the server is
+    about to get that view: it waits for it.
+    """
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name = name
+        self.view = View()
+        self._engine = engine
+        self._ranges: dict[int, RangeState] = {}
+        self._frozen = True  # until it has a view
+        self._marks: Mapping[int, int] = {}  # clocks of workers up to which a cut counts pushes
+        self._changed = asyncio.Condition()
+        self._state: object = None  # the coordinator's
+
+    # what workers call
+
+    async def push(self, epoch: int, pushes: Sequence[Push]) -> None:
+        """Count these pushes; return when all replicas have."""
+        await self._thawed(epoch, pushes)
+        view, copies = self.view, dict[str, list[tuple[int, Push]]]()
+        for push in pushes:
+            state = self._primary_state(push.range)
+            if state.push(push, decode, view.members):
+                for replica in view.owners[push.range][1:]:
+                    copies.setdefault(replica, []).append((state.version, push))
+        await self._replicate(epoch, copies)
+        await self._wake()
+
+    async def pull(
+        self,
+        epoch: int,
+        clock: int,
+        ranges: Sequence[int],
+        slack: float | None,
+        since: Sequence[int],
+        bf16: bool,
+    ) -> list[tuple[int, Payload]]:
+        """Return the versions and values of these ranges, when no member is more than the slack
+        behind `clock`, the number of pushes of the worker that asks: of ranges with rows only what
+        changed after the versions `since`, which are of this epoch, or -1. By default the slack is
+        that of the rule.
+        """
+        await self._thawed(epoch)
+        slack = self.view.rule.slack if slack is None else slack
+        states = [self._primary_state(i) for i in ranges]
+
+        def may_go() -> bool:
+            if self.view.epoch != epoch:
+                return True
+            members = self.view.members
+            return not self._frozen and all(
+                state.slowest(members) >= clock - slack for state in states
+            )
+
+        async with self._changed:
+            await self._changed.wait_for(may_go)
+        if self.view.epoch != epoch:
+            raise StaleViewError("the view has changed while a worker waited")
+        return [
+            (s.version, pack(s.values, s.row, s.rows_since(version), bf16 and not s.is_mean))
+            for s, version in zip(states, since, strict=True)
+        ]
+
+    # what primaries call
+
+    async def replicate(self, epoch: int, pushes: Sequence[tuple[int, Push]]) -> None:
+        """Count pushes of the primary, whose state has the version that stands before each then."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: epoch <= self.view.epoch)
+        if epoch < self.view.epoch:
+            raise StaleViewError("this primary has been replaced")
+        for version, push in pushes:
+            state = self._ranges.get(push.range)
+            if state and version == state.version + 1:
+                state.push(push, decode, self.view.members)
+
+    async def adopt(self, states: Mapping[int, RangeState]) -> None:
+        """Take over the states of ranges."""
+        self._ranges.update(states)
+
+    # what the coordinator calls
+
+    async def ping(self) -> tuple[str, int]:
+        """Return the host and the number of the process."""
+        return socket.gethostname(), os.getpid()
+
+    async def keep(self, state: object) -> None:
+        """Keep the coordinator's state for one that is started again."""
+        self._state = state
+
+    async def kept(self) -> object:
+        """Return what `keep` was given."""
+        return self._state
+
+    async def tell(self) -> View:
+        """Return the view that this server has."""
+        return self.view
+
+    async def freeze(self) -> dict[int, tuple[int, Mapping[int, int]]]:
+        """Count no push until the next view; return version and clocks by range."""
+        self._frozen = True
+        await self._wake()
+        return {i: (state.version, dict(state.clocks)) for i, state in self._ranges.items()}
+
+    async def reached(self) -> dict[int, int]:
+        """Return the pushes of each member that are counted on all ranges of which this server is
+        the primary.
+        """
+        states = [self._ranges[i] for i in self.view.of_primary(self.name) if i in self._ranges]
+        return {
+            worker: min((state.clocks.get(worker, first) for state in states), default=first)
+            for worker, first in self.view.members.items()
+            if states
+        }
+
+    async def give(self, server: str, ranges: Sequence[int]) -> None:
+        """Copy the states of ranges to another server."""
+        states = {i: self._ranges[i] for i in ranges}
+        await asyncio.wrap_future(self._engine.call(server, "adopt", states))
+
+    async def begin(self, values: Mapping[int, Array], view: View) -> None:
+        """Hold ranges with these values, without clocks."""
+        for i, array in values.items():
+            key_range = view.ranges[i]
+            self._ranges[i] = RangeState(array, view.rule, key_range.is_mean, key_range.row)
+
+    async def install(self, view: View) -> None:
+        """Go on with this view; drop the ranges that are others' now."""
+        if view.epoch < self.view.epoch:
+            raise StaleViewError("this coordinator has been replaced")
+        self.view = view
+        for state in self._ranges.values():
+            state.set_members(view.members)
+        self._ranges = {i: s for i, s in self._ranges.items() if self.name in view.owners[i]}
+        await self.thaw()
+
+    async def thaw(self) -> None:
+        """Go on with the same view."""
+        self._frozen, self._marks = False, {}
+        await self._wake()
+
+    async def cut(self, marks: Mapping[int, int], ranges: Sequence[int]) -> list[Array]:
+        """While frozen: count what these workers push up to these clocks, which is on its way;
+        return the values of these ranges then.
+        """
+        self._marks = marks
+        states = [self._ranges[i] for i in ranges]
+
+        def complete() -> bool:
+            members = {w: c for w, c in self.view.members.items() if w in marks}
+            return all(
+                state.clocks.get(worker, first) >= marks[worker]
+                for state in states
+                for worker, first in members.items()
+            )
+
+        await self._wake()
+        async with self._changed:
+            await self._changed.wait_for(complete)
+        return [state.values for state in states]
+
+    # inside
+
+    def _primary_state(self, i: int) -> RangeState:
+        if self.view.owners[i][0] != self.name or i not in self._ranges:
+            raise StaleViewError(f"range {i} is not this server's")
+        return self._ranges[i]
+
+    async def _thawed(self, epoch: int, pushes: Sequence[Push] = ()) -> None:
+        """Wait until this server has the view of this epoch and is not frozen, or these pushes
+        belong to a cut; StaleViewError if it has a later view.
+        """
+
+        def may_go() -> bool:
+            if epoch > self.view.epoch:
+                return False
+            belongs = pushes and all(
+                push.clock < self._marks.get(push.worker, 0) for push in pushes
+            )
+            return not self._frozen or bool(belongs) or epoch < self.view.epoch
+
+        async with self._changed:
+            await self._changed.wait_for(may_go)
+        if epoch < self.view.epoch:
+            raise StaleViewError("there is a later view")
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _replicate(self, epoch: int, copies: Mapping[str, list[tuple[int, Push]]]) -> None:
+        """Send pushes to replicas; one that does not answer is reported, and the
+        coordinator's next view has another, which gets the whole state.
+        """
+        calls = {
+            replica: self._engine.call(replica, "replicate", epoch, pushes)
+            for replica, pushes in copies.items()
+        }
+        for replica, call in calls.items():
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(call), PATIENCE)
+            except (DeadPeerError, TimeoutError):
+                report = self._engine.call(COORDINATOR, "suspect", replica, epoch)
+                await asyncio.wrap_future(report)

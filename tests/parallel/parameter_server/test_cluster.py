@@ -1,0 +1,107 @@
+"""Workers that die are replaced, unless that is hopeless."""
+
+import time
+from concurrent.futures import Future
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from caffepy.commands.train import TrainOptions, train
+from caffepy.core.errors import DataError
+from caffepy.device.threads import num_threads, set_num_threads
+from caffepy.parallel.parameter_server.cluster import (
+    HOPELESS,
+    ClusterOptions,
+    WorkerOptions,
+    _Processes,
+)
+from caffepy.parallel.parameter_server.messages import DeadPeerError, Rule
+from caffepy.solver import Solver
+from tests.parallel.cases import NET, SETTINGS, net
+
+
+class Engine:
+    """Starts nothing; `futures` are of the workers, by number."""
+
+    def __init__(self) -> None:
+        self.futures: dict[int, Future[Any]] = {}
+
+    def spawn_worker(self, number: int, *arguments: object, **options: object) -> "Future[Any]":
+        self.futures[number] = Future()
+        return self.futures[number]
+
+    def kill(self, number: int) -> None:
+        until = time.monotonic() + 10
+        while number not in self.futures and time.monotonic() < until:
+            time.sleep(0.01)
+        self.futures[number].set_exception(DeadPeerError(f"worker-{number}"))
+
+
+def processes(engine: Engine, rule: Rule) -> _Processes:
+    options = WorkerOptions(b"", "", "", None, None, True, True, 1, 5, "", rule, 2)
+    of_ray: Any = engine
+    return _Processes(of_ray, options, 2, lambda place: (None, {}))
+
+
+def test_workers_that_have_joined_are_replaced_however_often() -> None:
+    engine = Engine()
+    started = processes(engine, Rule(1))
+    started.members = lambda: engine.futures.keys()
+    for number in range(1, 21):
+        engine.kill(number)
+    time.sleep(0.2)
+    assert max(engine.futures) == 21
+
+
+def test_workers_that_die_before_they_join_are_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    processes(engine, Rule(1))
+    for number in range(1, HOPELESS + 2):
+        engine.kill(number)
+    time.sleep(0.2)
+    assert max(engine.futures) == HOPELESS + 1
+    assert f"No worker takes its place: {HOPELESS + 1} have died in a row" in caplog.messages
+
+
+def test_workers_that_push_gradients_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    processes(engine, Rule(0, gradients=True))
+    engine.kill(1)
+    time.sleep(0.2)
+    assert max(engine.futures) == 1
+    assert any("those that push gradients begin together" in text for text in caplog.messages)
+
+
+def test_an_error_of_a_worker_ends_the_run() -> None:
+    engine = Engine()
+    started = processes(engine, Rule(1))
+    started.check()
+    engine.futures[1].set_exception(DataError("the record is damaged"))
+    with pytest.raises(DataError, match="the record is damaged"):
+        started.check()
+
+
+def test_workers_of_a_machine_share_its_threads_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first worker has its share before the options of the others are made."""
+    given = list[int]()
+
+    def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> Any:
+        given.append(worker.threads)
+        return nullcontext()
+
+    monkeypatch.chdir(tmp_path)
+    Path("solver.prototxt").write_text(
+        f'{SETTINGS} max_iter: 1 snapshot_after_train: false net_param {{ name: "n" {net(3, NET)} }}'
+    )
+    monkeypatch.setattr("caffepy.commands.train.served", served)
+    before = num_threads()
+    set_num_threads(16)
+    try:
+        train(TrainOptions("solver.prototxt", cluster=ClusterOptions("local", (2, 4)), cpu=1))
+    finally:
+        set_num_threads(before)
+    assert given == [4]

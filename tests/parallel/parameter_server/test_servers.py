@@ -1,0 +1,217 @@
+"""Workers, servers and a coordinator in threads: every push counts once, whoever dies."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+
+from caffepy.parallel.parameter_server.client import Client
+from caffepy.parallel.parameter_server.coordinator import Coordinator
+from caffepy.parallel.parameter_server.messages import COORDINATOR, Push, Rule, View
+from caffepy.parallel.parameter_server.ranges import Blob, key_ranges
+from tests.parallel.parameter_server.threads_engine import ThreadsEngine, serving
+
+RANGES = key_ranges([Blob(f"blob{i}", 10 * i, 10, row=5 * (i % 2)) for i in range(12)], largest=5)
+SIZE = 120
+
+
+def servers(
+    rule: Rule, count: int = 3, replicas: int = 2, watch: bool = True
+) -> AbstractContextManager[ThreadsEngine]:
+    engine = ThreadsEngine()
+    return serving(engine, RANGES, rule, deadline=1.0, count=count, replicas=replicas, watch=watch)
+
+
+def split(flat: np.ndarray) -> list[np.ndarray]:
+    return [flat[r.start : r.stop] for r in RANGES]
+
+
+def run(workers: Sequence[Callable[[], Any]], seconds: float = 60) -> list[Any]:
+    results: list[Any] = [None] * len(workers)
+
+    def work(i: int) -> None:
+        try:
+            results[i] = workers[i]()
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(workers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive(), "a worker hangs"
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def ones(engine: ThreadsEngine, worker: int, clocks: int, members: int) -> Callable[[], Client]:
+    """A worker that pushes `members` at each clock: each adds one to all values."""
+
+    def work() -> Client:
+        client = clients[worker]
+        for _ in range(clocks):
+            client.push(split(np.full(SIZE, members, np.float32)))
+            client.pull()
+        return client
+
+    clients = engine.__dict__.setdefault("clients", {})
+    if worker not in clients:
+        clients[worker] = Client(engine, worker, patience=10)
+        clients[worker].join(1)
+    return work
+
+
+def values(engine: ThreadsEngine) -> np.ndarray:
+    return np.concatenate(engine.call(COORDINATOR, "cut").result(20)[0])
+
+
+@pytest.mark.parametrize("slack", [0, 1, 4, inf])
+def test_each_push_counts_once(slack: float) -> None:
+    with servers(Rule(slack)) as engine:
+        run([ones(engine, i, 20, 3) for i in range(3)])
+        np.testing.assert_array_equal(values(engine), 60)
+
+
+@pytest.mark.parametrize("slack", [0, 2, inf])
+def test_no_push_is_lost_or_counted_twice_when_servers_die(slack: float) -> None:
+    random.seed(int(min(slack, 9)))
+    with servers(Rule(slack)) as engine:
+        work = [ones(engine, i, 150, 3) for i in range(3)]
+        killed = threading.Event()
+
+        def kill() -> None:
+            for _ in range(4):
+                time.sleep(0.3)
+                alive = [n for n, a in engine.actors.items() if n != COORDINATOR and not a.dead]
+                if len(alive) > 2:
+                    engine.kill(random.choice(alive))
+                    killed.set()
+
+        run([*work, kill])
+        assert killed.is_set()
+        np.testing.assert_array_equal(values(engine), 450)
+
+
+@pytest.mark.parametrize("slack", [0, 4])
+def test_a_coordinator_that_is_started_again_goes_on(slack: float) -> None:
+    with servers(Rule(slack)) as engine:
+        work = [ones(engine, i, 150, 3) for i in range(3)]
+
+        def again() -> None:
+            time.sleep(0.3)
+            engine.kill(COORDINATOR)
+            engine.kill("server-1")  # whose replacement the next coordinator starts
+            engine.respawn(COORDINATOR, lambda: Coordinator(engine, 3, 2, deadline=1.0))
+
+        run([*work, again])
+        np.testing.assert_array_equal(values(engine), 450)
+        run([lambda: wait_for(lambda: len(view(engine).servers) == 3)])
+        assert "server-3" in view(engine).servers
+        assert set(view(engine).members) == {0, 1, 2}
+
+
+def test_a_server_that_stops_is_replaced() -> None:
+    with servers(Rule(2)) as engine:
+        work = [ones(engine, i, 100, 3) for i in range(3)]
+
+        def stop() -> None:
+            time.sleep(0.2)
+            engine.stop("server-1")
+            wait_for(
+                lambda: len(view(engine).servers) == 3 and view(engine).servers[2] != "server-2"
+            )
+
+        engine.kill_takes_effect = False  # as for a process that hangs in the kernel
+        run([*work, stop], 15)
+        np.testing.assert_array_equal(values(engine), 300)
+        engine.resume("server-1")
+
+
+def view(engine: ThreadsEngine) -> View:
+    found: View = engine.call(COORDINATOR, "current").result(20)
+    return found
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("slack", [0, 2])
+def test_a_worker_that_dies_within_a_push_holds_up_no_cut(slack: float) -> None:
+    with servers(Rule(slack)) as engine:
+        for worker in range(2):
+            engine.call(COORDINATOR, "join", worker, 1).result(10)  # which do not beat
+        now = view(engine)
+        part = [Push(i, 0, 0, np.ones(5, np.float32)) for i in now.of_primary("server-0")]
+        engine.call("server-0", "push", now.epoch, part).result(10)  # the others get none
+        engine.call(COORDINATOR, "cut").result(12)
+        assert 0 not in view(engine).members
+
+
+def test_a_server_that_dies_within_a_cut_costs_no_push() -> None:
+    with servers(Rule(1)) as engine:
+        run([ones(engine, i, 5, 2) for i in range(2)])
+        killed = set[str]()
+
+        def kill(name: str, method: str) -> None:
+            if method == "cut" and name == "server-1":
+                killed.add(name)
+                engine.kill(name)
+
+        engine.before = kill
+        np.testing.assert_array_equal(values(engine), 10)
+        assert killed
+
+
+def test_workers_join_and_leave_while_cuts_are_taken() -> None:
+    """A push that meets a change of the members may count by their old number in one range and by
+    the new one in another: values need not be equal.
+    """
+    with servers(Rule(inf)) as engine:
+        over = threading.Event()
+
+        def join_and_leave(first: int) -> None:
+            for worker in range(first, first + 5):
+                client = Client(engine, worker, patience=10)
+                client.join(1)
+                for _ in range(5):
+                    client.push(split(np.zeros(SIZE, np.float32)))
+                client.leave()
+
+        def work() -> None:
+            ones(engine, 0, 100, 1)()
+            over.set()
+
+        def cut() -> None:
+            while not over.is_set():
+                assert values(engine).shape == (SIZE,)
+
+        run([work, cut, lambda: join_and_leave(1), lambda: join_and_leave(11)])
+
+
+@pytest.mark.parametrize("slack", [0, 4])
+def test_no_batch_is_dealt_twice_when_the_coordinator_dies(slack: float) -> None:
+    with servers(Rule(slack)) as engine:
+        clients = [Client(engine, i, patience=10) for i in range(3)]
+        for client in clients:
+            client.join(2)
+        dealt = [client.lease(0) for client in clients] + [clients[1].lease(1)]
+        time.sleep(0.6)  # all workers beat
+        engine.kill(COORDINATOR)
+        engine.respawn(COORDINATOR, lambda: Coordinator(engine, 3, 2, deadline=1.0))
+        dealt += [clients[i].lease(1) for i in (0, 2)]
+        dealt += [client.lease(2) for client in clients]
+        batches = [lease.first + i * lease.stride for lease in dealt for i in range(2)]
+        assert sorted(batches) == list(range(18))
+        if slack == 0:
+            assert [lease.first for lease in dealt] == [0, 1, 2, 7, 6, 8, 12, 13, 14]
