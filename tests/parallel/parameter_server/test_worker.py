@@ -158,13 +158,28 @@ def test_workers_on_gpus_learn_what_those_on_the_cpu_do(
     text = TEXTS["plain"].replace(
         'layer { name: "ip"', library.in_place("BatchNorm", "bn", "pool") + 'layer { name: "ip"'
     )
+    learned: list[list[Array]] = []
+    means: list[list[Array]] = []
+
+    def work(served: Served, solver: Solver, number: int) -> None:
+        if number == 0:
+            statistics = solver.iterations.statistics
+            blobs = (learnable.blob for learnable in solver.net.learnable)
+            learned.append([blob.host_data.copy() for blob in blobs if blob not in statistics])
+            assert isinstance(solver.workers, ServedWorkers)
+            means.append(solver.workers.statistics.means)
+
     on_gpu, on_cpu = (
-        Served(2, text, rule, every, settings, until=20, gpu=gpu) for gpu in (True, False)
+        Served(2, text, rule, every, settings, until=20, gpu=gpu, work=work)
+        for gpu in (True, False)
     )
     assert "cannot be captured" not in caplog.text
     losses = on_gpu.recorder.losses, on_cpu.recorder.losses
     if rule.slack == 0:
-        np.testing.assert_allclose(on_gpu.data[0], on_cpu.data[0], rtol=2e-3, atol=2e-3)
+        for got, expected in zip(*learned, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=2e-3, atol=2e-3)
+        for got, expected in zip(*means, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=5e-3)
         assert losses[0] == pytest.approx(losses[1], rel=0.01, abs=0.01)
     else:  # workers come in any order
         assert np.mean(losses[0]) == pytest.approx(np.mean(losses[1]), rel=0.3)
