@@ -125,7 +125,7 @@ class Client:
 
     def lease(self, clock: int) -> Lease:
         """Return the batches of this worker at a clock."""
-        lease = Lease(*self._ask("lease", self.worker, clock))
+        lease: Lease = self._ask("lease", self.worker, clock)
         newest = {c: own for c, own in self._leases.items() if c > clock - RECALLED}
         self._leases = {**newest, clock: lease}
         return lease

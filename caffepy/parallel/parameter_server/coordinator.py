@@ -26,6 +26,7 @@ from typing import Any
 
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
+from caffepy.parallel.parameter_server.leases import Dealer, Lease
 from caffepy.parallel.parameter_server.messages import DeadPeerError, Engine, Rule, View
 from caffepy.parallel.parameter_server.ranges import KeyRange, Ring
 
@@ -60,12 +61,7 @@ class Coordinator:
         self._changing = asyncio.Lock()
         self._spawned = 0
         self._beats: dict[int, float] = {}  # when each worker was last heard of
-        self._shares: dict[int, int] = {}  # batches that each worker takes a clock
-        self._leased = 0
-        self._dealt: dict[int, dict[int, tuple[int, int]]] = {}  # not asked for, by clock, worker
-        self._told: dict[int, dict[int, tuple[int, int]]] = {}  # asked for, as workers tell
-        self._deals = asyncio.Event()  # unset after a restart until workers told
-        self._deals.set()
+        self._dealer = Dealer()
         self._state: object = None
         self._started = asyncio.Event()
         self._ended = False
@@ -106,13 +102,13 @@ class Coordinator:
         return the view and the state from `start`, for which it waits.
         """
         await self._started.wait()
-        self._shares[worker], self._beats[worker] = share, time.monotonic()
+        self._dealer.shares[worker], self._beats[worker] = share, time.monotonic()
         await self._change(joining=worker)
         return await self.current(), self._state
 
     async def leave(self, worker: int) -> None:
         """Go on without a worker; those that wait for it go on, too."""
-        await self._deals.wait()
+        await self._dealer.knows.wait()
         self._beats.pop(worker, None)
         if worker in self.view.members:
             await self._change(leaving={worker})
@@ -124,58 +120,25 @@ class Coordinator:
         if epoch >= self.view.epoch:
             await self._change(since=epoch)
 
-    async def beat(
-        self, worker: int, share: int, leases: Mapping[int, tuple[int, int]]
-    ) -> tuple[bool, int]:
+    async def beat(self, worker: int, share: int, leases: Mapping[int, Lease]) -> tuple[bool, int]:
         """Note that a worker lives, its share, and what it was dealt lately, by clock; return true
         when the run is at its end, and the epoch.
         """
         if worker in self._beats:
-            self._beats[worker], self._shares[worker] = time.monotonic(), share
-            for clock, lease in leases.items() if not self._deals.is_set() else ():
-                self._told.setdefault(clock, {})[worker] = lease
+            self._beats[worker] = time.monotonic()
+            self._dealer.hear(worker, share, leases)
         return self._ended, self.view.epoch
 
-    async def lease(self, worker: int, clock: int) -> tuple[int, int]:
-        """Return the first batch of a worker's share at a clock, and the stride to the next.
-
-        No two workers get the same batch. With slack 0 the members of a clock take batches in turn,
-        as solvers do that train in step.
-        """
-        await self._deals.wait()
-        share, members = self._shares[worker], self.view.members
-        if self.view.rule.slack:
-            return self._deal(share), 1
-        if clock not in self._dealt:
-            self._deal_clock(clock)
-        dealt = self._dealt[clock].pop(worker, None) or (self._deal(share), 1)
-        for earlier in [c for c in self._dealt if c <= clock]:
-            if not self._dealt[earlier].keys() & members.keys():
-                del self._dealt[earlier]
-        return dealt
-
-    def _deal(self, batches: int) -> int:
-        self._leased += batches
-        return self._leased - batches
-
-    def _deal_clock(self, clock: int) -> None:
-        shares = self._of_clock(clock)
-        if len({*shares.values()}) == 1:
-            first = self._deal(sum(shares.values()))
-            self._dealt[clock] = {w: (first + i, len(shares)) for i, w in enumerate(shares)}
-        else:
-            self._dealt[clock] = {w: (self._deal(own), 1) for w, own in shares.items()}
-
-    def _of_clock(self, clock: int) -> dict[int, int]:
-        """Return the shares of the members at a clock, in their order."""
-        members = sorted(self.view.members.items())
-        return {w: self._shares.get(w, 0) for w, begins in members if begins <= clock}
+    async def lease(self, worker: int, clock: int) -> Lease:
+        """Return the batches of a worker at a clock, see `Dealer`."""
+        await self._dealer.knows.wait()
+        return self._dealer.lease(self.view, worker, clock)
 
     async def cut(self) -> tuple[list[Array], int]:
         """Return the values of all ranges after the same pushes, and the number of batches that
         these pushes are of: a consistent cut.
         """
-        await self._deals.wait()
+        await self._dealer.knows.wait()
         seconds = ANSWER
         while True:
             async with self._changing:
@@ -200,7 +163,7 @@ class Coordinator:
         members, reached = self.view.members, marks
         if not self.view.rule.slack and marks:
             reached = dict.fromkeys(marks, min(marks.values()))
-        own = sum(self._shares.get(w, 0) * max(reached[w] - members[w], 0) for w in marks)
+        own = sum(self._dealer.shares.get(w, 0) * max(reached[w] - members[w], 0) for w in marks)
         return own + self.view.of_left
 
     async def report(self) -> dict[int, int]:
@@ -232,30 +195,15 @@ class Coordinator:
         self.view = max(views.values(), key=lambda view: view.epoch)
         log.warning("The coordinator was started again, with %d servers", len(views))
         self._beats = dict.fromkeys(self.view.members, time.monotonic())
-        self._deals.clear()
+        self._dealer.knows.clear()
         self._state = await self._call(max(views, key=lambda n: views[n].epoch), "kept")
         self._started.set()
         await self._change(adding=sorted(set(views).difference(self.view.servers)))
         self._tasks = [asyncio.ensure_future(work) for work in (self._recall(), self.watch())]
 
     async def _recall(self) -> None:
-        """Learn from beats what was dealt."""
         await asyncio.sleep(TELL)
-        for clock, told in sorted(self._told.items()):
-            ends = [first + stride * self._shares[w] for w, (first, stride) in told.items()]
-            shares = self._of_clock(clock)
-            alike = len({*shares.values()}) == 1
-            worker, (first, stride) = min(told.items())
-            if not self.view.rule.slack and stride == (len(shares) if alike else 1):
-                before = [w for w in shares if w < worker]
-                self._leased = first - (len(before) if alike else sum(shares[w] for w in before))
-                self._deal_clock(clock)
-                for own in told:
-                    self._dealt[clock].pop(own, None)
-            else:
-                self._leased = max(self._leased, *ends)
-        self._told = {}
-        self._deals.set()
+        self._dealer.recall(self.view)
 
     # membership
 
@@ -341,7 +289,7 @@ class Coordinator:
         members = {w: first for w, first in old.members.items() if w not in leaving}
         clocks = self._clocks(held)
         of_left = sum(
-            self._shares.get(w, 0) * (max(clocks[w]) - first)
+            self._dealer.shares.get(w, 0) * (max(clocks[w]) - first)
             for w, first in old.members.items()
             if w in leaving
         )
