@@ -18,6 +18,7 @@ from caffepy.parallel.parameter_server.messages import (
     DeadPeerError,
     Engine,
     Push,
+    RefusedError,
     Rule,
     StaleViewError,
     View,
@@ -134,12 +135,19 @@ class Client:
         """Push a payload for each range; return when the primaries and their replicas have counted
         them.
         """
-        pushes = [Push(i, self.worker, self.clock, payload) for i, payload in enumerate(payloads)]
+        pushes = list[Push]()
+
+        def begin() -> None:
+            members = len(self.view.members)
+            pushes[:] = (
+                Push(i, self.worker, self.clock, members, payload)
+                for i, payload in enumerate(payloads)
+            )
 
         def call(server: str, ranges: Sequence[int]) -> "Future[Any]":
             return self._call(server, "push", [pushes[i] for i in ranges])
 
-        self._each(range(len(pushes)), call, lambda ranges, answer: None)
+        self._each(range(len(payloads)), call, lambda ranges, answer: None, begin)
         self.clock += 1
 
     def pull(self, slack: float | None = None) -> list[Array]:
@@ -196,12 +204,15 @@ class Client:
         ranges: Iterable[int],
         call: Callable[[str, Sequence[int]], "Future[Any]"],
         take: Callable[[Sequence[int], Any], object],
+        begin: Callable[[], object] = lambda: None,
     ) -> None:
         """Call the primary of each of these ranges, those of one together; call again what failed,
-        by the next view.
+        by the next view. `begin` is called at the start, and anew while no server has done a thing.
         """
-        missing = set(ranges)
+        missing, untouched = set(ranges), True
         while missing:
+            if untouched:
+                begin()
             view, epoch = self.view, self.view.epoch
             parts = {
                 server: missing.intersection(view.of_primary(server)) for server in view.servers
@@ -211,11 +222,14 @@ class Client:
                 try:
                     take(part, self._result(future, epoch))
                     missing.difference_update(part)
+                except RefusedError:
+                    continue
+                except StaleViewError:
+                    pass
                 except DeadPeerError:
                     log.info("Server %s does not answer", server)
                     self._ask("suspect", server, epoch)
-                except StaleViewError:
-                    pass
+                untouched = False
             if missing:
                 self.again += 1
                 self._look(epoch)

@@ -288,10 +288,9 @@ class Coordinator:
                 )
         members = {w: first for w, first in old.members.items() if w not in leaving}
         clocks = self._clocks(held)
+        left = {w: max(clocks[w]) for w in old.members if w in leaving}
         of_left = sum(
-            self._dealer.shares.get(w, 0) * (max(clocks[w]) - first)
-            for w, first in old.members.items()
-            if w in leaving
+            self._dealer.shares.get(w, 0) * (clock - old.members[w]) for w, clock in left.items()
         )
         if joining is not None and joining not in members:
             reached = [clock for counted in clocks.values() for clock in counted]
@@ -302,6 +301,7 @@ class Coordinator:
             servers=tuple(servers),
             owners=owners,
             members=members,
+            left={w: c for w, c in {**old.left, **left}.items() if w not in members},
             of_left=old.of_left + of_left,
         )
 

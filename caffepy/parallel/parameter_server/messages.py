@@ -30,6 +30,10 @@ class StaleViewError(SyncError):
     """A call by an older, or newer, view than the server's: ask the coordinator and call again."""
 
 
+class RefusedError(StaleViewError):
+    """The same of a call that has done nothing, for sure."""
+
+
 class Engine(Protocol):
     """Carries calls between actors: objects with asynchronous methods, each in a process."""
 
@@ -106,6 +110,8 @@ class View:
 
     owners: of each range its primary and its replicas.
     members: the first clock of each worker; earlier ones do not wait for it.
+    left: the clock of each worker that has left: up to it the others' pushes are averaged as if it
+        had pushed to all ranges.
     of_left: batches of the pushes of the workers that have left.
     """
 
@@ -115,6 +121,7 @@ class View:
     members: Mapping[int, int] = field(default_factory=dict)
     ranges: Sequence[KeyRange] = ()
     rule: Rule = Rule()
+    left: Mapping[int, int] = field(default_factory=dict)
     of_left: int = 0
 
     def of_primary(self, server: str) -> list[int]:
@@ -124,10 +131,13 @@ class View:
 
 class Push(NamedTuple):
     """A worker's push of one range at one clock, which is its sequence number: the first of several
-    counts. `payload` is what the worker's filters made of the array.
+    counts. `payload` is what the worker's filters made of the array. With slack, servers add it
+    divided by `members`, the number of workers that its worker knew of: the same for all ranges,
+    whatever comes meanwhile.
     """
 
     range: int
     worker: int
     clock: int
+    members: int
     payload: Any

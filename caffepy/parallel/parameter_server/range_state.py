@@ -2,17 +2,17 @@
 their order, so that a replica that gets the primary's operations in its order has its bits.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from caffepy.device.blob import Array
-from caffepy.parallel.parameter_server.messages import Push, Rule
+from caffepy.parallel.parameter_server.messages import Push, Rule, View
 
 
 class RangeState:
-    """Values of a range and the clocks of the workers: the number of pushes counted of each.
+    """Values of a range and the clocks of the members: the number of pushes counted of each.
 
     Arrays are replaced, never written to, so that they may be sent while pushes go on, and be
     read-only where they were received.
@@ -32,37 +32,45 @@ class RangeState:
         self._own: dict[int, Array] = {}  # of each worker, if the value is their mean
         self._update_state: dict[str, Any] = {}
 
-    def push(self, push: Push, decode: Callable[[Any], Array], members: Mapping[int, int]) -> bool:
+    def push(self, push: Push, decode: Callable[[Any], Array]) -> bool:
         """Count a push unless it is there already, or its worker is no member: return if so."""
         worker, clock = push.worker, push.clock
-        if worker not in members or clock < self.clocks.get(worker, members[worker]):
+        if clock < self.clocks.get(worker, clock + 1):
             return False
         self.version += 1
         self.clocks[worker] = clock + 1
         array = decode(push.payload)
         if self.is_mean:
             self._own[worker] = array
-            self._average(members)
+            self._average()
         elif self._rule.slack:
             with np.errstate(all="ignore"):  # the workers' losses tell of overflows
-                change = array * np.float32(1 / len(members))
+                change = array * np.float32(1 / push.members)
                 change += self.values
                 self._set(change)
         else:
             self._early.setdefault(clock, {})[worker] = array
-            self._close(members)
+            self._close()
         return True
 
-    def set_members(self, members: Mapping[int, int]) -> None:
-        """Go on with these members: a clock may be complete without those that left."""
-        self.version += 1
-        self._own = {worker: own for worker, own in self._own.items() if worker in members}
-        self.clocks = {worker: clock for worker, clock in self.clocks.items() if worker in members}
-        self._close(members)
+    def set_members(self, view: View) -> None:
+        """Go on with the members of a view: a clock may be complete without those that left.
 
-    def slowest(self, members: Mapping[int, int]) -> int:
+        With slack 0, of a push that only other ranges have got, this one gets zeros, so that all
+        ranges average as many.
+        """
+        self.version += 1
+        members = view.members
+        for worker, reached in view.left.items() if not (self.is_mean or self._rule.slack) else ():
+            for clock in range(self.clocks.get(worker, reached), reached):
+                self._early.setdefault(clock, {})[worker] = np.zeros_like(self.values)
+        self._own = {worker: own for worker, own in self._own.items() if worker in members}
+        self.clocks = {worker: self.clocks.get(worker, first) for worker, first in members.items()}
+        self._close()
+
+    def slowest(self) -> int:
         """Return the clock that all members have reached."""
-        return min((self.clocks.get(w, first) for w, first in members.items()), default=0)
+        return min(self.clocks.values(), default=0)
 
     def rows_since(self, version: int) -> Array | None:
         """Return the rows that changed after this version; None, for all, if it is negative or the
@@ -78,15 +86,14 @@ class RangeState:
             self._changed = np.where(differ, self.version, self._changed)
         self.values = values
 
-    def _average(self, members: Mapping[int, int]) -> None:
-        own = [self._own[worker] for worker in sorted(self._own) if worker in members]
-        if own:
-            self._set(_sum(own) * np.float32(1 / len(own)))
+    def _average(self) -> None:
+        own = [self._own[worker] for worker in sorted(self._own)]
+        self._set(_sum(own) * np.float32(1 / len(own)))
 
-    def _close(self, members: Mapping[int, int]) -> None:
+    def _close(self) -> None:
         """Add up the pushes of the clocks that all members have reached."""
         for clock in sorted(self._early):
-            if clock >= self.slowest(members):
+            if clock >= self.slowest():
                 break
             pushed = self._early.pop(clock)
             total = _sum([pushed[worker] for worker in sorted(pushed)])

@@ -20,6 +20,7 @@ from caffepy.parallel.parameter_server.messages import (
     DeadPeerError,
     Engine,
     Push,
+    RefusedError,
     StaleViewError,
     View,
 )
@@ -52,7 +53,7 @@ class Server:
         view, copies = self.view, dict[str, list[tuple[int, Push]]]()
         for push in pushes:
             state = self._primary_state(push.range)
-            if state.push(push, decode, view.members):
+            if state.push(push, decode):
                 for replica in view.owners[push.range][1:]:
                     copies.setdefault(replica, []).append((state.version, push))
         await self._replicate(epoch, copies)
@@ -79,10 +80,7 @@ class Server:
         def may_go() -> bool:
             if self.view.epoch != epoch:
                 return True
-            members = self.view.members
-            return not self._frozen and all(
-                state.slowest(members) >= clock - slack for state in states
-            )
+            return not self._frozen and all(s.slowest() >= clock - slack for s in states)
 
         async with self._changed:
             await self._changed.wait_for(may_go)
@@ -104,7 +102,7 @@ class Server:
         for version, push in pushes:
             state = self._ranges.get(push.range)
             if state and version == state.version + 1:
-                state.push(push, decode, self.view.members)
+                state.push(push, decode)
 
     async def adopt(self, states: Mapping[int, RangeState]) -> None:
         """Take over the states of ranges."""
@@ -140,8 +138,8 @@ class Server:
         """
         states = [self._ranges[i] for i in self.view.of_primary(self.name) if i in self._ranges]
         return {
-            worker: min((state.clocks.get(worker, first) for state in states), default=first)
-            for worker, first in self.view.members.items()
+            worker: min(state.clocks[worker] for state in states)
+            for worker in self.view.members
             if states
         }
 
@@ -162,7 +160,7 @@ class Server:
             raise StaleViewError("this coordinator has been replaced")
         self.view = view
         for state in self._ranges.values():
-            state.set_members(view.members)
+            state.set_members(view)
         self._ranges = {i: s for i, s in self._ranges.items() if self.name in view.owners[i]}
         await self.thaw()
 
@@ -179,11 +177,10 @@ class Server:
         states = [self._ranges[i] for i in ranges]
 
         def complete() -> bool:
-            members = {w: c for w, c in self.view.members.items() if w in marks}
             return all(
-                state.clocks.get(worker, first) >= marks[worker]
+                clock >= marks.get(worker, 0)
                 for state in states
-                for worker, first in members.items()
+                for worker, clock in state.clocks.items()
             )
 
         await self._wake()
@@ -200,7 +197,7 @@ class Server:
 
     async def _thawed(self, epoch: int, pushes: Sequence[Push] = ()) -> None:
         """Wait until this server has the view of this epoch and is not frozen, or these pushes
-        belong to a cut; StaleViewError if it has a later view.
+        belong to a cut; RefusedError if it has a later view.
         """
 
         def may_go() -> bool:
@@ -214,7 +211,7 @@ class Server:
         async with self._changed:
             await self._changed.wait_for(may_go)
         if epoch < self.view.epoch:
-            raise StaleViewError("there is a later view")
+            raise RefusedError("there is a later view")
 
     async def _wake(self) -> None:
         async with self._changed:

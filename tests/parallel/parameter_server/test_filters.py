@@ -173,7 +173,7 @@ def test_zlib_deflates_what_shrinks_and_nothing_else() -> None:
 def test_pickle_carries_arrays_out_of_band() -> None:
     payload = parse("bf16,significant:1.5").encode(0, RANGE, noise())
     buffers: list[pickle.PickleBuffer] = []
-    push = pickle.dumps([Push(0, 0, 0, payload)], protocol=5, buffer_callback=buffers.append)
+    push = pickle.dumps([Push(0, 0, 0, 1, payload)], protocol=5, buffer_callback=buffers.append)
     assert len(push) < 1000
     assert len(buffers) == 2
     carried = pickle.loads(push, buffers=[buffer.raw().toreadonly() for buffer in buffers])
@@ -271,7 +271,7 @@ def test_rows_that_died_with_a_primary_are_pulled_anew() -> None:
         puller.pull()
         engine.loses = True
         primary = view.owners[0][0]
-        pushes = [Push(0, 0, clock, noise(clock, 2000)) for clock in range(4)]
+        pushes = [Push(0, 0, clock, 1, noise(clock, 2000)) for clock in range(4)]
         lost = engine.call(primary, "push", view.epoch, pushes)
         until = time.monotonic() + 10
         while not puller.pull()[0].any():

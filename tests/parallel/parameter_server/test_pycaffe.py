@@ -9,7 +9,7 @@ import pytest
 import caffepy
 from caffepy.core.errors import UsageError
 from caffepy.device.blob import Array
-from caffepy.parallel.parameter_server.messages import Nesterov, Push, Rule
+from caffepy.parallel.parameter_server.messages import Nesterov, Push, Rule, View
 from caffepy.parallel.parameter_server.range_state import RangeState
 from tests.parallel.cases import NET, net
 from tests.parallel.parameter_server.test_worker import SETTINGS, Served
@@ -33,10 +33,11 @@ def frozen(values: Array, change: Array, state: dict[str, Any]) -> Array:
 
 def pushed(rule: Rule, changes: list[list[float]]) -> RangeState:
     state = RangeState(np.zeros(2, np.float32), rule, is_mean=False)
+    state.set_members(View(members={0: 0, 1: 0}))
     for clock, change in enumerate(changes):
         for worker in (1, 0):
             payload = np.float32(change) * (worker + 0.5)  # whose mean is the change
-            state.push(Push(0, worker, clock, payload), lambda array: array, {0: 0, 1: 0})
+            state.push(Push(0, worker, clock, 2, payload), lambda array: array)
     return state
 
 

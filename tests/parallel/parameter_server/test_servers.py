@@ -152,7 +152,7 @@ def test_a_worker_that_dies_within_a_push_holds_up_no_cut(slack: float) -> None:
         for worker in range(2):
             engine.call(COORDINATOR, "join", worker, 1).result(10)  # which do not beat
         now = view(engine)
-        part = [Push(i, 0, 0, np.ones(5, np.float32)) for i in now.of_primary("server-0")]
+        part = [Push(i, 0, 0, 2, np.ones(5, np.float32)) for i in now.of_primary("server-0")]
         engine.call("server-0", "push", now.epoch, part).result(10)  # the others get none
         engine.call(COORDINATOR, "cut").result(12)
         assert 0 not in view(engine).members
@@ -173,11 +173,10 @@ def test_a_server_that_dies_within_a_cut_costs_no_push() -> None:
         assert killed
 
 
-def test_workers_join_and_leave_while_cuts_are_taken() -> None:
-    """A push that meets a change of the members may count by their old number in one range and by
-    the new one in another: values need not be equal.
-    """
-    with servers(Rule(inf)) as engine:
+@pytest.mark.parametrize("slack", [0, inf])
+def test_all_ranges_average_a_push_among_as_many_workers(slack: float) -> None:
+    """While workers join and leave, and cuts are taken."""
+    with servers(Rule(slack)) as engine:
         over = threading.Event()
 
         def join_and_leave(first: int) -> None:
@@ -185,18 +184,66 @@ def test_workers_join_and_leave_while_cuts_are_taken() -> None:
                 client = Client(engine, worker, patience=10)
                 client.join(1)
                 for _ in range(5):
-                    client.push(split(np.zeros(SIZE, np.float32)))
+                    client.push(split(np.full(SIZE, 12 * worker, np.float32)))
+                    client.pull()
                 client.leave()
 
         def work() -> None:
             ones(engine, 0, 100, 1)()
+            clients[0].leave()
             over.set()
 
         def cut() -> None:
             while not over.is_set():
-                assert values(engine).shape == (SIZE,)
+                all_ranges_have_the_same(values(engine))
 
+        ones(engine, 0, 0, 1)
+        clients: dict[int, Client] = engine.__dict__["clients"]
         run([work, cut, lambda: join_and_leave(1), lambda: join_and_leave(11)])
+        all_ranges_have_the_same(values(engine))
+
+
+def test_a_push_within_which_a_worker_joins_is_averaged_alike_in_all_ranges() -> None:
+    with servers(Rule(inf)) as engine:
+        client = Client(engine, 0, patience=10)
+        client.join(1)
+        joining = iter(range(1, 5))
+        last = list(dict.fromkeys(owners[0] for owners in view(engine).owners))[-1]
+
+        def join(name: str, method: str) -> None:
+            if method == "push" and (newcomer := next(joining, 0)) and name == last:
+                time.sleep(0.1)  # the parts for the other servers are counted
+                engine.call(COORDINATOR, "join", newcomer, 1).result(10)
+
+        engine.before = join
+        for _ in range(4):
+            client.push(split(np.full(SIZE, 12, np.float32)))
+        all_ranges_have_the_same(values(engine))
+        assert client.again
+
+
+def all_ranges_have_the_same(flat: np.ndarray) -> None:
+    np.testing.assert_array_equal(flat, flat[0])
+
+
+def test_a_push_of_which_some_ranges_died_with_its_worker_is_averaged_alike_in_all() -> None:
+    with servers(Rule(0)) as engine:
+        clients = [Client(engine, i, patience=10) for i in range(2)]
+        for client in clients:
+            client.join(1)
+        engine.call(COORDINATOR, "join", 2, 1).result(10)
+        now = view(engine)
+        push = [Push(i, 2, 0, 3, np.zeros(5, np.float32)) for i in now.of_primary("server-0")]
+        assert 0 < len(push) < len(RANGES)
+        engine.call("server-0", "push", now.epoch, push).result(10)
+
+        def work(client: Client) -> Callable[[], None]:
+            return lambda: client.push(split(np.full(SIZE, 3, np.float32)))
+
+        run([work(clients[0])])  # all but one before its death, in all ranges
+        engine.call(COORDINATOR, "leave", 2).result(10)
+        run([work(clients[1])])
+        np.testing.assert_array_equal(values(engine), 2)
 
 
 @pytest.mark.parametrize("slack", [0, 4])
