@@ -85,7 +85,7 @@ class BlobProtoVector(_message.Message):
     def __init__(self, blobs: _Optional[_Iterable[_Union[BlobProto, _Mapping]]] = ...) -> None: ...
 
 class Datum(_message.Message):
-    __slots__ = ("channels", "height", "width", "data", "label", "float_data", "encoded", "record_id")
+    __slots__ = ("channels", "height", "width", "data", "label", "float_data", "encoded", "record_id", "seg_label")
     CHANNELS_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class Datum(_message.Message):
     FLOAT_DATA_FIELD_NUMBER: _ClassVar[int]
     ENCODED_FIELD_NUMBER: _ClassVar[int]
     RECORD_ID_FIELD_NUMBER: _ClassVar[int]
+    SEG_LABEL_FIELD_NUMBER: _ClassVar[int]
     channels: int
     height: int
     width: int
@@ -102,7 +103,8 @@ class Datum(_message.Message):
     float_data: _containers.RepeatedScalarFieldContainer[float]
     encoded: bool
     record_id: int
-    def __init__(self, channels: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., data: _Optional[bytes] = ..., label: _Optional[int] = ..., float_data: _Optional[_Iterable[float]] = ..., encoded: bool = ..., record_id: _Optional[int] = ...) -> None: ...
+    seg_label: bytes
+    def __init__(self, channels: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., data: _Optional[bytes] = ..., label: _Optional[int] = ..., float_data: _Optional[_Iterable[float]] = ..., encoded: bool = ..., record_id: _Optional[int] = ..., seg_label: _Optional[bytes] = ...) -> None: ...
 
 class NetState(_message.Message):
     __slots__ = ("phase", "level", "stage")
@@ -129,7 +131,7 @@ class NetStateRule(_message.Message):
     def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., min_level: _Optional[int] = ..., max_level: _Optional[int] = ..., stage: _Optional[_Iterable[str]] = ..., not_stage: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NetParameter(_message.Message):
-    __slots__ = ("name", "layers", "input", "input_dim", "force_backward", "state", "debug_info", "input_shape", "layer", "default_forward_type", "default_backward_type", "default_forward_math", "default_backward_math", "global_grad_scale", "global_grad_scale_adaptive", "default_conv_algos_override", "reduce_buckets", "default_cudnn_math_override", "eltwise_mem_sharing")
+    __slots__ = ("name", "layers", "input", "input_dim", "force_backward", "state", "debug_info", "input_shape", "layer", "default_forward_type", "default_backward_type", "default_forward_math", "default_backward_math", "global_grad_scale", "global_grad_scale_adaptive", "default_conv_algos_override", "reduce_buckets", "default_cudnn_math_override", "eltwise_mem_sharing", "compile_net_state", "engine", "bn_stats_batch_size", "multinode")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +151,10 @@ class NetParameter(_message.Message):
     REDUCE_BUCKETS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_CUDNN_MATH_OVERRIDE_FIELD_NUMBER: _ClassVar[int]
     ELTWISE_MEM_SHARING_FIELD_NUMBER: _ClassVar[int]
+    COMPILE_NET_STATE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    BN_STATS_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MULTINODE_FIELD_NUMBER: _ClassVar[int]
     name: str
     layers: _containers.RepeatedCompositeFieldContainer[V1LayerParameter]
     input: _containers.RepeatedScalarFieldContainer[str]
@@ -168,7 +174,11 @@ class NetParameter(_message.Message):
     reduce_buckets: int
     default_cudnn_math_override: int
     eltwise_mem_sharing: bool
-    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[V1LayerParameter, _Mapping]]] = ..., input: _Optional[_Iterable[str]] = ..., input_dim: _Optional[_Iterable[int]] = ..., force_backward: bool = ..., state: _Optional[_Union[NetState, _Mapping]] = ..., debug_info: bool = ..., input_shape: _Optional[_Iterable[_Union[BlobShape, _Mapping]]] = ..., layer: _Optional[_Iterable[_Union[LayerParameter, _Mapping]]] = ..., default_forward_type: _Optional[_Union[Type, str]] = ..., default_backward_type: _Optional[_Union[Type, str]] = ..., default_forward_math: _Optional[_Union[Type, str]] = ..., default_backward_math: _Optional[_Union[Type, str]] = ..., global_grad_scale: _Optional[float] = ..., global_grad_scale_adaptive: bool = ..., default_conv_algos_override: _Optional[str] = ..., reduce_buckets: _Optional[int] = ..., default_cudnn_math_override: _Optional[int] = ..., eltwise_mem_sharing: bool = ...) -> None: ...
+    compile_net_state: CompileNetState
+    engine: str
+    bn_stats_batch_size: int
+    multinode: MultinodeParameter
+    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[V1LayerParameter, _Mapping]]] = ..., input: _Optional[_Iterable[str]] = ..., input_dim: _Optional[_Iterable[int]] = ..., force_backward: bool = ..., state: _Optional[_Union[NetState, _Mapping]] = ..., debug_info: bool = ..., input_shape: _Optional[_Iterable[_Union[BlobShape, _Mapping]]] = ..., layer: _Optional[_Iterable[_Union[LayerParameter, _Mapping]]] = ..., default_forward_type: _Optional[_Union[Type, str]] = ..., default_backward_type: _Optional[_Union[Type, str]] = ..., default_forward_math: _Optional[_Union[Type, str]] = ..., default_backward_math: _Optional[_Union[Type, str]] = ..., global_grad_scale: _Optional[float] = ..., global_grad_scale_adaptive: bool = ..., default_conv_algos_override: _Optional[str] = ..., reduce_buckets: _Optional[int] = ..., default_cudnn_math_override: _Optional[int] = ..., eltwise_mem_sharing: bool = ..., compile_net_state: _Optional[_Union[CompileNetState, _Mapping]] = ..., engine: _Optional[str] = ..., bn_stats_batch_size: _Optional[int] = ..., multinode: _Optional[_Union[MultinodeParameter, _Mapping]] = ...) -> None: ...
 
 class ParamSpec(_message.Message):
     __slots__ = ("name", "share_mode", "lr_mult", "decay_mult")
@@ -189,7 +199,7 @@ class ParamSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., share_mode: _Optional[_Union[ParamSpec.DimCheckMode, str]] = ..., lr_mult: _Optional[float] = ..., decay_mult: _Optional[float] = ...) -> None: ...
 
 class LayerParameter(_message.Message):
-    __slots__ = ("name", "type", "bottom", "top", "loss_weight", "param", "blobs", "include", "exclude", "phase", "propagate_down", "transform_param", "loss_param", "accuracy_param", "argmax_param", "concat_param", "contrastive_loss_param", "convolution_param", "data_param", "dropout_param", "dummy_data_param", "eltwise_param", "exp_param", "hdf5_data_param", "hdf5_output_param", "hinge_loss_param", "image_data_param", "infogain_loss_param", "inner_product_param", "lrn_param", "memory_data_param", "mvn_param", "pooling_param", "power_param", "relu_param", "sigmoid_param", "softmax_param", "slice_param", "tanh_param", "threshold_param", "window_data_param", "python_param", "prelu_param", "spp_param", "reshape_param", "log_param", "flatten_param", "reduction_param", "embed_param", "tile_param", "batch_norm_param", "elu_param", "bias_param", "scale_param", "input_param", "crop_param", "parameter_param", "recurrent_param", "swish_param", "clip_param", "debug", "cudnn_math_override", "trt_param", "annotated_data_param", "multibox_loss_param", "permute_param", "prior_box_param", "detection_output_param", "detection_evaluate_param", "norm_param", "video_data_param", "detectnet_groundtruth_param", "detectnet_augmentation_param", "forward_type", "backward_type", "forward_math", "backward_math")
+    __slots__ = ("name", "type", "bottom", "top", "loss_weight", "param", "blobs", "include", "exclude", "phase", "propagate_down", "transform_param", "loss_param", "accuracy_param", "argmax_param", "concat_param", "contrastive_loss_param", "convolution_param", "data_param", "dropout_param", "dummy_data_param", "eltwise_param", "exp_param", "hdf5_data_param", "hdf5_output_param", "hinge_loss_param", "image_data_param", "infogain_loss_param", "inner_product_param", "lrn_param", "memory_data_param", "mvn_param", "pooling_param", "power_param", "relu_param", "sigmoid_param", "softmax_param", "slice_param", "tanh_param", "threshold_param", "window_data_param", "python_param", "prelu_param", "spp_param", "reshape_param", "log_param", "flatten_param", "reduction_param", "embed_param", "tile_param", "batch_norm_param", "elu_param", "bias_param", "scale_param", "input_param", "crop_param", "parameter_param", "recurrent_param", "swish_param", "clip_param", "debug", "cudnn_math_override", "trt_param", "annotated_data_param", "multibox_loss_param", "permute_param", "prior_box_param", "detection_output_param", "detection_evaluate_param", "norm_param", "video_data_param", "detectnet_groundtruth_param", "detectnet_augmentation_param", "forward_type", "backward_type", "forward_math", "backward_math", "region_loss_param", "yolov3_param", "yolo_seg_param", "segmentation_evaluate_param", "yolo_detection_output_param", "yolov3_detection_output_param", "relu6_param", "reorg_param", "upsample_param", "box_annotator_ohem_param", "psroi_pooling_param", "roi_pooling_param", "smooth_l1_loss_param", "split_param", "spatial_dropout_param", "engine", "multinode", "mn_activation_param", "mn_grad_compress_param", "quantization_param", "eval_detection_param", "proposal_param", "shuffle_channel_param", "adaptive_bias_channel_param", "bn_param", "bias_channel_param", "dense_crf_param", "domain_transform_param", "interp_param", "mat_read_param", "mat_write_param", "seg_accuracy_param", "unique_label_param", "dense_image_data_param", "local_param", "insanity_param", "triplet_loss_param", "eltwise_affine_param", "sub_region_param", "noise_param", "hotspot_param", "predict_box_param", "mil_data_param", "mil_param", "fcn_data_param", "center_loss_param", "flip_param", "inner_distance_param", "normalize_param", "general_contrastive_loss_param", "soft_contrastive_loss_param", "general_triplet_loss_param", "soft_truncation_param", "pairwise_param", "smoothl1_param", "batch_contrastive_loss_param", "truncation_param", "nca_param", "largemargin_inner_product_param", "label_specific_rescale_param", "infimum_loss_param", "ordinal_regression_loss_param", "resize_param", "margin_inner_product_param", "feature_decay_loss_param", "confidence_penalty_loss_param", "focal_loss_param", "label_specific_margin_param", "channel_scale_param", "label_specific_affine_param", "label_specific_hard_margin_param", "label_specific_add_param", "coeff_schedule_param", "augmentation_param", "correlation_param", "l1_loss_param", "writer_param", "reader_param", "mean_param", "resample_param", "downsample_param", "lpq_loss_param", "flow_warp_param", "accum_param", "black_augmentation_param", "reshape_every_iter", "st_param", "st_loss_param", "power_file_param", "loc_loss_param", "convolution3d_param", "pooling3d_param")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     BOTTOM_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +277,98 @@ class LayerParameter(_message.Message):
     BACKWARD_TYPE_FIELD_NUMBER: _ClassVar[int]
     FORWARD_MATH_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_MATH_FIELD_NUMBER: _ClassVar[int]
+    REGION_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    YOLOV3_PARAM_FIELD_NUMBER: _ClassVar[int]
+    YOLO_SEG_PARAM_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTATION_EVALUATE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    YOLO_DETECTION_OUTPUT_PARAM_FIELD_NUMBER: _ClassVar[int]
+    YOLOV3_DETECTION_OUTPUT_PARAM_FIELD_NUMBER: _ClassVar[int]
+    RELU6_PARAM_FIELD_NUMBER: _ClassVar[int]
+    REORG_PARAM_FIELD_NUMBER: _ClassVar[int]
+    UPSAMPLE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    BOX_ANNOTATOR_OHEM_PARAM_FIELD_NUMBER: _ClassVar[int]
+    PSROI_POOLING_PARAM_FIELD_NUMBER: _ClassVar[int]
+    ROI_POOLING_PARAM_FIELD_NUMBER: _ClassVar[int]
+    SMOOTH_L1_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_PARAM_FIELD_NUMBER: _ClassVar[int]
+    SPATIAL_DROPOUT_PARAM_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    MULTINODE_FIELD_NUMBER: _ClassVar[int]
+    MN_ACTIVATION_PARAM_FIELD_NUMBER: _ClassVar[int]
+    MN_GRAD_COMPRESS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_PARAM_FIELD_NUMBER: _ClassVar[int]
+    EVAL_DETECTION_PARAM_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_PARAM_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLE_CHANNEL_PARAM_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_BIAS_CHANNEL_PARAM_FIELD_NUMBER: _ClassVar[int]
+    BN_PARAM_FIELD_NUMBER: _ClassVar[int]
+    BIAS_CHANNEL_PARAM_FIELD_NUMBER: _ClassVar[int]
+    DENSE_CRF_PARAM_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_TRANSFORM_PARAM_FIELD_NUMBER: _ClassVar[int]
+    INTERP_PARAM_FIELD_NUMBER: _ClassVar[int]
+    MAT_READ_PARAM_FIELD_NUMBER: _ClassVar[int]
+    MAT_WRITE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    SEG_ACCURACY_PARAM_FIELD_NUMBER: _ClassVar[int]
+    UNIQUE_LABEL_PARAM_FIELD_NUMBER: _ClassVar[int]
+    DENSE_IMAGE_DATA_PARAM_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PARAM_FIELD_NUMBER: _ClassVar[int]
+    INSANITY_PARAM_FIELD_NUMBER: _ClassVar[int]
+    TRIPLET_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    ELTWISE_AFFINE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    SUB_REGION_PARAM_FIELD_NUMBER: _ClassVar[int]
+    NOISE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    HOTSPOT_PARAM_FIELD_NUMBER: _ClassVar[int]
+    PREDICT_BOX_PARAM_FIELD_NUMBER: _ClassVar[int]
+    MIL_DATA_PARAM_FIELD_NUMBER: _ClassVar[int]
+    MIL_PARAM_FIELD_NUMBER: _ClassVar[int]
+    FCN_DATA_PARAM_FIELD_NUMBER: _ClassVar[int]
+    CENTER_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    FLIP_PARAM_FIELD_NUMBER: _ClassVar[int]
+    INNER_DISTANCE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    GENERAL_CONTRASTIVE_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    SOFT_CONTRASTIVE_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    GENERAL_TRIPLET_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    SOFT_TRUNCATION_PARAM_FIELD_NUMBER: _ClassVar[int]
+    PAIRWISE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    SMOOTHL1_PARAM_FIELD_NUMBER: _ClassVar[int]
+    BATCH_CONTRASTIVE_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_PARAM_FIELD_NUMBER: _ClassVar[int]
+    NCA_PARAM_FIELD_NUMBER: _ClassVar[int]
+    LARGEMARGIN_INNER_PRODUCT_PARAM_FIELD_NUMBER: _ClassVar[int]
+    LABEL_SPECIFIC_RESCALE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    INFIMUM_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_REGRESSION_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    RESIZE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_INNER_PRODUCT_PARAM_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_DECAY_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_PENALTY_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    FOCAL_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    LABEL_SPECIFIC_MARGIN_PARAM_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_SCALE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    LABEL_SPECIFIC_AFFINE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    LABEL_SPECIFIC_HARD_MARGIN_PARAM_FIELD_NUMBER: _ClassVar[int]
+    LABEL_SPECIFIC_ADD_PARAM_FIELD_NUMBER: _ClassVar[int]
+    COEFF_SCHEDULE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    AUGMENTATION_PARAM_FIELD_NUMBER: _ClassVar[int]
+    CORRELATION_PARAM_FIELD_NUMBER: _ClassVar[int]
+    L1_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    WRITER_PARAM_FIELD_NUMBER: _ClassVar[int]
+    READER_PARAM_FIELD_NUMBER: _ClassVar[int]
+    MEAN_PARAM_FIELD_NUMBER: _ClassVar[int]
+    RESAMPLE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    DOWNSAMPLE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    LPQ_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    FLOW_WARP_PARAM_FIELD_NUMBER: _ClassVar[int]
+    ACCUM_PARAM_FIELD_NUMBER: _ClassVar[int]
+    BLACK_AUGMENTATION_PARAM_FIELD_NUMBER: _ClassVar[int]
+    RESHAPE_EVERY_ITER_FIELD_NUMBER: _ClassVar[int]
+    ST_PARAM_FIELD_NUMBER: _ClassVar[int]
+    ST_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    POWER_FILE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    LOC_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    CONVOLUTION3D_PARAM_FIELD_NUMBER: _ClassVar[int]
+    POOLING3D_PARAM_FIELD_NUMBER: _ClassVar[int]
     name: str
     type: str
     bottom: _containers.RepeatedScalarFieldContainer[str]
@@ -344,10 +446,102 @@ class LayerParameter(_message.Message):
     backward_type: Type
     forward_math: Type
     backward_math: Type
-    def __init__(self, name: _Optional[str] = ..., type: _Optional[str] = ..., bottom: _Optional[_Iterable[str]] = ..., top: _Optional[_Iterable[str]] = ..., loss_weight: _Optional[_Iterable[float]] = ..., param: _Optional[_Iterable[_Union[ParamSpec, _Mapping]]] = ..., blobs: _Optional[_Iterable[_Union[BlobProto, _Mapping]]] = ..., include: _Optional[_Iterable[_Union[NetStateRule, _Mapping]]] = ..., exclude: _Optional[_Iterable[_Union[NetStateRule, _Mapping]]] = ..., phase: _Optional[_Union[Phase, str]] = ..., propagate_down: _Optional[_Iterable[bool]] = ..., transform_param: _Optional[_Union[TransformationParameter, _Mapping]] = ..., loss_param: _Optional[_Union[LossParameter, _Mapping]] = ..., accuracy_param: _Optional[_Union[AccuracyParameter, _Mapping]] = ..., argmax_param: _Optional[_Union[ArgMaxParameter, _Mapping]] = ..., concat_param: _Optional[_Union[ConcatParameter, _Mapping]] = ..., contrastive_loss_param: _Optional[_Union[ContrastiveLossParameter, _Mapping]] = ..., convolution_param: _Optional[_Union[ConvolutionParameter, _Mapping]] = ..., data_param: _Optional[_Union[DataParameter, _Mapping]] = ..., dropout_param: _Optional[_Union[DropoutParameter, _Mapping]] = ..., dummy_data_param: _Optional[_Union[DummyDataParameter, _Mapping]] = ..., eltwise_param: _Optional[_Union[EltwiseParameter, _Mapping]] = ..., exp_param: _Optional[_Union[ExpParameter, _Mapping]] = ..., hdf5_data_param: _Optional[_Union[HDF5DataParameter, _Mapping]] = ..., hdf5_output_param: _Optional[_Union[HDF5OutputParameter, _Mapping]] = ..., hinge_loss_param: _Optional[_Union[HingeLossParameter, _Mapping]] = ..., image_data_param: _Optional[_Union[ImageDataParameter, _Mapping]] = ..., infogain_loss_param: _Optional[_Union[InfogainLossParameter, _Mapping]] = ..., inner_product_param: _Optional[_Union[InnerProductParameter, _Mapping]] = ..., lrn_param: _Optional[_Union[LRNParameter, _Mapping]] = ..., memory_data_param: _Optional[_Union[MemoryDataParameter, _Mapping]] = ..., mvn_param: _Optional[_Union[MVNParameter, _Mapping]] = ..., pooling_param: _Optional[_Union[PoolingParameter, _Mapping]] = ..., power_param: _Optional[_Union[PowerParameter, _Mapping]] = ..., relu_param: _Optional[_Union[ReLUParameter, _Mapping]] = ..., sigmoid_param: _Optional[_Union[SigmoidParameter, _Mapping]] = ..., softmax_param: _Optional[_Union[SoftmaxParameter, _Mapping]] = ..., slice_param: _Optional[_Union[SliceParameter, _Mapping]] = ..., tanh_param: _Optional[_Union[TanHParameter, _Mapping]] = ..., threshold_param: _Optional[_Union[ThresholdParameter, _Mapping]] = ..., window_data_param: _Optional[_Union[WindowDataParameter, _Mapping]] = ..., python_param: _Optional[_Union[PythonParameter, _Mapping]] = ..., prelu_param: _Optional[_Union[PReLUParameter, _Mapping]] = ..., spp_param: _Optional[_Union[SPPParameter, _Mapping]] = ..., reshape_param: _Optional[_Union[ReshapeParameter, _Mapping]] = ..., log_param: _Optional[_Union[LogParameter, _Mapping]] = ..., flatten_param: _Optional[_Union[FlattenParameter, _Mapping]] = ..., reduction_param: _Optional[_Union[ReductionParameter, _Mapping]] = ..., embed_param: _Optional[_Union[EmbedParameter, _Mapping]] = ..., tile_param: _Optional[_Union[TileParameter, _Mapping]] = ..., batch_norm_param: _Optional[_Union[BatchNormParameter, _Mapping]] = ..., elu_param: _Optional[_Union[ELUParameter, _Mapping]] = ..., bias_param: _Optional[_Union[BiasParameter, _Mapping]] = ..., scale_param: _Optional[_Union[ScaleParameter, _Mapping]] = ..., input_param: _Optional[_Union[InputParameter, _Mapping]] = ..., crop_param: _Optional[_Union[CropParameter, _Mapping]] = ..., parameter_param: _Optional[_Union[ParameterParameter, _Mapping]] = ..., recurrent_param: _Optional[_Union[RecurrentParameter, _Mapping]] = ..., swish_param: _Optional[_Union[SwishParameter, _Mapping]] = ..., clip_param: _Optional[_Union[ClipParameter, _Mapping]] = ..., debug: bool = ..., cudnn_math_override: _Optional[int] = ..., trt_param: _Optional[_Union[TRTParameter, _Mapping]] = ..., annotated_data_param: _Optional[_Union[AnnotatedDataParameter, _Mapping]] = ..., multibox_loss_param: _Optional[_Union[MultiBoxLossParameter, _Mapping]] = ..., permute_param: _Optional[_Union[PermuteParameter, _Mapping]] = ..., prior_box_param: _Optional[_Union[PriorBoxParameter, _Mapping]] = ..., detection_output_param: _Optional[_Union[DetectionOutputParameter, _Mapping]] = ..., detection_evaluate_param: _Optional[_Union[DetectionEvaluateParameter, _Mapping]] = ..., norm_param: _Optional[_Union[NormalizeParameter, _Mapping]] = ..., video_data_param: _Optional[_Union[VideoDataParameter, _Mapping]] = ..., detectnet_groundtruth_param: _Optional[_Union[DetectNetGroundTruthParameter, _Mapping]] = ..., detectnet_augmentation_param: _Optional[_Union[DetectNetAugmentationParameter, _Mapping]] = ..., forward_type: _Optional[_Union[Type, str]] = ..., backward_type: _Optional[_Union[Type, str]] = ..., forward_math: _Optional[_Union[Type, str]] = ..., backward_math: _Optional[_Union[Type, str]] = ...) -> None: ...
+    region_loss_param: RegionLossParameter
+    yolov3_param: Yolov3Parameter
+    yolo_seg_param: YoloSegParameter
+    segmentation_evaluate_param: SegmentationEvaluateParameter
+    yolo_detection_output_param: YoloDetectionOutputParameter
+    yolov3_detection_output_param: Yolov3DetectionOutputParameter
+    relu6_param: ReLUParameter
+    reorg_param: ReorgParameter
+    upsample_param: UpsampleParameter
+    box_annotator_ohem_param: BoxAnnotatorOHEMParameter
+    psroi_pooling_param: PSROIPoolingParameter
+    roi_pooling_param: ROIPoolingParameter
+    smooth_l1_loss_param: SmoothL1LossParameter
+    split_param: SplitParameter
+    spatial_dropout_param: SpatialDropoutParameter
+    engine: str
+    multinode: MultinodeLayerParameter
+    mn_activation_param: MnActivationParameter
+    mn_grad_compress_param: MnParamGradCompressParameter
+    quantization_param: QuantizationParameter
+    eval_detection_param: EvalDetectionParameter
+    proposal_param: ProposalParameter
+    shuffle_channel_param: ShuffleChannelParameter
+    adaptive_bias_channel_param: AdaptiveBiasChannelParameter
+    bn_param: BNParameter
+    bias_channel_param: BiasChannelParameter
+    dense_crf_param: DenseCRFParameter
+    domain_transform_param: DomainTransformParameter
+    interp_param: InterpParameter
+    mat_read_param: MatReadParameter
+    mat_write_param: MatWriteParameter
+    seg_accuracy_param: SegAccuracyParameter
+    unique_label_param: UniqueLabelParameter
+    dense_image_data_param: DenseImageDataParameter
+    local_param: LocalParameter
+    insanity_param: InsanityParameter
+    triplet_loss_param: TripletLossParameter
+    eltwise_affine_param: EltwiseAffineParameter
+    sub_region_param: SubRegionParameter
+    noise_param: NoiseParameter
+    hotspot_param: HotspotParameter
+    predict_box_param: PredictBoxParameter
+    mil_data_param: MILDataParameter
+    mil_param: MILParameter
+    fcn_data_param: FCNDataParameter
+    center_loss_param: CenterLossParameter
+    flip_param: FlipParameter
+    inner_distance_param: InnerDistanceParameter
+    normalize_param: NormalizeParameter
+    general_contrastive_loss_param: GeneralContrastiveParameter
+    soft_contrastive_loss_param: SoftContrastiveParameter
+    general_triplet_loss_param: GeneralTripletParameter
+    soft_truncation_param: SoftTruncationParameter
+    pairwise_param: PairwiseParameter
+    smoothl1_param: SmoothL1Parameter
+    batch_contrastive_loss_param: BatchContrastiveParameter
+    truncation_param: TruncationParameter
+    nca_param: NCAParameter
+    largemargin_inner_product_param: LargeMarginInnerProductParameter
+    label_specific_rescale_param: LabelSpecificRescaleParameter
+    infimum_loss_param: InfimumLossParamter
+    ordinal_regression_loss_param: OrdinalRegressionParameter
+    resize_param: ResizeParameter
+    margin_inner_product_param: MarginInnerProductParameter
+    feature_decay_loss_param: FeatureDecayLossParameter
+    confidence_penalty_loss_param: ConfidencePenaltyLossParameter
+    focal_loss_param: FocalLossParameter
+    label_specific_margin_param: LabelSpecificMarginParameter
+    channel_scale_param: ChannelScaleParameter
+    label_specific_affine_param: LabelSpecificAffineParameter
+    label_specific_hard_margin_param: LabelSpecificHardMarginParameter
+    label_specific_add_param: LabelSpecificAddParameter
+    coeff_schedule_param: CoeffScheduleParameter
+    augmentation_param: AugmentationParameter
+    correlation_param: CorrelationParameter
+    l1_loss_param: L1LossParameter
+    writer_param: WriterParameter
+    reader_param: ReaderParameter
+    mean_param: MeanParameter
+    resample_param: ResampleParameter
+    downsample_param: DownsampleParameter
+    lpq_loss_param: LpqLossParameter
+    flow_warp_param: FlowWarpParameter
+    accum_param: AccumParameter
+    black_augmentation_param: BlackAugmentationParameter
+    reshape_every_iter: bool
+    st_param: SpatialTransformerParameter
+    st_loss_param: STLossParameter
+    power_file_param: PowerFileParameter
+    loc_loss_param: LocLossParameter
+    convolution3d_param: Convolution3DParameter
+    pooling3d_param: Pooling3DParameter
+    def __init__(self, name: _Optional[str] = ..., type: _Optional[str] = ..., bottom: _Optional[_Iterable[str]] = ..., top: _Optional[_Iterable[str]] = ..., loss_weight: _Optional[_Iterable[float]] = ..., param: _Optional[_Iterable[_Union[ParamSpec, _Mapping]]] = ..., blobs: _Optional[_Iterable[_Union[BlobProto, _Mapping]]] = ..., include: _Optional[_Iterable[_Union[NetStateRule, _Mapping]]] = ..., exclude: _Optional[_Iterable[_Union[NetStateRule, _Mapping]]] = ..., phase: _Optional[_Union[Phase, str]] = ..., propagate_down: _Optional[_Iterable[bool]] = ..., transform_param: _Optional[_Union[TransformationParameter, _Mapping]] = ..., loss_param: _Optional[_Union[LossParameter, _Mapping]] = ..., accuracy_param: _Optional[_Union[AccuracyParameter, _Mapping]] = ..., argmax_param: _Optional[_Union[ArgMaxParameter, _Mapping]] = ..., concat_param: _Optional[_Union[ConcatParameter, _Mapping]] = ..., contrastive_loss_param: _Optional[_Union[ContrastiveLossParameter, _Mapping]] = ..., convolution_param: _Optional[_Union[ConvolutionParameter, _Mapping]] = ..., data_param: _Optional[_Union[DataParameter, _Mapping]] = ..., dropout_param: _Optional[_Union[DropoutParameter, _Mapping]] = ..., dummy_data_param: _Optional[_Union[DummyDataParameter, _Mapping]] = ..., eltwise_param: _Optional[_Union[EltwiseParameter, _Mapping]] = ..., exp_param: _Optional[_Union[ExpParameter, _Mapping]] = ..., hdf5_data_param: _Optional[_Union[HDF5DataParameter, _Mapping]] = ..., hdf5_output_param: _Optional[_Union[HDF5OutputParameter, _Mapping]] = ..., hinge_loss_param: _Optional[_Union[HingeLossParameter, _Mapping]] = ..., image_data_param: _Optional[_Union[ImageDataParameter, _Mapping]] = ..., infogain_loss_param: _Optional[_Union[InfogainLossParameter, _Mapping]] = ..., inner_product_param: _Optional[_Union[InnerProductParameter, _Mapping]] = ..., lrn_param: _Optional[_Union[LRNParameter, _Mapping]] = ..., memory_data_param: _Optional[_Union[MemoryDataParameter, _Mapping]] = ..., mvn_param: _Optional[_Union[MVNParameter, _Mapping]] = ..., pooling_param: _Optional[_Union[PoolingParameter, _Mapping]] = ..., power_param: _Optional[_Union[PowerParameter, _Mapping]] = ..., relu_param: _Optional[_Union[ReLUParameter, _Mapping]] = ..., sigmoid_param: _Optional[_Union[SigmoidParameter, _Mapping]] = ..., softmax_param: _Optional[_Union[SoftmaxParameter, _Mapping]] = ..., slice_param: _Optional[_Union[SliceParameter, _Mapping]] = ..., tanh_param: _Optional[_Union[TanHParameter, _Mapping]] = ..., threshold_param: _Optional[_Union[ThresholdParameter, _Mapping]] = ..., window_data_param: _Optional[_Union[WindowDataParameter, _Mapping]] = ..., python_param: _Optional[_Union[PythonParameter, _Mapping]] = ..., prelu_param: _Optional[_Union[PReLUParameter, _Mapping]] = ..., spp_param: _Optional[_Union[SPPParameter, _Mapping]] = ..., reshape_param: _Optional[_Union[ReshapeParameter, _Mapping]] = ..., log_param: _Optional[_Union[LogParameter, _Mapping]] = ..., flatten_param: _Optional[_Union[FlattenParameter, _Mapping]] = ..., reduction_param: _Optional[_Union[ReductionParameter, _Mapping]] = ..., embed_param: _Optional[_Union[EmbedParameter, _Mapping]] = ..., tile_param: _Optional[_Union[TileParameter, _Mapping]] = ..., batch_norm_param: _Optional[_Union[BatchNormParameter, _Mapping]] = ..., elu_param: _Optional[_Union[ELUParameter, _Mapping]] = ..., bias_param: _Optional[_Union[BiasParameter, _Mapping]] = ..., scale_param: _Optional[_Union[ScaleParameter, _Mapping]] = ..., input_param: _Optional[_Union[InputParameter, _Mapping]] = ..., crop_param: _Optional[_Union[CropParameter, _Mapping]] = ..., parameter_param: _Optional[_Union[ParameterParameter, _Mapping]] = ..., recurrent_param: _Optional[_Union[RecurrentParameter, _Mapping]] = ..., swish_param: _Optional[_Union[SwishParameter, _Mapping]] = ..., clip_param: _Optional[_Union[ClipParameter, _Mapping]] = ..., debug: bool = ..., cudnn_math_override: _Optional[int] = ..., trt_param: _Optional[_Union[TRTParameter, _Mapping]] = ..., annotated_data_param: _Optional[_Union[AnnotatedDataParameter, _Mapping]] = ..., multibox_loss_param: _Optional[_Union[MultiBoxLossParameter, _Mapping]] = ..., permute_param: _Optional[_Union[PermuteParameter, _Mapping]] = ..., prior_box_param: _Optional[_Union[PriorBoxParameter, _Mapping]] = ..., detection_output_param: _Optional[_Union[DetectionOutputParameter, _Mapping]] = ..., detection_evaluate_param: _Optional[_Union[DetectionEvaluateParameter, _Mapping]] = ..., norm_param: _Optional[_Union[NormalizeParameter, _Mapping]] = ..., video_data_param: _Optional[_Union[VideoDataParameter, _Mapping]] = ..., detectnet_groundtruth_param: _Optional[_Union[DetectNetGroundTruthParameter, _Mapping]] = ..., detectnet_augmentation_param: _Optional[_Union[DetectNetAugmentationParameter, _Mapping]] = ..., forward_type: _Optional[_Union[Type, str]] = ..., backward_type: _Optional[_Union[Type, str]] = ..., forward_math: _Optional[_Union[Type, str]] = ..., backward_math: _Optional[_Union[Type, str]] = ..., region_loss_param: _Optional[_Union[RegionLossParameter, _Mapping]] = ..., yolov3_param: _Optional[_Union[Yolov3Parameter, _Mapping]] = ..., yolo_seg_param: _Optional[_Union[YoloSegParameter, _Mapping]] = ..., segmentation_evaluate_param: _Optional[_Union[SegmentationEvaluateParameter, _Mapping]] = ..., yolo_detection_output_param: _Optional[_Union[YoloDetectionOutputParameter, _Mapping]] = ..., yolov3_detection_output_param: _Optional[_Union[Yolov3DetectionOutputParameter, _Mapping]] = ..., relu6_param: _Optional[_Union[ReLUParameter, _Mapping]] = ..., reorg_param: _Optional[_Union[ReorgParameter, _Mapping]] = ..., upsample_param: _Optional[_Union[UpsampleParameter, _Mapping]] = ..., box_annotator_ohem_param: _Optional[_Union[BoxAnnotatorOHEMParameter, _Mapping]] = ..., psroi_pooling_param: _Optional[_Union[PSROIPoolingParameter, _Mapping]] = ..., roi_pooling_param: _Optional[_Union[ROIPoolingParameter, _Mapping]] = ..., smooth_l1_loss_param: _Optional[_Union[SmoothL1LossParameter, _Mapping]] = ..., split_param: _Optional[_Union[SplitParameter, _Mapping]] = ..., spatial_dropout_param: _Optional[_Union[SpatialDropoutParameter, _Mapping]] = ..., engine: _Optional[str] = ..., multinode: _Optional[_Union[MultinodeLayerParameter, _Mapping]] = ..., mn_activation_param: _Optional[_Union[MnActivationParameter, _Mapping]] = ..., mn_grad_compress_param: _Optional[_Union[MnParamGradCompressParameter, _Mapping]] = ..., quantization_param: _Optional[_Union[QuantizationParameter, _Mapping]] = ..., eval_detection_param: _Optional[_Union[EvalDetectionParameter, _Mapping]] = ..., proposal_param: _Optional[_Union[ProposalParameter, _Mapping]] = ..., shuffle_channel_param: _Optional[_Union[ShuffleChannelParameter, _Mapping]] = ..., adaptive_bias_channel_param: _Optional[_Union[AdaptiveBiasChannelParameter, _Mapping]] = ..., bn_param: _Optional[_Union[BNParameter, _Mapping]] = ..., bias_channel_param: _Optional[_Union[BiasChannelParameter, _Mapping]] = ..., dense_crf_param: _Optional[_Union[DenseCRFParameter, _Mapping]] = ..., domain_transform_param: _Optional[_Union[DomainTransformParameter, _Mapping]] = ..., interp_param: _Optional[_Union[InterpParameter, _Mapping]] = ..., mat_read_param: _Optional[_Union[MatReadParameter, _Mapping]] = ..., mat_write_param: _Optional[_Union[MatWriteParameter, _Mapping]] = ..., seg_accuracy_param: _Optional[_Union[SegAccuracyParameter, _Mapping]] = ..., unique_label_param: _Optional[_Union[UniqueLabelParameter, _Mapping]] = ..., dense_image_data_param: _Optional[_Union[DenseImageDataParameter, _Mapping]] = ..., local_param: _Optional[_Union[LocalParameter, _Mapping]] = ..., insanity_param: _Optional[_Union[InsanityParameter, _Mapping]] = ..., triplet_loss_param: _Optional[_Union[TripletLossParameter, _Mapping]] = ..., eltwise_affine_param: _Optional[_Union[EltwiseAffineParameter, _Mapping]] = ..., sub_region_param: _Optional[_Union[SubRegionParameter, _Mapping]] = ..., noise_param: _Optional[_Union[NoiseParameter, _Mapping]] = ..., hotspot_param: _Optional[_Union[HotspotParameter, _Mapping]] = ..., predict_box_param: _Optional[_Union[PredictBoxParameter, _Mapping]] = ..., mil_data_param: _Optional[_Union[MILDataParameter, _Mapping]] = ..., mil_param: _Optional[_Union[MILParameter, _Mapping]] = ..., fcn_data_param: _Optional[_Union[FCNDataParameter, _Mapping]] = ..., center_loss_param: _Optional[_Union[CenterLossParameter, _Mapping]] = ..., flip_param: _Optional[_Union[FlipParameter, _Mapping]] = ..., inner_distance_param: _Optional[_Union[InnerDistanceParameter, _Mapping]] = ..., normalize_param: _Optional[_Union[NormalizeParameter, _Mapping]] = ..., general_contrastive_loss_param: _Optional[_Union[GeneralContrastiveParameter, _Mapping]] = ..., soft_contrastive_loss_param: _Optional[_Union[SoftContrastiveParameter, _Mapping]] = ..., general_triplet_loss_param: _Optional[_Union[GeneralTripletParameter, _Mapping]] = ..., soft_truncation_param: _Optional[_Union[SoftTruncationParameter, _Mapping]] = ..., pairwise_param: _Optional[_Union[PairwiseParameter, _Mapping]] = ..., smoothl1_param: _Optional[_Union[SmoothL1Parameter, _Mapping]] = ..., batch_contrastive_loss_param: _Optional[_Union[BatchContrastiveParameter, _Mapping]] = ..., truncation_param: _Optional[_Union[TruncationParameter, _Mapping]] = ..., nca_param: _Optional[_Union[NCAParameter, _Mapping]] = ..., largemargin_inner_product_param: _Optional[_Union[LargeMarginInnerProductParameter, _Mapping]] = ..., label_specific_rescale_param: _Optional[_Union[LabelSpecificRescaleParameter, _Mapping]] = ..., infimum_loss_param: _Optional[_Union[InfimumLossParamter, _Mapping]] = ..., ordinal_regression_loss_param: _Optional[_Union[OrdinalRegressionParameter, _Mapping]] = ..., resize_param: _Optional[_Union[ResizeParameter, _Mapping]] = ..., margin_inner_product_param: _Optional[_Union[MarginInnerProductParameter, _Mapping]] = ..., feature_decay_loss_param: _Optional[_Union[FeatureDecayLossParameter, _Mapping]] = ..., confidence_penalty_loss_param: _Optional[_Union[ConfidencePenaltyLossParameter, _Mapping]] = ..., focal_loss_param: _Optional[_Union[FocalLossParameter, _Mapping]] = ..., label_specific_margin_param: _Optional[_Union[LabelSpecificMarginParameter, _Mapping]] = ..., channel_scale_param: _Optional[_Union[ChannelScaleParameter, _Mapping]] = ..., label_specific_affine_param: _Optional[_Union[LabelSpecificAffineParameter, _Mapping]] = ..., label_specific_hard_margin_param: _Optional[_Union[LabelSpecificHardMarginParameter, _Mapping]] = ..., label_specific_add_param: _Optional[_Union[LabelSpecificAddParameter, _Mapping]] = ..., coeff_schedule_param: _Optional[_Union[CoeffScheduleParameter, _Mapping]] = ..., augmentation_param: _Optional[_Union[AugmentationParameter, _Mapping]] = ..., correlation_param: _Optional[_Union[CorrelationParameter, _Mapping]] = ..., l1_loss_param: _Optional[_Union[L1LossParameter, _Mapping]] = ..., writer_param: _Optional[_Union[WriterParameter, _Mapping]] = ..., reader_param: _Optional[_Union[ReaderParameter, _Mapping]] = ..., mean_param: _Optional[_Union[MeanParameter, _Mapping]] = ..., resample_param: _Optional[_Union[ResampleParameter, _Mapping]] = ..., downsample_param: _Optional[_Union[DownsampleParameter, _Mapping]] = ..., lpq_loss_param: _Optional[_Union[LpqLossParameter, _Mapping]] = ..., flow_warp_param: _Optional[_Union[FlowWarpParameter, _Mapping]] = ..., accum_param: _Optional[_Union[AccumParameter, _Mapping]] = ..., black_augmentation_param: _Optional[_Union[BlackAugmentationParameter, _Mapping]] = ..., reshape_every_iter: bool = ..., st_param: _Optional[_Union[SpatialTransformerParameter, _Mapping]] = ..., st_loss_param: _Optional[_Union[STLossParameter, _Mapping]] = ..., power_file_param: _Optional[_Union[PowerFileParameter, _Mapping]] = ..., loc_loss_param: _Optional[_Union[LocLossParameter, _Mapping]] = ..., convolution3d_param: _Optional[_Union[Convolution3DParameter, _Mapping]] = ..., pooling3d_param: _Optional[_Union[Pooling3DParameter, _Mapping]] = ...) -> None: ...
 
 class FillerParameter(_message.Message):
-    __slots__ = ("type", "value", "min", "max", "mean", "std", "sparse", "variance_norm")
+    __slots__ = ("type", "value", "min", "max", "mean", "std", "sparse", "variance_norm", "scale", "alpha", "diag_val", "file")
     class VarianceNorm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FAN_IN: _ClassVar[FillerParameter.VarianceNorm]
@@ -364,6 +558,10 @@ class FillerParameter(_message.Message):
     STD_FIELD_NUMBER: _ClassVar[int]
     SPARSE_FIELD_NUMBER: _ClassVar[int]
     VARIANCE_NORM_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    DIAG_VAL_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
     type: str
     value: float
     min: float
@@ -372,10 +570,14 @@ class FillerParameter(_message.Message):
     std: float
     sparse: int
     variance_norm: FillerParameter.VarianceNorm
-    def __init__(self, type: _Optional[str] = ..., value: _Optional[float] = ..., min: _Optional[float] = ..., max: _Optional[float] = ..., mean: _Optional[float] = ..., std: _Optional[float] = ..., sparse: _Optional[int] = ..., variance_norm: _Optional[_Union[FillerParameter.VarianceNorm, str]] = ...) -> None: ...
+    scale: float
+    alpha: float
+    diag_val: _containers.RepeatedScalarFieldContainer[float]
+    file: str
+    def __init__(self, type: _Optional[str] = ..., value: _Optional[float] = ..., min: _Optional[float] = ..., max: _Optional[float] = ..., mean: _Optional[float] = ..., std: _Optional[float] = ..., sparse: _Optional[int] = ..., variance_norm: _Optional[_Union[FillerParameter.VarianceNorm, str]] = ..., scale: _Optional[float] = ..., alpha: _Optional[float] = ..., diag_val: _Optional[_Iterable[float]] = ..., file: _Optional[str] = ...) -> None: ...
 
 class SolverParameter(_message.Message):
-    __slots__ = ("train_net", "test_net", "test_iter", "test_interval", "base_lr", "display", "max_iter", "lr_policy", "gamma", "power", "momentum", "weight_decay", "stepsize", "snapshot", "snapshot_prefix", "snapshot_diff", "solver_mode", "device_id", "test_compute_loss", "random_seed", "train_net_param", "test_net_param", "debug_info", "net", "net_param", "train_state", "test_state", "snapshot_after_train", "regularization_type", "solver_type", "delta", "test_initialization", "average_loss", "stepvalue", "clip_gradients", "iter_size", "snapshot_format", "rms_decay", "momentum2", "type", "layer_wise_reduce", "weights", "min_lr", "solver_data_type", "store_blobs_in_old_format", "momentum_policy", "max_momentum", "momentum_power", "larc", "larc_policy", "larc_eta", "weight_decay_policy", "weight_decay_power", "test_and_snapshot_last_epochs", "larc_turbo", "max_weight_decay", "eval_type", "ap_version", "plateau_winsize", "show_per_class_result")
+    __slots__ = ("train_net", "test_net", "test_iter", "test_interval", "base_lr", "display", "max_iter", "lr_policy", "gamma", "power", "momentum", "weight_decay", "stepsize", "snapshot", "snapshot_prefix", "snapshot_diff", "solver_mode", "device_id", "test_compute_loss", "random_seed", "train_net_param", "test_net_param", "debug_info", "net", "net_param", "train_state", "test_state", "snapshot_after_train", "regularization_type", "solver_type", "delta", "test_initialization", "average_loss", "stepvalue", "clip_gradients", "iter_size", "snapshot_format", "rms_decay", "momentum2", "type", "layer_wise_reduce", "weights", "min_lr", "solver_data_type", "store_blobs_in_old_format", "momentum_policy", "max_momentum", "momentum_power", "larc", "larc_policy", "larc_eta", "weight_decay_policy", "weight_decay_power", "test_and_snapshot_last_epochs", "larc_turbo", "max_weight_decay", "eval_type", "ap_version", "plateau_winsize", "show_per_class_result", "stagelr", "stageiter", "rampup_interval", "rampup_lr", "disabled_update", "engine", "warmup_iter", "warmup_start_lr", "local_lr_auto", "local_gw_ratio", "test_offset", "clamp_weights_lower", "clamp_weights_upper", "clip_weights")
     class SnapshotFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         HDF5: _ClassVar[SolverParameter.SnapshotFormat]
@@ -464,6 +666,20 @@ class SolverParameter(_message.Message):
     AP_VERSION_FIELD_NUMBER: _ClassVar[int]
     PLATEAU_WINSIZE_FIELD_NUMBER: _ClassVar[int]
     SHOW_PER_CLASS_RESULT_FIELD_NUMBER: _ClassVar[int]
+    STAGELR_FIELD_NUMBER: _ClassVar[int]
+    STAGEITER_FIELD_NUMBER: _ClassVar[int]
+    RAMPUP_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    RAMPUP_LR_FIELD_NUMBER: _ClassVar[int]
+    DISABLED_UPDATE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    WARMUP_ITER_FIELD_NUMBER: _ClassVar[int]
+    WARMUP_START_LR_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_LR_AUTO_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_GW_RATIO_FIELD_NUMBER: _ClassVar[int]
+    TEST_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CLAMP_WEIGHTS_LOWER_FIELD_NUMBER: _ClassVar[int]
+    CLAMP_WEIGHTS_UPPER_FIELD_NUMBER: _ClassVar[int]
+    CLIP_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     train_net: str
     test_net: _containers.RepeatedScalarFieldContainer[str]
     test_iter: _containers.RepeatedScalarFieldContainer[int]
@@ -524,7 +740,21 @@ class SolverParameter(_message.Message):
     ap_version: str
     plateau_winsize: _containers.RepeatedScalarFieldContainer[int]
     show_per_class_result: bool
-    def __init__(self, train_net: _Optional[str] = ..., test_net: _Optional[_Iterable[str]] = ..., test_iter: _Optional[_Iterable[int]] = ..., test_interval: _Optional[int] = ..., base_lr: _Optional[float] = ..., display: _Optional[int] = ..., max_iter: _Optional[int] = ..., lr_policy: _Optional[str] = ..., gamma: _Optional[float] = ..., power: _Optional[float] = ..., momentum: _Optional[float] = ..., weight_decay: _Optional[float] = ..., stepsize: _Optional[int] = ..., snapshot: _Optional[int] = ..., snapshot_prefix: _Optional[str] = ..., snapshot_diff: bool = ..., solver_mode: _Optional[_Union[SolverParameter.SolverMode, str]] = ..., device_id: _Optional[int] = ..., test_compute_loss: bool = ..., random_seed: _Optional[int] = ..., train_net_param: _Optional[_Union[NetParameter, _Mapping]] = ..., test_net_param: _Optional[_Iterable[_Union[NetParameter, _Mapping]]] = ..., debug_info: bool = ..., net: _Optional[str] = ..., net_param: _Optional[_Union[NetParameter, _Mapping]] = ..., train_state: _Optional[_Union[NetState, _Mapping]] = ..., test_state: _Optional[_Iterable[_Union[NetState, _Mapping]]] = ..., snapshot_after_train: bool = ..., regularization_type: _Optional[str] = ..., solver_type: _Optional[_Union[SolverParameter.SolverType, str]] = ..., delta: _Optional[float] = ..., test_initialization: bool = ..., average_loss: _Optional[int] = ..., stepvalue: _Optional[_Iterable[int]] = ..., clip_gradients: _Optional[float] = ..., iter_size: _Optional[int] = ..., snapshot_format: _Optional[_Union[SolverParameter.SnapshotFormat, str]] = ..., rms_decay: _Optional[float] = ..., momentum2: _Optional[float] = ..., type: _Optional[str] = ..., layer_wise_reduce: bool = ..., weights: _Optional[_Iterable[str]] = ..., min_lr: _Optional[float] = ..., solver_data_type: _Optional[_Union[Type, str]] = ..., store_blobs_in_old_format: bool = ..., momentum_policy: _Optional[str] = ..., max_momentum: _Optional[float] = ..., momentum_power: _Optional[float] = ..., larc: bool = ..., larc_policy: _Optional[str] = ..., larc_eta: _Optional[float] = ..., weight_decay_policy: _Optional[str] = ..., weight_decay_power: _Optional[float] = ..., test_and_snapshot_last_epochs: _Optional[int] = ..., larc_turbo: bool = ..., max_weight_decay: _Optional[float] = ..., eval_type: _Optional[str] = ..., ap_version: _Optional[str] = ..., plateau_winsize: _Optional[_Iterable[int]] = ..., show_per_class_result: bool = ...) -> None: ...
+    stagelr: _containers.RepeatedScalarFieldContainer[float]
+    stageiter: _containers.RepeatedScalarFieldContainer[int]
+    rampup_interval: int
+    rampup_lr: float
+    disabled_update: bool
+    engine: str
+    warmup_iter: int
+    warmup_start_lr: float
+    local_lr_auto: bool
+    local_gw_ratio: float
+    test_offset: int
+    clamp_weights_lower: float
+    clamp_weights_upper: float
+    clip_weights: float
+    def __init__(self, train_net: _Optional[str] = ..., test_net: _Optional[_Iterable[str]] = ..., test_iter: _Optional[_Iterable[int]] = ..., test_interval: _Optional[int] = ..., base_lr: _Optional[float] = ..., display: _Optional[int] = ..., max_iter: _Optional[int] = ..., lr_policy: _Optional[str] = ..., gamma: _Optional[float] = ..., power: _Optional[float] = ..., momentum: _Optional[float] = ..., weight_decay: _Optional[float] = ..., stepsize: _Optional[int] = ..., snapshot: _Optional[int] = ..., snapshot_prefix: _Optional[str] = ..., snapshot_diff: bool = ..., solver_mode: _Optional[_Union[SolverParameter.SolverMode, str]] = ..., device_id: _Optional[int] = ..., test_compute_loss: bool = ..., random_seed: _Optional[int] = ..., train_net_param: _Optional[_Union[NetParameter, _Mapping]] = ..., test_net_param: _Optional[_Iterable[_Union[NetParameter, _Mapping]]] = ..., debug_info: bool = ..., net: _Optional[str] = ..., net_param: _Optional[_Union[NetParameter, _Mapping]] = ..., train_state: _Optional[_Union[NetState, _Mapping]] = ..., test_state: _Optional[_Iterable[_Union[NetState, _Mapping]]] = ..., snapshot_after_train: bool = ..., regularization_type: _Optional[str] = ..., solver_type: _Optional[_Union[SolverParameter.SolverType, str]] = ..., delta: _Optional[float] = ..., test_initialization: bool = ..., average_loss: _Optional[int] = ..., stepvalue: _Optional[_Iterable[int]] = ..., clip_gradients: _Optional[float] = ..., iter_size: _Optional[int] = ..., snapshot_format: _Optional[_Union[SolverParameter.SnapshotFormat, str]] = ..., rms_decay: _Optional[float] = ..., momentum2: _Optional[float] = ..., type: _Optional[str] = ..., layer_wise_reduce: bool = ..., weights: _Optional[_Iterable[str]] = ..., min_lr: _Optional[float] = ..., solver_data_type: _Optional[_Union[Type, str]] = ..., store_blobs_in_old_format: bool = ..., momentum_policy: _Optional[str] = ..., max_momentum: _Optional[float] = ..., momentum_power: _Optional[float] = ..., larc: bool = ..., larc_policy: _Optional[str] = ..., larc_eta: _Optional[float] = ..., weight_decay_policy: _Optional[str] = ..., weight_decay_power: _Optional[float] = ..., test_and_snapshot_last_epochs: _Optional[int] = ..., larc_turbo: bool = ..., max_weight_decay: _Optional[float] = ..., eval_type: _Optional[str] = ..., ap_version: _Optional[str] = ..., plateau_winsize: _Optional[_Iterable[int]] = ..., show_per_class_result: bool = ..., stagelr: _Optional[_Iterable[float]] = ..., stageiter: _Optional[_Iterable[int]] = ..., rampup_interval: _Optional[int] = ..., rampup_lr: _Optional[float] = ..., disabled_update: bool = ..., engine: _Optional[str] = ..., warmup_iter: _Optional[int] = ..., warmup_start_lr: _Optional[float] = ..., local_lr_auto: bool = ..., local_gw_ratio: _Optional[float] = ..., test_offset: _Optional[int] = ..., clamp_weights_lower: _Optional[float] = ..., clamp_weights_upper: _Optional[float] = ..., clip_weights: _Optional[float] = ...) -> None: ...
 
 class SolverState(_message.Message):
     __slots__ = ("iter", "learned_net", "history", "current_step", "minimum_loss", "iter_last_event")
@@ -543,7 +773,7 @@ class SolverState(_message.Message):
     def __init__(self, iter: _Optional[int] = ..., learned_net: _Optional[str] = ..., history: _Optional[_Iterable[_Union[BlobProto, _Mapping]]] = ..., current_step: _Optional[int] = ..., minimum_loss: _Optional[float] = ..., iter_last_event: _Optional[int] = ...) -> None: ...
 
 class TransformationParameter(_message.Message):
-    __slots__ = ("scale", "mirror", "crop_size", "mean_file", "mean_value", "force_color", "force_gray", "use_gpu_transform", "random_seed", "img_rand_resize_lower", "img_rand_resize_upper", "rand_resize_ratio_lower", "rand_resize_ratio_upper", "vertical_stretch_lower", "vertical_stretch_upper", "horizontal_stretch_lower", "horizontal_stretch_upper", "interpolation_algo_down", "interpolation_algo_up", "allow_upscale", "forward_packing", "display", "num_labels", "resize_param", "noise_param", "emit_constraint", "crop_h", "crop_w", "distort_param", "expand_param")
+    __slots__ = ("scale", "mirror", "crop_size", "mean_file", "mean_value", "force_color", "force_gray", "use_gpu_transform", "random_seed", "img_rand_resize_lower", "img_rand_resize_upper", "rand_resize_ratio_lower", "rand_resize_ratio_upper", "vertical_stretch_lower", "vertical_stretch_upper", "horizontal_stretch_lower", "horizontal_stretch_upper", "interpolation_algo_down", "interpolation_algo_up", "allow_upscale", "forward_packing", "display", "num_labels", "resize_param", "noise_param", "emit_constraint", "crop_h", "crop_w", "distort_param", "expand_param", "enable_classf_aug", "min_scaling_factor", "max_scaling_factor", "max_rotation_angle", "contrast_brightness_adjustment", "smooth_filtering", "min_contrast", "max_contrast", "max_brightness_shift", "max_smooth", "max_color_shift", "min_side_min", "min_side_max", "min_side", "apply_probability", "debug_params", "cvt_bgr2rgb", "random_resize_param", "random_aspect_ratio_param", "flow", "bgr2rgb", "pad", "scale_factors", "crop_width", "crop_height", "center_crop", "erase_ratio", "scale_min", "scale_max", "aspect_min", "aspect_max")
     class InterpolationAlgo(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         INTER_NEAREST: _ClassVar[TransformationParameter.InterpolationAlgo]
@@ -584,6 +814,37 @@ class TransformationParameter(_message.Message):
     CROP_W_FIELD_NUMBER: _ClassVar[int]
     DISTORT_PARAM_FIELD_NUMBER: _ClassVar[int]
     EXPAND_PARAM_FIELD_NUMBER: _ClassVar[int]
+    ENABLE_CLASSF_AUG_FIELD_NUMBER: _ClassVar[int]
+    MIN_SCALING_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    MAX_SCALING_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROTATION_ANGLE_FIELD_NUMBER: _ClassVar[int]
+    CONTRAST_BRIGHTNESS_ADJUSTMENT_FIELD_NUMBER: _ClassVar[int]
+    SMOOTH_FILTERING_FIELD_NUMBER: _ClassVar[int]
+    MIN_CONTRAST_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTRAST_FIELD_NUMBER: _ClassVar[int]
+    MAX_BRIGHTNESS_SHIFT_FIELD_NUMBER: _ClassVar[int]
+    MAX_SMOOTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_COLOR_SHIFT_FIELD_NUMBER: _ClassVar[int]
+    MIN_SIDE_MIN_FIELD_NUMBER: _ClassVar[int]
+    MIN_SIDE_MAX_FIELD_NUMBER: _ClassVar[int]
+    MIN_SIDE_FIELD_NUMBER: _ClassVar[int]
+    APPLY_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    DEBUG_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    CVT_BGR2RGB_FIELD_NUMBER: _ClassVar[int]
+    RANDOM_RESIZE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    RANDOM_ASPECT_RATIO_PARAM_FIELD_NUMBER: _ClassVar[int]
+    FLOW_FIELD_NUMBER: _ClassVar[int]
+    BGR2RGB_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FACTORS_FIELD_NUMBER: _ClassVar[int]
+    CROP_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    CROP_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    CENTER_CROP_FIELD_NUMBER: _ClassVar[int]
+    ERASE_RATIO_FIELD_NUMBER: _ClassVar[int]
+    SCALE_MIN_FIELD_NUMBER: _ClassVar[int]
+    SCALE_MAX_FIELD_NUMBER: _ClassVar[int]
+    ASPECT_MIN_FIELD_NUMBER: _ClassVar[int]
+    ASPECT_MAX_FIELD_NUMBER: _ClassVar[int]
     scale: float
     mirror: bool
     crop_size: int
@@ -614,16 +875,61 @@ class TransformationParameter(_message.Message):
     crop_w: int
     distort_param: DistortionParameter
     expand_param: ExpansionParameter
-    def __init__(self, scale: _Optional[float] = ..., mirror: bool = ..., crop_size: _Optional[int] = ..., mean_file: _Optional[str] = ..., mean_value: _Optional[_Iterable[float]] = ..., force_color: bool = ..., force_gray: bool = ..., use_gpu_transform: bool = ..., random_seed: _Optional[int] = ..., img_rand_resize_lower: _Optional[int] = ..., img_rand_resize_upper: _Optional[int] = ..., rand_resize_ratio_lower: _Optional[float] = ..., rand_resize_ratio_upper: _Optional[float] = ..., vertical_stretch_lower: _Optional[float] = ..., vertical_stretch_upper: _Optional[float] = ..., horizontal_stretch_lower: _Optional[float] = ..., horizontal_stretch_upper: _Optional[float] = ..., interpolation_algo_down: _Optional[_Union[TransformationParameter.InterpolationAlgo, str]] = ..., interpolation_algo_up: _Optional[_Union[TransformationParameter.InterpolationAlgo, str]] = ..., allow_upscale: bool = ..., forward_packing: _Optional[_Union[Packing, str]] = ..., display: bool = ..., num_labels: _Optional[int] = ..., resize_param: _Optional[_Union[ResizeParameter, _Mapping]] = ..., noise_param: _Optional[_Union[NoiseParameter, _Mapping]] = ..., emit_constraint: _Optional[_Union[EmitConstraint, _Mapping]] = ..., crop_h: _Optional[int] = ..., crop_w: _Optional[int] = ..., distort_param: _Optional[_Union[DistortionParameter, _Mapping]] = ..., expand_param: _Optional[_Union[ExpansionParameter, _Mapping]] = ...) -> None: ...
+    enable_classf_aug: bool
+    min_scaling_factor: float
+    max_scaling_factor: float
+    max_rotation_angle: int
+    contrast_brightness_adjustment: bool
+    smooth_filtering: bool
+    min_contrast: float
+    max_contrast: float
+    max_brightness_shift: int
+    max_smooth: float
+    max_color_shift: int
+    min_side_min: int
+    min_side_max: int
+    min_side: int
+    apply_probability: float
+    debug_params: bool
+    cvt_bgr2rgb: bool
+    random_resize_param: RandomResizeParameter
+    random_aspect_ratio_param: RandomAspectRatioParameter
+    flow: bool
+    bgr2rgb: bool
+    pad: int
+    scale_factors: _containers.RepeatedScalarFieldContainer[float]
+    crop_width: int
+    crop_height: int
+    center_crop: bool
+    erase_ratio: float
+    scale_min: float
+    scale_max: float
+    aspect_min: float
+    aspect_max: float
+    def __init__(self, scale: _Optional[float] = ..., mirror: bool = ..., crop_size: _Optional[int] = ..., mean_file: _Optional[str] = ..., mean_value: _Optional[_Iterable[float]] = ..., force_color: bool = ..., force_gray: bool = ..., use_gpu_transform: bool = ..., random_seed: _Optional[int] = ..., img_rand_resize_lower: _Optional[int] = ..., img_rand_resize_upper: _Optional[int] = ..., rand_resize_ratio_lower: _Optional[float] = ..., rand_resize_ratio_upper: _Optional[float] = ..., vertical_stretch_lower: _Optional[float] = ..., vertical_stretch_upper: _Optional[float] = ..., horizontal_stretch_lower: _Optional[float] = ..., horizontal_stretch_upper: _Optional[float] = ..., interpolation_algo_down: _Optional[_Union[TransformationParameter.InterpolationAlgo, str]] = ..., interpolation_algo_up: _Optional[_Union[TransformationParameter.InterpolationAlgo, str]] = ..., allow_upscale: bool = ..., forward_packing: _Optional[_Union[Packing, str]] = ..., display: bool = ..., num_labels: _Optional[int] = ..., resize_param: _Optional[_Union[ResizeParameter, _Mapping]] = ..., noise_param: _Optional[_Union[NoiseParameter, _Mapping]] = ..., emit_constraint: _Optional[_Union[EmitConstraint, _Mapping]] = ..., crop_h: _Optional[int] = ..., crop_w: _Optional[int] = ..., distort_param: _Optional[_Union[DistortionParameter, _Mapping]] = ..., expand_param: _Optional[_Union[ExpansionParameter, _Mapping]] = ..., enable_classf_aug: bool = ..., min_scaling_factor: _Optional[float] = ..., max_scaling_factor: _Optional[float] = ..., max_rotation_angle: _Optional[int] = ..., contrast_brightness_adjustment: bool = ..., smooth_filtering: bool = ..., min_contrast: _Optional[float] = ..., max_contrast: _Optional[float] = ..., max_brightness_shift: _Optional[int] = ..., max_smooth: _Optional[float] = ..., max_color_shift: _Optional[int] = ..., min_side_min: _Optional[int] = ..., min_side_max: _Optional[int] = ..., min_side: _Optional[int] = ..., apply_probability: _Optional[float] = ..., debug_params: bool = ..., cvt_bgr2rgb: bool = ..., random_resize_param: _Optional[_Union[RandomResizeParameter, _Mapping]] = ..., random_aspect_ratio_param: _Optional[_Union[RandomAspectRatioParameter, _Mapping]] = ..., flow: bool = ..., bgr2rgb: bool = ..., pad: _Optional[int] = ..., scale_factors: _Optional[_Iterable[float]] = ..., crop_width: _Optional[int] = ..., crop_height: _Optional[int] = ..., center_crop: bool = ..., erase_ratio: _Optional[float] = ..., scale_min: _Optional[float] = ..., scale_max: _Optional[float] = ..., aspect_min: _Optional[float] = ..., aspect_max: _Optional[float] = ...) -> None: ...
 
 class DataParameter(_message.Message):
-    __slots__ = ("source", "scale", "mean_file", "batch_size", "crop_size", "mirror", "rand_skip", "backend", "force_encoded_color", "prefetch", "threads", "parser_threads", "cache", "shuffle", "precache")
+    __slots__ = ("source", "scale", "mean_file", "batch_size", "crop_size", "mirror", "rand_skip", "backend", "force_encoded_color", "prefetch", "threads", "parser_threads", "cache", "shuffle", "precache", "side", "disk_reader_threads", "huge_video_dataset", "limit_samples", "preselection_file", "preselection_label", "range_start", "range_end", "rand_permute", "rand_permute_order", "rand_permute_seed", "slice_point", "encoding", "verbose", "subtract", "permute_every_iter", "block_size")
     class DB(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         LEVELDB: _ClassVar[DataParameter.DB]
         LMDB: _ClassVar[DataParameter.DB]
     LEVELDB: DataParameter.DB
     LMDB: DataParameter.DB
+    class CHANNELENCODING(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UINT8: _ClassVar[DataParameter.CHANNELENCODING]
+        UINT16FLOW: _ClassVar[DataParameter.CHANNELENCODING]
+        BOOL1: _ClassVar[DataParameter.CHANNELENCODING]
+    UINT8: DataParameter.CHANNELENCODING
+    UINT16FLOW: DataParameter.CHANNELENCODING
+    BOOL1: DataParameter.CHANNELENCODING
+    class RANDPERMORDER(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        FIRST_PERMUTE_THEN_RANGE: _ClassVar[DataParameter.RANDPERMORDER]
+        FIRST_RANGE_THEN_PERMUTE: _ClassVar[DataParameter.RANDPERMORDER]
+    FIRST_PERMUTE_THEN_RANGE: DataParameter.RANDPERMORDER
+    FIRST_RANGE_THEN_PERMUTE: DataParameter.RANDPERMORDER
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
     MEAN_FILE_FIELD_NUMBER: _ClassVar[int]
@@ -639,6 +945,23 @@ class DataParameter(_message.Message):
     CACHE_FIELD_NUMBER: _ClassVar[int]
     SHUFFLE_FIELD_NUMBER: _ClassVar[int]
     PRECACHE_FIELD_NUMBER: _ClassVar[int]
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    DISK_READER_THREADS_FIELD_NUMBER: _ClassVar[int]
+    HUGE_VIDEO_DATASET_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PRESELECTION_FILE_FIELD_NUMBER: _ClassVar[int]
+    PRESELECTION_LABEL_FIELD_NUMBER: _ClassVar[int]
+    RANGE_START_FIELD_NUMBER: _ClassVar[int]
+    RANGE_END_FIELD_NUMBER: _ClassVar[int]
+    RAND_PERMUTE_FIELD_NUMBER: _ClassVar[int]
+    RAND_PERMUTE_ORDER_FIELD_NUMBER: _ClassVar[int]
+    RAND_PERMUTE_SEED_FIELD_NUMBER: _ClassVar[int]
+    SLICE_POINT_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    VERBOSE_FIELD_NUMBER: _ClassVar[int]
+    SUBTRACT_FIELD_NUMBER: _ClassVar[int]
+    PERMUTE_EVERY_ITER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     source: str
     scale: float
     mean_file: str
@@ -654,10 +977,35 @@ class DataParameter(_message.Message):
     cache: bool
     shuffle: bool
     precache: bool
-    def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., rand_skip: _Optional[int] = ..., backend: _Optional[_Union[DataParameter.DB, str]] = ..., force_encoded_color: bool = ..., prefetch: _Optional[int] = ..., threads: _Optional[int] = ..., parser_threads: _Optional[int] = ..., cache: bool = ..., shuffle: bool = ..., precache: bool = ...) -> None: ...
+    side: _containers.RepeatedScalarFieldContainer[int]
+    disk_reader_threads: int
+    huge_video_dataset: bool
+    limit_samples: int
+    preselection_file: str
+    preselection_label: int
+    range_start: int
+    range_end: int
+    rand_permute: bool
+    rand_permute_order: DataParameter.RANDPERMORDER
+    rand_permute_seed: int
+    slice_point: _containers.RepeatedScalarFieldContainer[int]
+    encoding: _containers.RepeatedScalarFieldContainer[DataParameter.CHANNELENCODING]
+    verbose: bool
+    subtract: _containers.RepeatedScalarFieldContainer[float]
+    permute_every_iter: int
+    block_size: int
+    def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., rand_skip: _Optional[int] = ..., backend: _Optional[_Union[DataParameter.DB, str]] = ..., force_encoded_color: bool = ..., prefetch: _Optional[int] = ..., threads: _Optional[int] = ..., parser_threads: _Optional[int] = ..., cache: bool = ..., shuffle: bool = ..., precache: bool = ..., side: _Optional[_Iterable[int]] = ..., disk_reader_threads: _Optional[int] = ..., huge_video_dataset: bool = ..., limit_samples: _Optional[int] = ..., preselection_file: _Optional[str] = ..., preselection_label: _Optional[int] = ..., range_start: _Optional[int] = ..., range_end: _Optional[int] = ..., rand_permute: bool = ..., rand_permute_order: _Optional[_Union[DataParameter.RANDPERMORDER, str]] = ..., rand_permute_seed: _Optional[int] = ..., slice_point: _Optional[_Iterable[int]] = ..., encoding: _Optional[_Iterable[_Union[DataParameter.CHANNELENCODING, str]]] = ..., verbose: bool = ..., subtract: _Optional[_Iterable[float]] = ..., permute_every_iter: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class ImageDataParameter(_message.Message):
-    __slots__ = ("source", "scale", "mean_file", "batch_size", "crop_size", "mirror", "rand_skip", "shuffle", "new_height", "new_width", "is_color", "root_folder", "short_side", "threads", "cache", "precache", "dataset_share_per_node")
+    __slots__ = ("source", "scale", "mean_file", "batch_size", "crop_size", "mirror", "rand_skip", "shuffle", "new_height", "new_width", "is_color", "root_folder", "short_side", "threads", "cache", "precache", "dataset_share_per_node", "min_height", "min_width", "ignore_label", "label_type", "face_transform", "max_shear_ratio", "max_aspect_ratio", "max_rotate_angle", "min_random_scale", "max_random_scale", "max_random_shift", "face_mirror", "face_point_num", "balance_class", "balance_by", "label_cut_start", "label_cut_end")
+    class LabelType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE: _ClassVar[ImageDataParameter.LabelType]
+        IMAGE: _ClassVar[ImageDataParameter.LabelType]
+        PIXEL: _ClassVar[ImageDataParameter.LabelType]
+    NONE: ImageDataParameter.LabelType
+    IMAGE: ImageDataParameter.LabelType
+    PIXEL: ImageDataParameter.LabelType
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
     MEAN_FILE_FIELD_NUMBER: _ClassVar[int]
@@ -675,6 +1023,23 @@ class ImageDataParameter(_message.Message):
     CACHE_FIELD_NUMBER: _ClassVar[int]
     PRECACHE_FIELD_NUMBER: _ClassVar[int]
     DATASET_SHARE_PER_NODE_FIELD_NUMBER: _ClassVar[int]
+    MIN_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    MIN_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_LABEL_FIELD_NUMBER: _ClassVar[int]
+    LABEL_TYPE_FIELD_NUMBER: _ClassVar[int]
+    FACE_TRANSFORM_FIELD_NUMBER: _ClassVar[int]
+    MAX_SHEAR_RATIO_FIELD_NUMBER: _ClassVar[int]
+    MAX_ASPECT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROTATE_ANGLE_FIELD_NUMBER: _ClassVar[int]
+    MIN_RANDOM_SCALE_FIELD_NUMBER: _ClassVar[int]
+    MAX_RANDOM_SCALE_FIELD_NUMBER: _ClassVar[int]
+    MAX_RANDOM_SHIFT_FIELD_NUMBER: _ClassVar[int]
+    FACE_MIRROR_FIELD_NUMBER: _ClassVar[int]
+    FACE_POINT_NUM_FIELD_NUMBER: _ClassVar[int]
+    BALANCE_CLASS_FIELD_NUMBER: _ClassVar[int]
+    BALANCE_BY_FIELD_NUMBER: _ClassVar[int]
+    LABEL_CUT_START_FIELD_NUMBER: _ClassVar[int]
+    LABEL_CUT_END_FIELD_NUMBER: _ClassVar[int]
     source: str
     scale: float
     mean_file: str
@@ -692,7 +1057,24 @@ class ImageDataParameter(_message.Message):
     cache: bool
     precache: bool
     dataset_share_per_node: float
-    def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., rand_skip: _Optional[int] = ..., shuffle: bool = ..., new_height: _Optional[int] = ..., new_width: _Optional[int] = ..., is_color: bool = ..., root_folder: _Optional[str] = ..., short_side: _Optional[int] = ..., threads: _Optional[int] = ..., cache: bool = ..., precache: bool = ..., dataset_share_per_node: _Optional[float] = ...) -> None: ...
+    min_height: int
+    min_width: int
+    ignore_label: int
+    label_type: ImageDataParameter.LabelType
+    face_transform: bool
+    max_shear_ratio: float
+    max_aspect_ratio: float
+    max_rotate_angle: float
+    min_random_scale: float
+    max_random_scale: float
+    max_random_shift: int
+    face_mirror: bool
+    face_point_num: int
+    balance_class: bool
+    balance_by: int
+    label_cut_start: int
+    label_cut_end: int
+    def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., rand_skip: _Optional[int] = ..., shuffle: bool = ..., new_height: _Optional[int] = ..., new_width: _Optional[int] = ..., is_color: bool = ..., root_folder: _Optional[str] = ..., short_side: _Optional[int] = ..., threads: _Optional[int] = ..., cache: bool = ..., precache: bool = ..., dataset_share_per_node: _Optional[float] = ..., min_height: _Optional[int] = ..., min_width: _Optional[int] = ..., ignore_label: _Optional[int] = ..., label_type: _Optional[_Union[ImageDataParameter.LabelType, str]] = ..., face_transform: bool = ..., max_shear_ratio: _Optional[float] = ..., max_aspect_ratio: _Optional[float] = ..., max_rotate_angle: _Optional[float] = ..., min_random_scale: _Optional[float] = ..., max_random_scale: _Optional[float] = ..., max_random_shift: _Optional[int] = ..., face_mirror: bool = ..., face_point_num: _Optional[int] = ..., balance_class: bool = ..., balance_by: _Optional[int] = ..., label_cut_start: _Optional[int] = ..., label_cut_end: _Optional[int] = ...) -> None: ...
 
 class HDF5DataParameter(_message.Message):
     __slots__ = ("source", "batch_size", "shuffle")
@@ -741,16 +1123,18 @@ class WindowDataParameter(_message.Message):
     def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., fg_threshold: _Optional[float] = ..., bg_threshold: _Optional[float] = ..., fg_fraction: _Optional[float] = ..., context_pad: _Optional[int] = ..., crop_mode: _Optional[str] = ..., cache_images: bool = ..., root_folder: _Optional[str] = ...) -> None: ...
 
 class MemoryDataParameter(_message.Message):
-    __slots__ = ("batch_size", "channels", "height", "width")
+    __slots__ = ("batch_size", "channels", "height", "width", "transpose")
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     CHANNELS_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPOSE_FIELD_NUMBER: _ClassVar[int]
     batch_size: int
     channels: int
     height: int
     width: int
-    def __init__(self, batch_size: _Optional[int] = ..., channels: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ...) -> None: ...
+    transpose: bool
+    def __init__(self, batch_size: _Optional[int] = ..., channels: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., transpose: bool = ...) -> None: ...
 
 class DummyDataParameter(_message.Message):
     __slots__ = ("data_filler", "num", "channels", "height", "width", "shape")
@@ -775,10 +1159,12 @@ class InputParameter(_message.Message):
     def __init__(self, shape: _Optional[_Iterable[_Union[BlobShape, _Mapping]]] = ...) -> None: ...
 
 class ParameterParameter(_message.Message):
-    __slots__ = ("shape",)
+    __slots__ = ("shape", "blob_filler")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    BLOB_FILLER_FIELD_NUMBER: _ClassVar[int]
     shape: BlobShape
-    def __init__(self, shape: _Optional[_Union[BlobShape, _Mapping]] = ...) -> None: ...
+    blob_filler: FillerParameter
+    def __init__(self, shape: _Optional[_Union[BlobShape, _Mapping]] = ..., blob_filler: _Optional[_Union[FillerParameter, _Mapping]] = ...) -> None: ...
 
 class PythonParameter(_message.Message):
     __slots__ = ("module", "layer", "param_str", "share_in_parallel")
@@ -793,21 +1179,31 @@ class PythonParameter(_message.Message):
     def __init__(self, module: _Optional[str] = ..., layer: _Optional[str] = ..., param_str: _Optional[str] = ..., share_in_parallel: bool = ...) -> None: ...
 
 class ConvolutionParameter(_message.Message):
-    __slots__ = ("num_output", "bias_term", "pad", "kernel_size", "group", "stride", "weight_filler", "bias_filler", "pad_h", "pad_w", "kernel_h", "kernel_w", "stride_h", "stride_w", "engine", "axis", "force_nd_im2col", "dilation", "cudnn_convolution_algo_seeker", "conv_algos_override")
+    __slots__ = ("num_output", "bias_term", "pad", "kernel_size", "group", "stride", "weight_filler", "bias_filler", "pad_h", "pad_w", "kernel_h", "kernel_w", "stride_h", "stride_w", "engine", "axis", "force_nd_im2col", "dilation", "cudnn_convolution_algo_seeker", "conv_algos_override", "relu", "negative_slope", "conv_algorithm", "coeff", "fusion_type", "shape_offset")
     class Engine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         DEFAULT: _ClassVar[ConvolutionParameter.Engine]
         CAFFE: _ClassVar[ConvolutionParameter.Engine]
         CUDNN: _ClassVar[ConvolutionParameter.Engine]
+        MKL2017: _ClassVar[ConvolutionParameter.Engine]
+        MKLDNN: _ClassVar[ConvolutionParameter.Engine]
     DEFAULT: ConvolutionParameter.Engine
     CAFFE: ConvolutionParameter.Engine
     CUDNN: ConvolutionParameter.Engine
+    MKL2017: ConvolutionParameter.Engine
+    MKLDNN: ConvolutionParameter.Engine
     class CuDNNConvolutionAlgorithmSeeker(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         GET: _ClassVar[ConvolutionParameter.CuDNNConvolutionAlgorithmSeeker]
         FINDEX: _ClassVar[ConvolutionParameter.CuDNNConvolutionAlgorithmSeeker]
     GET: ConvolutionParameter.CuDNNConvolutionAlgorithmSeeker
     FINDEX: ConvolutionParameter.CuDNNConvolutionAlgorithmSeeker
+    class FusionType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE_FUSION: _ClassVar[ConvolutionParameter.FusionType]
+        SUM_FUSION: _ClassVar[ConvolutionParameter.FusionType]
+    NONE_FUSION: ConvolutionParameter.FusionType
+    SUM_FUSION: ConvolutionParameter.FusionType
     NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     BIAS_TERM_FIELD_NUMBER: _ClassVar[int]
     PAD_FIELD_NUMBER: _ClassVar[int]
@@ -828,6 +1224,12 @@ class ConvolutionParameter(_message.Message):
     DILATION_FIELD_NUMBER: _ClassVar[int]
     CUDNN_CONVOLUTION_ALGO_SEEKER_FIELD_NUMBER: _ClassVar[int]
     CONV_ALGOS_OVERRIDE_FIELD_NUMBER: _ClassVar[int]
+    RELU_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_SLOPE_FIELD_NUMBER: _ClassVar[int]
+    CONV_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    COEFF_FIELD_NUMBER: _ClassVar[int]
+    FUSION_TYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     num_output: int
     bias_term: bool
     pad: _containers.RepeatedScalarFieldContainer[int]
@@ -848,10 +1250,16 @@ class ConvolutionParameter(_message.Message):
     dilation: _containers.RepeatedScalarFieldContainer[int]
     cudnn_convolution_algo_seeker: ConvolutionParameter.CuDNNConvolutionAlgorithmSeeker
     conv_algos_override: str
-    def __init__(self, num_output: _Optional[int] = ..., bias_term: bool = ..., pad: _Optional[_Iterable[int]] = ..., kernel_size: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., pad_h: _Optional[int] = ..., pad_w: _Optional[int] = ..., kernel_h: _Optional[int] = ..., kernel_w: _Optional[int] = ..., stride_h: _Optional[int] = ..., stride_w: _Optional[int] = ..., engine: _Optional[_Union[ConvolutionParameter.Engine, str]] = ..., axis: _Optional[int] = ..., force_nd_im2col: bool = ..., dilation: _Optional[_Iterable[int]] = ..., cudnn_convolution_algo_seeker: _Optional[_Union[ConvolutionParameter.CuDNNConvolutionAlgorithmSeeker, str]] = ..., conv_algos_override: _Optional[str] = ...) -> None: ...
+    relu: bool
+    negative_slope: float
+    conv_algorithm: str
+    coeff: _containers.RepeatedScalarFieldContainer[float]
+    fusion_type: ConvolutionParameter.FusionType
+    shape_offset: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_output: _Optional[int] = ..., bias_term: bool = ..., pad: _Optional[_Iterable[int]] = ..., kernel_size: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., pad_h: _Optional[int] = ..., pad_w: _Optional[int] = ..., kernel_h: _Optional[int] = ..., kernel_w: _Optional[int] = ..., stride_h: _Optional[int] = ..., stride_w: _Optional[int] = ..., engine: _Optional[_Union[ConvolutionParameter.Engine, str]] = ..., axis: _Optional[int] = ..., force_nd_im2col: bool = ..., dilation: _Optional[_Iterable[int]] = ..., cudnn_convolution_algo_seeker: _Optional[_Union[ConvolutionParameter.CuDNNConvolutionAlgorithmSeeker, str]] = ..., conv_algos_override: _Optional[str] = ..., relu: bool = ..., negative_slope: _Optional[float] = ..., conv_algorithm: _Optional[str] = ..., coeff: _Optional[_Iterable[float]] = ..., fusion_type: _Optional[_Union[ConvolutionParameter.FusionType, str]] = ..., shape_offset: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PoolingParameter(_message.Message):
-    __slots__ = ("pool", "kernel_size", "stride", "pad", "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w", "engine", "global_pooling", "round_mode", "torch_pooling")
+    __slots__ = ("pool", "kernel_size", "stride", "pad", "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w", "engine", "global_pooling", "round_mode", "torch_pooling", "pad_3d", "kernel_size_3d", "stride_3d", "avg_include_pad", "axis", "blobs_lr", "blobs_a_min", "ceil_mode")
     class PoolMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MAX: _ClassVar[PoolingParameter.PoolMethod]
@@ -865,9 +1273,13 @@ class PoolingParameter(_message.Message):
         DEFAULT: _ClassVar[PoolingParameter.Engine]
         CAFFE: _ClassVar[PoolingParameter.Engine]
         CUDNN: _ClassVar[PoolingParameter.Engine]
+        MKL2017: _ClassVar[PoolingParameter.Engine]
+        MKLDNN: _ClassVar[PoolingParameter.Engine]
     DEFAULT: PoolingParameter.Engine
     CAFFE: PoolingParameter.Engine
     CUDNN: PoolingParameter.Engine
+    MKL2017: PoolingParameter.Engine
+    MKLDNN: PoolingParameter.Engine
     class RoundMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CEIL: _ClassVar[PoolingParameter.RoundMode]
@@ -888,6 +1300,14 @@ class PoolingParameter(_message.Message):
     GLOBAL_POOLING_FIELD_NUMBER: _ClassVar[int]
     ROUND_MODE_FIELD_NUMBER: _ClassVar[int]
     TORCH_POOLING_FIELD_NUMBER: _ClassVar[int]
+    PAD_3D_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_SIZE_3D_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_3D_FIELD_NUMBER: _ClassVar[int]
+    AVG_INCLUDE_PAD_FIELD_NUMBER: _ClassVar[int]
+    AXIS_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_LR_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_A_MIN_FIELD_NUMBER: _ClassVar[int]
+    CEIL_MODE_FIELD_NUMBER: _ClassVar[int]
     pool: PoolingParameter.PoolMethod
     kernel_size: int
     stride: int
@@ -902,7 +1322,15 @@ class PoolingParameter(_message.Message):
     global_pooling: bool
     round_mode: PoolingParameter.RoundMode
     torch_pooling: bool
-    def __init__(self, pool: _Optional[_Union[PoolingParameter.PoolMethod, str]] = ..., kernel_size: _Optional[int] = ..., stride: _Optional[int] = ..., pad: _Optional[int] = ..., kernel_h: _Optional[int] = ..., kernel_w: _Optional[int] = ..., stride_h: _Optional[int] = ..., stride_w: _Optional[int] = ..., pad_h: _Optional[int] = ..., pad_w: _Optional[int] = ..., engine: _Optional[_Union[PoolingParameter.Engine, str]] = ..., global_pooling: bool = ..., round_mode: _Optional[_Union[PoolingParameter.RoundMode, str]] = ..., torch_pooling: bool = ...) -> None: ...
+    pad_3d: _containers.RepeatedScalarFieldContainer[int]
+    kernel_size_3d: _containers.RepeatedScalarFieldContainer[int]
+    stride_3d: _containers.RepeatedScalarFieldContainer[int]
+    avg_include_pad: bool
+    axis: int
+    blobs_lr: float
+    blobs_a_min: float
+    ceil_mode: bool
+    def __init__(self, pool: _Optional[_Union[PoolingParameter.PoolMethod, str]] = ..., kernel_size: _Optional[int] = ..., stride: _Optional[int] = ..., pad: _Optional[int] = ..., kernel_h: _Optional[int] = ..., kernel_w: _Optional[int] = ..., stride_h: _Optional[int] = ..., stride_w: _Optional[int] = ..., pad_h: _Optional[int] = ..., pad_w: _Optional[int] = ..., engine: _Optional[_Union[PoolingParameter.Engine, str]] = ..., global_pooling: bool = ..., round_mode: _Optional[_Union[PoolingParameter.RoundMode, str]] = ..., torch_pooling: bool = ..., pad_3d: _Optional[_Iterable[int]] = ..., kernel_size_3d: _Optional[_Iterable[int]] = ..., stride_3d: _Optional[_Iterable[int]] = ..., avg_include_pad: bool = ..., axis: _Optional[int] = ..., blobs_lr: _Optional[float] = ..., blobs_a_min: _Optional[float] = ..., ceil_mode: bool = ...) -> None: ...
 
 class SPPParameter(_message.Message):
     __slots__ = ("pyramid_height", "pool", "engine")
@@ -943,9 +1371,13 @@ class LRNParameter(_message.Message):
         DEFAULT: _ClassVar[LRNParameter.Engine]
         CAFFE: _ClassVar[LRNParameter.Engine]
         CUDNN: _ClassVar[LRNParameter.Engine]
+        MKL2017: _ClassVar[LRNParameter.Engine]
+        MKLDNN: _ClassVar[LRNParameter.Engine]
     DEFAULT: LRNParameter.Engine
     CAFFE: LRNParameter.Engine
     CUDNN: LRNParameter.Engine
+    MKL2017: LRNParameter.Engine
+    MKLDNN: LRNParameter.Engine
     LOCAL_SIZE_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     BETA_FIELD_NUMBER: _ClassVar[int]
@@ -969,20 +1401,38 @@ class CropParameter(_message.Message):
     def __init__(self, axis: _Optional[int] = ..., offset: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InnerProductParameter(_message.Message):
-    __slots__ = ("num_output", "bias_term", "weight_filler", "bias_filler", "axis", "transpose")
+    __slots__ = ("num_output", "bias_term", "weight_filler", "bias_filler", "axis", "transpose", "engine", "relu", "negative_slope", "normalize")
+    class Engine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DEFAULT: _ClassVar[InnerProductParameter.Engine]
+        CAFFE: _ClassVar[InnerProductParameter.Engine]
+        CUDNN: _ClassVar[InnerProductParameter.Engine]
+        MKLDNN: _ClassVar[InnerProductParameter.Engine]
+    DEFAULT: InnerProductParameter.Engine
+    CAFFE: InnerProductParameter.Engine
+    CUDNN: InnerProductParameter.Engine
+    MKLDNN: InnerProductParameter.Engine
     NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     BIAS_TERM_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FILLER_FIELD_NUMBER: _ClassVar[int]
     BIAS_FILLER_FIELD_NUMBER: _ClassVar[int]
     AXIS_FIELD_NUMBER: _ClassVar[int]
     TRANSPOSE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RELU_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_SLOPE_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
     num_output: int
     bias_term: bool
     weight_filler: FillerParameter
     bias_filler: FillerParameter
     axis: int
     transpose: bool
-    def __init__(self, num_output: _Optional[int] = ..., bias_term: bool = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., axis: _Optional[int] = ..., transpose: bool = ...) -> None: ...
+    engine: InnerProductParameter.Engine
+    relu: bool
+    negative_slope: float
+    normalize: bool
+    def __init__(self, num_output: _Optional[int] = ..., bias_term: bool = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., axis: _Optional[int] = ..., transpose: bool = ..., engine: _Optional[_Union[InnerProductParameter.Engine, str]] = ..., relu: bool = ..., negative_slope: _Optional[float] = ..., normalize: bool = ...) -> None: ...
 
 class EmbedParameter(_message.Message):
     __slots__ = ("num_output", "input_dim", "bias_term", "weight_filler", "bias_filler")
@@ -999,15 +1449,19 @@ class EmbedParameter(_message.Message):
     def __init__(self, num_output: _Optional[int] = ..., input_dim: _Optional[int] = ..., bias_term: bool = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ...) -> None: ...
 
 class BatchNormParameter(_message.Message):
-    __slots__ = ("use_global_stats", "moving_average_fraction", "eps", "scale_filler", "bias_filler", "scale_bias", "engine")
+    __slots__ = ("use_global_stats", "moving_average_fraction", "eps", "scale_filler", "bias_filler", "scale_bias", "engine", "use_weight_bias", "bias_term", "filler", "stats_batch_size", "relu", "update_global_stats", "disable_mean", "disable_variance")
     class Engine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         DEFAULT: _ClassVar[BatchNormParameter.Engine]
         CAFFE: _ClassVar[BatchNormParameter.Engine]
         CUDNN: _ClassVar[BatchNormParameter.Engine]
+        MKL2017: _ClassVar[BatchNormParameter.Engine]
+        MKLDNN: _ClassVar[BatchNormParameter.Engine]
     DEFAULT: BatchNormParameter.Engine
     CAFFE: BatchNormParameter.Engine
     CUDNN: BatchNormParameter.Engine
+    MKL2017: BatchNormParameter.Engine
+    MKLDNN: BatchNormParameter.Engine
     USE_GLOBAL_STATS_FIELD_NUMBER: _ClassVar[int]
     MOVING_AVERAGE_FRACTION_FIELD_NUMBER: _ClassVar[int]
     EPS_FIELD_NUMBER: _ClassVar[int]
@@ -1015,6 +1469,14 @@ class BatchNormParameter(_message.Message):
     BIAS_FILLER_FIELD_NUMBER: _ClassVar[int]
     SCALE_BIAS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    USE_WEIGHT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    BIAS_TERM_FIELD_NUMBER: _ClassVar[int]
+    FILLER_FIELD_NUMBER: _ClassVar[int]
+    STATS_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RELU_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_GLOBAL_STATS_FIELD_NUMBER: _ClassVar[int]
+    DISABLE_MEAN_FIELD_NUMBER: _ClassVar[int]
+    DISABLE_VARIANCE_FIELD_NUMBER: _ClassVar[int]
     use_global_stats: bool
     moving_average_fraction: float
     eps: float
@@ -1022,7 +1484,15 @@ class BatchNormParameter(_message.Message):
     bias_filler: FillerParameter
     scale_bias: bool
     engine: BatchNormParameter.Engine
-    def __init__(self, use_global_stats: bool = ..., moving_average_fraction: _Optional[float] = ..., eps: _Optional[float] = ..., scale_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., scale_bias: bool = ..., engine: _Optional[_Union[BatchNormParameter.Engine, str]] = ...) -> None: ...
+    use_weight_bias: bool
+    bias_term: bool
+    filler: FillerParameter
+    stats_batch_size: int
+    relu: bool
+    update_global_stats: bool
+    disable_mean: bool
+    disable_variance: bool
+    def __init__(self, use_global_stats: bool = ..., moving_average_fraction: _Optional[float] = ..., eps: _Optional[float] = ..., scale_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., scale_bias: bool = ..., engine: _Optional[_Union[BatchNormParameter.Engine, str]] = ..., use_weight_bias: bool = ..., bias_term: bool = ..., filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., stats_batch_size: _Optional[int] = ..., relu: bool = ..., update_global_stats: bool = ..., disable_mean: bool = ..., disable_variance: bool = ...) -> None: ...
 
 class MVNParameter(_message.Message):
     __slots__ = ("normalize_variance", "across_channels", "eps")
@@ -1035,18 +1505,22 @@ class MVNParameter(_message.Message):
     def __init__(self, normalize_variance: bool = ..., across_channels: bool = ..., eps: _Optional[float] = ...) -> None: ...
 
 class ScaleParameter(_message.Message):
-    __slots__ = ("axis", "num_axes", "filler", "bias_term", "bias_filler")
+    __slots__ = ("axis", "num_axes", "filler", "bias_term", "bias_filler", "min_value", "max_value")
     AXIS_FIELD_NUMBER: _ClassVar[int]
     NUM_AXES_FIELD_NUMBER: _ClassVar[int]
     FILLER_FIELD_NUMBER: _ClassVar[int]
     BIAS_TERM_FIELD_NUMBER: _ClassVar[int]
     BIAS_FILLER_FIELD_NUMBER: _ClassVar[int]
+    MIN_VALUE_FIELD_NUMBER: _ClassVar[int]
+    MAX_VALUE_FIELD_NUMBER: _ClassVar[int]
     axis: int
     num_axes: int
     filler: FillerParameter
     bias_term: bool
     bias_filler: FillerParameter
-    def __init__(self, axis: _Optional[int] = ..., num_axes: _Optional[int] = ..., filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_term: bool = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ...) -> None: ...
+    min_value: float
+    max_value: float
+    def __init__(self, axis: _Optional[int] = ..., num_axes: _Optional[int] = ..., filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_term: bool = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., min_value: _Optional[float] = ..., max_value: _Optional[float] = ...) -> None: ...
 
 class BiasParameter(_message.Message):
     __slots__ = ("axis", "num_axes", "filler")
@@ -1059,7 +1533,7 @@ class BiasParameter(_message.Message):
     def __init__(self, axis: _Optional[int] = ..., num_axes: _Optional[int] = ..., filler: _Optional[_Union[FillerParameter, _Mapping]] = ...) -> None: ...
 
 class EltwiseParameter(_message.Message):
-    __slots__ = ("operation", "coeff", "stable_prod_grad")
+    __slots__ = ("operation", "coeff", "stable_prod_grad", "engine")
     class EltwiseOp(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PROD: _ClassVar[EltwiseParameter.EltwiseOp]
@@ -1068,21 +1542,47 @@ class EltwiseParameter(_message.Message):
     PROD: EltwiseParameter.EltwiseOp
     SUM: EltwiseParameter.EltwiseOp
     MAX: EltwiseParameter.EltwiseOp
+    class Engine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DEFAULT: _ClassVar[EltwiseParameter.Engine]
+        CAFFE: _ClassVar[EltwiseParameter.Engine]
+        MKL2017: _ClassVar[EltwiseParameter.Engine]
+        MKLDNN: _ClassVar[EltwiseParameter.Engine]
+    DEFAULT: EltwiseParameter.Engine
+    CAFFE: EltwiseParameter.Engine
+    MKL2017: EltwiseParameter.Engine
+    MKLDNN: EltwiseParameter.Engine
     OPERATION_FIELD_NUMBER: _ClassVar[int]
     COEFF_FIELD_NUMBER: _ClassVar[int]
     STABLE_PROD_GRAD_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     operation: EltwiseParameter.EltwiseOp
     coeff: _containers.RepeatedScalarFieldContainer[float]
     stable_prod_grad: bool
-    def __init__(self, operation: _Optional[_Union[EltwiseParameter.EltwiseOp, str]] = ..., coeff: _Optional[_Iterable[float]] = ..., stable_prod_grad: bool = ...) -> None: ...
+    engine: EltwiseParameter.Engine
+    def __init__(self, operation: _Optional[_Union[EltwiseParameter.EltwiseOp, str]] = ..., coeff: _Optional[_Iterable[float]] = ..., stable_prod_grad: bool = ..., engine: _Optional[_Union[EltwiseParameter.Engine, str]] = ...) -> None: ...
 
 class ConcatParameter(_message.Message):
-    __slots__ = ("concat_dim", "axis")
+    __slots__ = ("concat_dim", "axis", "per_fla_fuse", "engine")
+    class Engine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DEFAULT: _ClassVar[ConcatParameter.Engine]
+        CAFFE: _ClassVar[ConcatParameter.Engine]
+        MKL2017: _ClassVar[ConcatParameter.Engine]
+        MKLDNN: _ClassVar[ConcatParameter.Engine]
+    DEFAULT: ConcatParameter.Engine
+    CAFFE: ConcatParameter.Engine
+    MKL2017: ConcatParameter.Engine
+    MKLDNN: ConcatParameter.Engine
     CONCAT_DIM_FIELD_NUMBER: _ClassVar[int]
     AXIS_FIELD_NUMBER: _ClassVar[int]
+    PER_FLA_FUSE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     concat_dim: int
     axis: int
-    def __init__(self, concat_dim: _Optional[int] = ..., axis: _Optional[int] = ...) -> None: ...
+    per_fla_fuse: bool
+    engine: ConcatParameter.Engine
+    def __init__(self, concat_dim: _Optional[int] = ..., axis: _Optional[int] = ..., per_fla_fuse: bool = ..., engine: _Optional[_Union[ConcatParameter.Engine, str]] = ...) -> None: ...
 
 class SliceParameter(_message.Message):
     __slots__ = ("slice_dim", "slice_point", "axis")
@@ -1103,14 +1603,16 @@ class FlattenParameter(_message.Message):
     def __init__(self, axis: _Optional[int] = ..., end_axis: _Optional[int] = ...) -> None: ...
 
 class ReshapeParameter(_message.Message):
-    __slots__ = ("shape", "axis", "num_axes")
+    __slots__ = ("shape", "axis", "num_axes", "pixelshuffler")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     AXIS_FIELD_NUMBER: _ClassVar[int]
     NUM_AXES_FIELD_NUMBER: _ClassVar[int]
+    PIXELSHUFFLER_FIELD_NUMBER: _ClassVar[int]
     shape: BlobShape
     axis: int
     num_axes: int
-    def __init__(self, shape: _Optional[_Union[BlobShape, _Mapping]] = ..., axis: _Optional[int] = ..., num_axes: _Optional[int] = ...) -> None: ...
+    pixelshuffler: int
+    def __init__(self, shape: _Optional[_Union[BlobShape, _Mapping]] = ..., axis: _Optional[int] = ..., num_axes: _Optional[int] = ..., pixelshuffler: _Optional[int] = ...) -> None: ...
 
 class TileParameter(_message.Message):
     __slots__ = ("axis", "tiles")
@@ -1151,20 +1653,26 @@ class ArgMaxParameter(_message.Message):
     def __init__(self, out_max_val: bool = ..., top_k: _Optional[int] = ..., axis: _Optional[int] = ...) -> None: ...
 
 class ReLUParameter(_message.Message):
-    __slots__ = ("negative_slope", "engine")
+    __slots__ = ("negative_slope", "engine", "fuse")
     class Engine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         DEFAULT: _ClassVar[ReLUParameter.Engine]
         CAFFE: _ClassVar[ReLUParameter.Engine]
         CUDNN: _ClassVar[ReLUParameter.Engine]
+        MKL2017: _ClassVar[ReLUParameter.Engine]
+        MKLDNN: _ClassVar[ReLUParameter.Engine]
     DEFAULT: ReLUParameter.Engine
     CAFFE: ReLUParameter.Engine
     CUDNN: ReLUParameter.Engine
+    MKL2017: ReLUParameter.Engine
+    MKLDNN: ReLUParameter.Engine
     NEGATIVE_SLOPE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    FUSE_FIELD_NUMBER: _ClassVar[int]
     negative_slope: float
     engine: ReLUParameter.Engine
-    def __init__(self, negative_slope: _Optional[float] = ..., engine: _Optional[_Union[ReLUParameter.Engine, str]] = ...) -> None: ...
+    fuse: bool
+    def __init__(self, negative_slope: _Optional[float] = ..., engine: _Optional[_Union[ReLUParameter.Engine, str]] = ..., fuse: bool = ...) -> None: ...
 
 class PReLUParameter(_message.Message):
     __slots__ = ("filler", "channel_shared")
@@ -1260,7 +1768,7 @@ class ClipParameter(_message.Message):
     def __init__(self, min: _Optional[float] = ..., max: _Optional[float] = ...) -> None: ...
 
 class DropoutParameter(_message.Message):
-    __slots__ = ("dropout_ratio", "engine", "random_seed")
+    __slots__ = ("dropout_ratio", "engine", "random_seed", "scale_train", "sample_weights_test", "sqrt_scale")
     class Engine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         DEFAULT: _ClassVar[DropoutParameter.Engine]
@@ -1272,35 +1780,49 @@ class DropoutParameter(_message.Message):
     DROPOUT_RATIO_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     RANDOM_SEED_FIELD_NUMBER: _ClassVar[int]
+    SCALE_TRAIN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_WEIGHTS_TEST_FIELD_NUMBER: _ClassVar[int]
+    SQRT_SCALE_FIELD_NUMBER: _ClassVar[int]
     dropout_ratio: float
     engine: DropoutParameter.Engine
     random_seed: int
-    def __init__(self, dropout_ratio: _Optional[float] = ..., engine: _Optional[_Union[DropoutParameter.Engine, str]] = ..., random_seed: _Optional[int] = ...) -> None: ...
+    scale_train: bool
+    sample_weights_test: bool
+    sqrt_scale: bool
+    def __init__(self, dropout_ratio: _Optional[float] = ..., engine: _Optional[_Union[DropoutParameter.Engine, str]] = ..., random_seed: _Optional[int] = ..., scale_train: bool = ..., sample_weights_test: bool = ..., sqrt_scale: bool = ...) -> None: ...
 
 class LossParameter(_message.Message):
-    __slots__ = ("ignore_label", "normalize", "normalization", "label_smoothing")
+    __slots__ = ("ignore_label", "normalize", "normalization", "label_smoothing", "pre_fixed_normalizer", "weight_by_label_freqs", "class_weighting")
     class NormalizationMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FULL: _ClassVar[LossParameter.NormalizationMode]
         VALID: _ClassVar[LossParameter.NormalizationMode]
         BATCH_SIZE: _ClassVar[LossParameter.NormalizationMode]
         NONE: _ClassVar[LossParameter.NormalizationMode]
+        PRE_FIXED: _ClassVar[LossParameter.NormalizationMode]
     FULL: LossParameter.NormalizationMode
     VALID: LossParameter.NormalizationMode
     BATCH_SIZE: LossParameter.NormalizationMode
     NONE: LossParameter.NormalizationMode
+    PRE_FIXED: LossParameter.NormalizationMode
     IGNORE_LABEL_FIELD_NUMBER: _ClassVar[int]
     NORMALIZE_FIELD_NUMBER: _ClassVar[int]
     NORMALIZATION_FIELD_NUMBER: _ClassVar[int]
     LABEL_SMOOTHING_FIELD_NUMBER: _ClassVar[int]
+    PRE_FIXED_NORMALIZER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BY_LABEL_FREQS_FIELD_NUMBER: _ClassVar[int]
+    CLASS_WEIGHTING_FIELD_NUMBER: _ClassVar[int]
     ignore_label: int
     normalize: bool
     normalization: LossParameter.NormalizationMode
     label_smoothing: float
-    def __init__(self, ignore_label: _Optional[int] = ..., normalize: bool = ..., normalization: _Optional[_Union[LossParameter.NormalizationMode, str]] = ..., label_smoothing: _Optional[float] = ...) -> None: ...
+    pre_fixed_normalizer: float
+    weight_by_label_freqs: bool
+    class_weighting: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, ignore_label: _Optional[int] = ..., normalize: bool = ..., normalization: _Optional[_Union[LossParameter.NormalizationMode, str]] = ..., label_smoothing: _Optional[float] = ..., pre_fixed_normalizer: _Optional[float] = ..., weight_by_label_freqs: bool = ..., class_weighting: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SoftmaxParameter(_message.Message):
-    __slots__ = ("engine", "axis")
+    __slots__ = ("engine", "axis", "hard_ratio", "class_weight", "hard_mining_label", "cutting_point", "normalize_type", "label_smooth_factor")
     class Engine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         DEFAULT: _ClassVar[SoftmaxParameter.Engine]
@@ -1311,19 +1833,33 @@ class SoftmaxParameter(_message.Message):
     CUDNN: SoftmaxParameter.Engine
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     AXIS_FIELD_NUMBER: _ClassVar[int]
+    HARD_RATIO_FIELD_NUMBER: _ClassVar[int]
+    CLASS_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    HARD_MINING_LABEL_FIELD_NUMBER: _ClassVar[int]
+    CUTTING_POINT_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    LABEL_SMOOTH_FACTOR_FIELD_NUMBER: _ClassVar[int]
     engine: SoftmaxParameter.Engine
     axis: int
-    def __init__(self, engine: _Optional[_Union[SoftmaxParameter.Engine, str]] = ..., axis: _Optional[int] = ...) -> None: ...
+    hard_ratio: float
+    class_weight: _containers.RepeatedScalarFieldContainer[float]
+    hard_mining_label: int
+    cutting_point: float
+    normalize_type: str
+    label_smooth_factor: float
+    def __init__(self, engine: _Optional[_Union[SoftmaxParameter.Engine, str]] = ..., axis: _Optional[int] = ..., hard_ratio: _Optional[float] = ..., class_weight: _Optional[_Iterable[float]] = ..., hard_mining_label: _Optional[int] = ..., cutting_point: _Optional[float] = ..., normalize_type: _Optional[str] = ..., label_smooth_factor: _Optional[float] = ...) -> None: ...
 
 class AccuracyParameter(_message.Message):
-    __slots__ = ("top_k", "axis", "ignore_label")
+    __slots__ = ("top_k", "axis", "ignore_label", "min_is_better")
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     AXIS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_LABEL_FIELD_NUMBER: _ClassVar[int]
+    MIN_IS_BETTER_FIELD_NUMBER: _ClassVar[int]
     top_k: int
     axis: int
     ignore_label: int
-    def __init__(self, top_k: _Optional[int] = ..., axis: _Optional[int] = ..., ignore_label: _Optional[int] = ...) -> None: ...
+    min_is_better: bool
+    def __init__(self, top_k: _Optional[int] = ..., axis: _Optional[int] = ..., ignore_label: _Optional[int] = ..., min_is_better: bool = ...) -> None: ...
 
 class ContrastiveLossParameter(_message.Message):
     __slots__ = ("margin", "legacy_version")
@@ -1404,12 +1940,14 @@ class NormalizedBBox(_message.Message):
     def __init__(self, xmin: _Optional[float] = ..., ymin: _Optional[float] = ..., xmax: _Optional[float] = ..., ymax: _Optional[float] = ..., label: _Optional[int] = ..., difficult: bool = ..., score: _Optional[float] = ..., size: _Optional[float] = ...) -> None: ...
 
 class Annotation(_message.Message):
-    __slots__ = ("instance_id", "bbox")
+    __slots__ = ("instance_id", "bbox", "lanes")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     BBOX_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
     instance_id: int
     bbox: NormalizedBBox
-    def __init__(self, instance_id: _Optional[int] = ..., bbox: _Optional[_Union[NormalizedBBox, _Mapping]] = ...) -> None: ...
+    lanes: LaneInfo
+    def __init__(self, instance_id: _Optional[int] = ..., bbox: _Optional[_Union[NormalizedBBox, _Mapping]] = ..., lanes: _Optional[_Union[LaneInfo, _Mapping]] = ...) -> None: ...
 
 class AnnotationGroup(_message.Message):
     __slots__ = ("group_label", "annotation")
@@ -1492,17 +2030,33 @@ class EmitConstraint(_message.Message):
     def __init__(self, emit_type: _Optional[_Union[EmitConstraint.EmitType, str]] = ..., emit_overlap: _Optional[float] = ...) -> None: ...
 
 class AnnotatedDataParameter(_message.Message):
-    __slots__ = ("batch_sampler", "label_map_file", "anno_type")
+    __slots__ = ("batch_sampler", "label_map_file", "anno_type", "yolo_data_type", "yolo_data_jitter", "train_diffcult", "single_class", "seg_scales", "seg_resize_width", "seg_resize_height", "difficult_label_warmup")
     BATCH_SAMPLER_FIELD_NUMBER: _ClassVar[int]
     LABEL_MAP_FILE_FIELD_NUMBER: _ClassVar[int]
     ANNO_TYPE_FIELD_NUMBER: _ClassVar[int]
+    YOLO_DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    YOLO_DATA_JITTER_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_DIFFCULT_FIELD_NUMBER: _ClassVar[int]
+    SINGLE_CLASS_FIELD_NUMBER: _ClassVar[int]
+    SEG_SCALES_FIELD_NUMBER: _ClassVar[int]
+    SEG_RESIZE_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    SEG_RESIZE_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    DIFFICULT_LABEL_WARMUP_FIELD_NUMBER: _ClassVar[int]
     batch_sampler: _containers.RepeatedCompositeFieldContainer[BatchSampler]
     label_map_file: str
     anno_type: AnnotatedDatum.AnnotationType
-    def __init__(self, batch_sampler: _Optional[_Iterable[_Union[BatchSampler, _Mapping]]] = ..., label_map_file: _Optional[str] = ..., anno_type: _Optional[_Union[AnnotatedDatum.AnnotationType, str]] = ...) -> None: ...
+    yolo_data_type: int
+    yolo_data_jitter: float
+    train_diffcult: bool
+    single_class: bool
+    seg_scales: int
+    seg_resize_width: int
+    seg_resize_height: int
+    difficult_label_warmup: bool
+    def __init__(self, batch_sampler: _Optional[_Iterable[_Union[BatchSampler, _Mapping]]] = ..., label_map_file: _Optional[str] = ..., anno_type: _Optional[_Union[AnnotatedDatum.AnnotationType, str]] = ..., yolo_data_type: _Optional[int] = ..., yolo_data_jitter: _Optional[float] = ..., train_diffcult: bool = ..., single_class: bool = ..., seg_scales: _Optional[int] = ..., seg_resize_width: _Optional[int] = ..., seg_resize_height: _Optional[int] = ..., difficult_label_warmup: bool = ...) -> None: ...
 
 class VideoDataParameter(_message.Message):
-    __slots__ = ("video_type", "device_id", "video_file", "skip_frames")
+    __slots__ = ("video_type", "device_id", "video_file", "skip_frames", "source", "batch_size", "rand_skip", "shuffle", "new_height", "new_width", "new_length", "is_color", "scale", "mean_file", "crop_size", "mirror", "root_folder", "show_data", "use_image", "use_temporal_jitter", "sampling_rate", "max_sampling_rate", "use_sampling_rate_jitter", "use_multiple_label", "num_of_labels")
     class VideoType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         WEBCAM: _ClassVar[VideoDataParameter.VideoType]
@@ -1513,14 +2067,56 @@ class VideoDataParameter(_message.Message):
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     VIDEO_FILE_FIELD_NUMBER: _ClassVar[int]
     SKIP_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RAND_SKIP_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLE_FIELD_NUMBER: _ClassVar[int]
+    NEW_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NEW_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    NEW_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    IS_COLOR_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FILE_FIELD_NUMBER: _ClassVar[int]
+    CROP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MIRROR_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FOLDER_FIELD_NUMBER: _ClassVar[int]
+    SHOW_DATA_FIELD_NUMBER: _ClassVar[int]
+    USE_IMAGE_FIELD_NUMBER: _ClassVar[int]
+    USE_TEMPORAL_JITTER_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_RATE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SAMPLING_RATE_FIELD_NUMBER: _ClassVar[int]
+    USE_SAMPLING_RATE_JITTER_FIELD_NUMBER: _ClassVar[int]
+    USE_MULTIPLE_LABEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_OF_LABELS_FIELD_NUMBER: _ClassVar[int]
     video_type: VideoDataParameter.VideoType
     device_id: int
     video_file: str
     skip_frames: int
-    def __init__(self, video_type: _Optional[_Union[VideoDataParameter.VideoType, str]] = ..., device_id: _Optional[int] = ..., video_file: _Optional[str] = ..., skip_frames: _Optional[int] = ...) -> None: ...
+    source: str
+    batch_size: int
+    rand_skip: int
+    shuffle: bool
+    new_height: int
+    new_width: int
+    new_length: int
+    is_color: bool
+    scale: float
+    mean_file: str
+    crop_size: int
+    mirror: bool
+    root_folder: str
+    show_data: bool
+    use_image: bool
+    use_temporal_jitter: bool
+    sampling_rate: int
+    max_sampling_rate: int
+    use_sampling_rate_jitter: bool
+    use_multiple_label: bool
+    num_of_labels: int
+    def __init__(self, video_type: _Optional[_Union[VideoDataParameter.VideoType, str]] = ..., device_id: _Optional[int] = ..., video_file: _Optional[str] = ..., skip_frames: _Optional[int] = ..., source: _Optional[str] = ..., batch_size: _Optional[int] = ..., rand_skip: _Optional[int] = ..., shuffle: bool = ..., new_height: _Optional[int] = ..., new_width: _Optional[int] = ..., new_length: _Optional[int] = ..., is_color: bool = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., root_folder: _Optional[str] = ..., show_data: bool = ..., use_image: bool = ..., use_temporal_jitter: bool = ..., sampling_rate: _Optional[int] = ..., max_sampling_rate: _Optional[int] = ..., use_sampling_rate_jitter: bool = ..., use_multiple_label: bool = ..., num_of_labels: _Optional[int] = ...) -> None: ...
 
 class ResizeParameter(_message.Message):
-    __slots__ = ("prob", "resize_mode", "height", "width", "pad_mode", "pad_value", "interp_mode", "height_scale", "width_scale")
+    __slots__ = ("prob", "resize_mode", "height", "width", "pad_mode", "pad_value", "interp_mode", "height_scale", "width_scale", "is_pyramid_test", "out_height_scale", "out_width_scale")
     class Resize_mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         WARP: _ClassVar[ResizeParameter.Resize_mode]
@@ -1558,6 +2154,9 @@ class ResizeParameter(_message.Message):
     INTERP_MODE_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_SCALE_FIELD_NUMBER: _ClassVar[int]
     WIDTH_SCALE_FIELD_NUMBER: _ClassVar[int]
+    IS_PYRAMID_TEST_FIELD_NUMBER: _ClassVar[int]
+    OUT_HEIGHT_SCALE_FIELD_NUMBER: _ClassVar[int]
+    OUT_WIDTH_SCALE_FIELD_NUMBER: _ClassVar[int]
     prob: float
     resize_mode: ResizeParameter.Resize_mode
     height: int
@@ -1567,7 +2166,10 @@ class ResizeParameter(_message.Message):
     interp_mode: _containers.RepeatedScalarFieldContainer[ResizeParameter.Interp_mode]
     height_scale: int
     width_scale: int
-    def __init__(self, prob: _Optional[float] = ..., resize_mode: _Optional[_Union[ResizeParameter.Resize_mode, str]] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., pad_mode: _Optional[_Union[ResizeParameter.Pad_mode, str]] = ..., pad_value: _Optional[_Iterable[float]] = ..., interp_mode: _Optional[_Iterable[_Union[ResizeParameter.Interp_mode, str]]] = ..., height_scale: _Optional[int] = ..., width_scale: _Optional[int] = ...) -> None: ...
+    is_pyramid_test: bool
+    out_height_scale: float
+    out_width_scale: float
+    def __init__(self, prob: _Optional[float] = ..., resize_mode: _Optional[_Union[ResizeParameter.Resize_mode, str]] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., pad_mode: _Optional[_Union[ResizeParameter.Pad_mode, str]] = ..., pad_value: _Optional[_Iterable[float]] = ..., interp_mode: _Optional[_Iterable[_Union[ResizeParameter.Interp_mode, str]]] = ..., height_scale: _Optional[int] = ..., width_scale: _Optional[int] = ..., is_pyramid_test: bool = ..., out_height_scale: _Optional[float] = ..., out_width_scale: _Optional[float] = ...) -> None: ...
 
 class SaltPepperParameter(_message.Message):
     __slots__ = ("fraction", "value")
@@ -1578,7 +2180,7 @@ class SaltPepperParameter(_message.Message):
     def __init__(self, fraction: _Optional[float] = ..., value: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class NoiseParameter(_message.Message):
-    __slots__ = ("prob", "hist_eq", "inverse", "decolorize", "gauss_blur", "jpeg", "posterize", "erode", "saltpepper", "saltpepper_param", "clahe", "convert_to_hsv", "convert_to_lab")
+    __slots__ = ("prob", "hist_eq", "inverse", "decolorize", "gauss_blur", "jpeg", "posterize", "erode", "saltpepper", "saltpepper_param", "clahe", "convert_to_hsv", "convert_to_lab", "gaussian_std", "uniform_range", "bias")
     PROB_FIELD_NUMBER: _ClassVar[int]
     HIST_EQ_FIELD_NUMBER: _ClassVar[int]
     INVERSE_FIELD_NUMBER: _ClassVar[int]
@@ -1592,6 +2194,9 @@ class NoiseParameter(_message.Message):
     CLAHE_FIELD_NUMBER: _ClassVar[int]
     CONVERT_TO_HSV_FIELD_NUMBER: _ClassVar[int]
     CONVERT_TO_LAB_FIELD_NUMBER: _ClassVar[int]
+    GAUSSIAN_STD_FIELD_NUMBER: _ClassVar[int]
+    UNIFORM_RANGE_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
     prob: float
     hist_eq: bool
     inverse: bool
@@ -1605,7 +2210,10 @@ class NoiseParameter(_message.Message):
     clahe: bool
     convert_to_hsv: bool
     convert_to_lab: bool
-    def __init__(self, prob: _Optional[float] = ..., hist_eq: bool = ..., inverse: bool = ..., decolorize: bool = ..., gauss_blur: bool = ..., jpeg: _Optional[float] = ..., posterize: bool = ..., erode: bool = ..., saltpepper: bool = ..., saltpepper_param: _Optional[_Union[SaltPepperParameter, _Mapping]] = ..., clahe: bool = ..., convert_to_hsv: bool = ..., convert_to_lab: bool = ...) -> None: ...
+    gaussian_std: float
+    uniform_range: float
+    bias: float
+    def __init__(self, prob: _Optional[float] = ..., hist_eq: bool = ..., inverse: bool = ..., decolorize: bool = ..., gauss_blur: bool = ..., jpeg: _Optional[float] = ..., posterize: bool = ..., erode: bool = ..., saltpepper: bool = ..., saltpepper_param: _Optional[_Union[SaltPepperParameter, _Mapping]] = ..., clahe: bool = ..., convert_to_hsv: bool = ..., convert_to_lab: bool = ..., gaussian_std: _Optional[float] = ..., uniform_range: _Optional[float] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class DistortionParameter(_message.Message):
     __slots__ = ("brightness_prob", "brightness_delta", "contrast_prob", "contrast_lower", "contrast_upper", "hue_prob", "hue_delta", "saturation_prob", "saturation_lower", "saturation_upper", "random_order_prob")
@@ -1731,16 +2339,22 @@ class PermuteParameter(_message.Message):
     def __init__(self, order: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NormalizeParameter(_message.Message):
-    __slots__ = ("across_spatial", "scale_filler", "channel_shared", "eps")
+    __slots__ = ("across_spatial", "scale_filler", "channel_shared", "eps", "normalize_type", "fix_gradient", "bp_norm")
     ACROSS_SPATIAL_FIELD_NUMBER: _ClassVar[int]
     SCALE_FILLER_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_SHARED_FIELD_NUMBER: _ClassVar[int]
     EPS_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    FIX_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    BP_NORM_FIELD_NUMBER: _ClassVar[int]
     across_spatial: bool
     scale_filler: FillerParameter
     channel_shared: bool
     eps: float
-    def __init__(self, across_spatial: bool = ..., scale_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., channel_shared: bool = ..., eps: _Optional[float] = ...) -> None: ...
+    normalize_type: str
+    fix_gradient: bool
+    bp_norm: bool
+    def __init__(self, across_spatial: bool = ..., scale_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., channel_shared: bool = ..., eps: _Optional[float] = ..., normalize_type: _Optional[str] = ..., fix_gradient: bool = ..., bp_norm: bool = ...) -> None: ...
 
 class PriorBoxParameter(_message.Message):
     __slots__ = ("min_size", "max_size", "aspect_ratio", "flip", "clip", "variance", "img_size", "img_h", "img_w", "step", "step_h", "step_w", "offset")
@@ -2009,7 +2623,7 @@ class C2TensorProtos(_message.Message):
     def __init__(self, protos: _Optional[_Iterable[_Union[C2TensorProto, _Mapping]]] = ...) -> None: ...
 
 class V1LayerParameter(_message.Message):
-    __slots__ = ("layer", "bottom", "top", "name", "type", "blobs", "blobs_lr", "weight_decay", "concat_param", "convolution_param", "data_param", "dropout_param", "hdf5_data_param", "hdf5_output_param", "image_data_param", "infogain_loss_param", "inner_product_param", "lrn_param", "pooling_param", "window_data_param", "power_param", "memory_data_param", "argmax_param", "eltwise_param", "threshold_param", "dummy_data_param", "accuracy_param", "hinge_loss_param", "relu_param", "slice_param", "include", "exclude", "mvn_param", "loss_weight", "transform_param", "tanh_param", "sigmoid_param", "softmax_param", "contrastive_loss_param", "exp_param", "loss_param", "param", "blob_share_mode")
+    __slots__ = ("layer", "bottom", "top", "name", "type", "blobs", "blobs_lr", "weight_decay", "concat_param", "convolution_param", "data_param", "dropout_param", "hdf5_data_param", "hdf5_output_param", "image_data_param", "infogain_loss_param", "inner_product_param", "lrn_param", "pooling_param", "window_data_param", "power_param", "memory_data_param", "argmax_param", "eltwise_param", "threshold_param", "dummy_data_param", "accuracy_param", "hinge_loss_param", "relu_param", "slice_param", "include", "exclude", "mvn_param", "loss_weight", "transform_param", "tanh_param", "sigmoid_param", "softmax_param", "contrastive_loss_param", "exp_param", "loss_param", "param", "blob_share_mode", "relu6_param", "bn_param", "local_param", "prelu_param", "insanity_param", "triplet_loss_param", "roi_pooling_param", "eltwise_affine_param", "sub_region_param", "noise_param")
     class LayerType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[V1LayerParameter.LayerType]
@@ -2052,6 +2666,15 @@ class V1LayerParameter(_message.Message):
         TANH: _ClassVar[V1LayerParameter.LayerType]
         WINDOW_DATA: _ClassVar[V1LayerParameter.LayerType]
         THRESHOLD: _ClassVar[V1LayerParameter.LayerType]
+        RELU6: _ClassVar[V1LayerParameter.LayerType]
+        LOCAL: _ClassVar[V1LayerParameter.LayerType]
+        BN: _ClassVar[V1LayerParameter.LayerType]
+        NORMALIZE: _ClassVar[V1LayerParameter.LayerType]
+        INSANITY: _ClassVar[V1LayerParameter.LayerType]
+        TRIPLET_LOSS: _ClassVar[V1LayerParameter.LayerType]
+        ROIPOOLING: _ClassVar[V1LayerParameter.LayerType]
+        BATCH_NORM: _ClassVar[V1LayerParameter.LayerType]
+        ELTWISE_AFFINE: _ClassVar[V1LayerParameter.LayerType]
     NONE: V1LayerParameter.LayerType
     ABSVAL: V1LayerParameter.LayerType
     ACCURACY: V1LayerParameter.LayerType
@@ -2092,6 +2715,15 @@ class V1LayerParameter(_message.Message):
     TANH: V1LayerParameter.LayerType
     WINDOW_DATA: V1LayerParameter.LayerType
     THRESHOLD: V1LayerParameter.LayerType
+    RELU6: V1LayerParameter.LayerType
+    LOCAL: V1LayerParameter.LayerType
+    BN: V1LayerParameter.LayerType
+    NORMALIZE: V1LayerParameter.LayerType
+    INSANITY: V1LayerParameter.LayerType
+    TRIPLET_LOSS: V1LayerParameter.LayerType
+    ROIPOOLING: V1LayerParameter.LayerType
+    BATCH_NORM: V1LayerParameter.LayerType
+    ELTWISE_AFFINE: V1LayerParameter.LayerType
     class DimCheckMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STRICT: _ClassVar[V1LayerParameter.DimCheckMode]
@@ -2141,6 +2773,16 @@ class V1LayerParameter(_message.Message):
     LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
     PARAM_FIELD_NUMBER: _ClassVar[int]
     BLOB_SHARE_MODE_FIELD_NUMBER: _ClassVar[int]
+    RELU6_PARAM_FIELD_NUMBER: _ClassVar[int]
+    BN_PARAM_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PARAM_FIELD_NUMBER: _ClassVar[int]
+    PRELU_PARAM_FIELD_NUMBER: _ClassVar[int]
+    INSANITY_PARAM_FIELD_NUMBER: _ClassVar[int]
+    TRIPLET_LOSS_PARAM_FIELD_NUMBER: _ClassVar[int]
+    ROI_POOLING_PARAM_FIELD_NUMBER: _ClassVar[int]
+    ELTWISE_AFFINE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    SUB_REGION_PARAM_FIELD_NUMBER: _ClassVar[int]
+    NOISE_PARAM_FIELD_NUMBER: _ClassVar[int]
     layer: V0LayerParameter
     bottom: _containers.RepeatedScalarFieldContainer[str]
     top: _containers.RepeatedScalarFieldContainer[str]
@@ -2184,7 +2826,17 @@ class V1LayerParameter(_message.Message):
     loss_param: LossParameter
     param: _containers.RepeatedScalarFieldContainer[str]
     blob_share_mode: _containers.RepeatedScalarFieldContainer[V1LayerParameter.DimCheckMode]
-    def __init__(self, layer: _Optional[_Union[V0LayerParameter, _Mapping]] = ..., bottom: _Optional[_Iterable[str]] = ..., top: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., type: _Optional[_Union[V1LayerParameter.LayerType, str]] = ..., blobs: _Optional[_Iterable[_Union[BlobProto, _Mapping]]] = ..., blobs_lr: _Optional[_Iterable[float]] = ..., weight_decay: _Optional[_Iterable[float]] = ..., concat_param: _Optional[_Union[ConcatParameter, _Mapping]] = ..., convolution_param: _Optional[_Union[ConvolutionParameter, _Mapping]] = ..., data_param: _Optional[_Union[DataParameter, _Mapping]] = ..., dropout_param: _Optional[_Union[DropoutParameter, _Mapping]] = ..., hdf5_data_param: _Optional[_Union[HDF5DataParameter, _Mapping]] = ..., hdf5_output_param: _Optional[_Union[HDF5OutputParameter, _Mapping]] = ..., image_data_param: _Optional[_Union[ImageDataParameter, _Mapping]] = ..., infogain_loss_param: _Optional[_Union[InfogainLossParameter, _Mapping]] = ..., inner_product_param: _Optional[_Union[InnerProductParameter, _Mapping]] = ..., lrn_param: _Optional[_Union[LRNParameter, _Mapping]] = ..., pooling_param: _Optional[_Union[PoolingParameter, _Mapping]] = ..., window_data_param: _Optional[_Union[WindowDataParameter, _Mapping]] = ..., power_param: _Optional[_Union[PowerParameter, _Mapping]] = ..., memory_data_param: _Optional[_Union[MemoryDataParameter, _Mapping]] = ..., argmax_param: _Optional[_Union[ArgMaxParameter, _Mapping]] = ..., eltwise_param: _Optional[_Union[EltwiseParameter, _Mapping]] = ..., threshold_param: _Optional[_Union[ThresholdParameter, _Mapping]] = ..., dummy_data_param: _Optional[_Union[DummyDataParameter, _Mapping]] = ..., accuracy_param: _Optional[_Union[AccuracyParameter, _Mapping]] = ..., hinge_loss_param: _Optional[_Union[HingeLossParameter, _Mapping]] = ..., relu_param: _Optional[_Union[ReLUParameter, _Mapping]] = ..., slice_param: _Optional[_Union[SliceParameter, _Mapping]] = ..., include: _Optional[_Iterable[_Union[NetStateRule, _Mapping]]] = ..., exclude: _Optional[_Iterable[_Union[NetStateRule, _Mapping]]] = ..., mvn_param: _Optional[_Union[MVNParameter, _Mapping]] = ..., loss_weight: _Optional[_Iterable[float]] = ..., transform_param: _Optional[_Union[TransformationParameter, _Mapping]] = ..., tanh_param: _Optional[_Union[TanHParameter, _Mapping]] = ..., sigmoid_param: _Optional[_Union[SigmoidParameter, _Mapping]] = ..., softmax_param: _Optional[_Union[SoftmaxParameter, _Mapping]] = ..., contrastive_loss_param: _Optional[_Union[ContrastiveLossParameter, _Mapping]] = ..., exp_param: _Optional[_Union[ExpParameter, _Mapping]] = ..., loss_param: _Optional[_Union[LossParameter, _Mapping]] = ..., param: _Optional[_Iterable[str]] = ..., blob_share_mode: _Optional[_Iterable[_Union[V1LayerParameter.DimCheckMode, str]]] = ...) -> None: ...
+    relu6_param: ReLUParameter
+    bn_param: BNParameter
+    local_param: LocalParameter
+    prelu_param: PReLUParameter
+    insanity_param: InsanityParameter
+    triplet_loss_param: TripletLossParameter
+    roi_pooling_param: ROIPoolingParameter
+    eltwise_affine_param: EltwiseAffineParameter
+    sub_region_param: SubRegionParameter
+    noise_param: NoiseParameter
+    def __init__(self, layer: _Optional[_Union[V0LayerParameter, _Mapping]] = ..., bottom: _Optional[_Iterable[str]] = ..., top: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., type: _Optional[_Union[V1LayerParameter.LayerType, str]] = ..., blobs: _Optional[_Iterable[_Union[BlobProto, _Mapping]]] = ..., blobs_lr: _Optional[_Iterable[float]] = ..., weight_decay: _Optional[_Iterable[float]] = ..., concat_param: _Optional[_Union[ConcatParameter, _Mapping]] = ..., convolution_param: _Optional[_Union[ConvolutionParameter, _Mapping]] = ..., data_param: _Optional[_Union[DataParameter, _Mapping]] = ..., dropout_param: _Optional[_Union[DropoutParameter, _Mapping]] = ..., hdf5_data_param: _Optional[_Union[HDF5DataParameter, _Mapping]] = ..., hdf5_output_param: _Optional[_Union[HDF5OutputParameter, _Mapping]] = ..., image_data_param: _Optional[_Union[ImageDataParameter, _Mapping]] = ..., infogain_loss_param: _Optional[_Union[InfogainLossParameter, _Mapping]] = ..., inner_product_param: _Optional[_Union[InnerProductParameter, _Mapping]] = ..., lrn_param: _Optional[_Union[LRNParameter, _Mapping]] = ..., pooling_param: _Optional[_Union[PoolingParameter, _Mapping]] = ..., window_data_param: _Optional[_Union[WindowDataParameter, _Mapping]] = ..., power_param: _Optional[_Union[PowerParameter, _Mapping]] = ..., memory_data_param: _Optional[_Union[MemoryDataParameter, _Mapping]] = ..., argmax_param: _Optional[_Union[ArgMaxParameter, _Mapping]] = ..., eltwise_param: _Optional[_Union[EltwiseParameter, _Mapping]] = ..., threshold_param: _Optional[_Union[ThresholdParameter, _Mapping]] = ..., dummy_data_param: _Optional[_Union[DummyDataParameter, _Mapping]] = ..., accuracy_param: _Optional[_Union[AccuracyParameter, _Mapping]] = ..., hinge_loss_param: _Optional[_Union[HingeLossParameter, _Mapping]] = ..., relu_param: _Optional[_Union[ReLUParameter, _Mapping]] = ..., slice_param: _Optional[_Union[SliceParameter, _Mapping]] = ..., include: _Optional[_Iterable[_Union[NetStateRule, _Mapping]]] = ..., exclude: _Optional[_Iterable[_Union[NetStateRule, _Mapping]]] = ..., mvn_param: _Optional[_Union[MVNParameter, _Mapping]] = ..., loss_weight: _Optional[_Iterable[float]] = ..., transform_param: _Optional[_Union[TransformationParameter, _Mapping]] = ..., tanh_param: _Optional[_Union[TanHParameter, _Mapping]] = ..., sigmoid_param: _Optional[_Union[SigmoidParameter, _Mapping]] = ..., softmax_param: _Optional[_Union[SoftmaxParameter, _Mapping]] = ..., contrastive_loss_param: _Optional[_Union[ContrastiveLossParameter, _Mapping]] = ..., exp_param: _Optional[_Union[ExpParameter, _Mapping]] = ..., loss_param: _Optional[_Union[LossParameter, _Mapping]] = ..., param: _Optional[_Iterable[str]] = ..., blob_share_mode: _Optional[_Iterable[_Union[V1LayerParameter.DimCheckMode, str]]] = ..., relu6_param: _Optional[_Union[ReLUParameter, _Mapping]] = ..., bn_param: _Optional[_Union[BNParameter, _Mapping]] = ..., local_param: _Optional[_Union[LocalParameter, _Mapping]] = ..., prelu_param: _Optional[_Union[PReLUParameter, _Mapping]] = ..., insanity_param: _Optional[_Union[InsanityParameter, _Mapping]] = ..., triplet_loss_param: _Optional[_Union[TripletLossParameter, _Mapping]] = ..., roi_pooling_param: _Optional[_Union[ROIPoolingParameter, _Mapping]] = ..., eltwise_affine_param: _Optional[_Union[EltwiseAffineParameter, _Mapping]] = ..., sub_region_param: _Optional[_Union[SubRegionParameter, _Mapping]] = ..., noise_param: _Optional[_Union[NoiseParameter, _Mapping]] = ...) -> None: ...
 
 class V0LayerParameter(_message.Message):
     __slots__ = ("name", "type", "num_output", "biasterm", "weight_filler", "bias_filler", "pad", "kernelsize", "group", "stride", "pool", "dropout_ratio", "local_size", "alpha", "beta", "source", "scale", "meanfile", "batchsize", "cropsize", "mirror", "k", "blobs", "blobs_lr", "weight_decay", "rand_skip", "det_fg_threshold", "det_bg_threshold", "det_fg_fraction", "det_context_pad", "det_crop_mode", "new_num", "new_channels", "new_height", "new_width", "shuffle_images", "concat_dim", "hdf5_output_param")
@@ -2273,3 +2925,1765 @@ class V0LayerParameter(_message.Message):
     concat_dim: int
     hdf5_output_param: HDF5OutputParameter
     def __init__(self, name: _Optional[str] = ..., type: _Optional[str] = ..., num_output: _Optional[int] = ..., biasterm: bool = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., pad: _Optional[int] = ..., kernelsize: _Optional[int] = ..., group: _Optional[int] = ..., stride: _Optional[int] = ..., pool: _Optional[_Union[V0LayerParameter.PoolMethod, str]] = ..., dropout_ratio: _Optional[float] = ..., local_size: _Optional[int] = ..., alpha: _Optional[float] = ..., beta: _Optional[float] = ..., source: _Optional[str] = ..., scale: _Optional[float] = ..., meanfile: _Optional[str] = ..., batchsize: _Optional[int] = ..., cropsize: _Optional[int] = ..., mirror: bool = ..., k: _Optional[float] = ..., blobs: _Optional[_Iterable[_Union[BlobProto, _Mapping]]] = ..., blobs_lr: _Optional[_Iterable[float]] = ..., weight_decay: _Optional[_Iterable[float]] = ..., rand_skip: _Optional[int] = ..., det_fg_threshold: _Optional[float] = ..., det_bg_threshold: _Optional[float] = ..., det_fg_fraction: _Optional[float] = ..., det_context_pad: _Optional[int] = ..., det_crop_mode: _Optional[str] = ..., new_num: _Optional[int] = ..., new_channels: _Optional[int] = ..., new_height: _Optional[int] = ..., new_width: _Optional[int] = ..., shuffle_images: bool = ..., concat_dim: _Optional[int] = ..., hdf5_output_param: _Optional[_Union[HDF5OutputParameter, _Mapping]] = ...) -> None: ...
+
+class YoloSegItem(_message.Message):
+    __slots__ = ("name", "label_id", "label", "r", "g", "b")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LABEL_ID_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    R_FIELD_NUMBER: _ClassVar[int]
+    G_FIELD_NUMBER: _ClassVar[int]
+    B_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    label_id: int
+    label: int
+    r: int
+    g: int
+    b: int
+    def __init__(self, name: _Optional[str] = ..., label_id: _Optional[int] = ..., label: _Optional[int] = ..., r: _Optional[int] = ..., g: _Optional[int] = ..., b: _Optional[int] = ...) -> None: ...
+
+class YoloSegLabel(_message.Message):
+    __slots__ = ("item",)
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    item: _containers.RepeatedCompositeFieldContainer[YoloSegItem]
+    def __init__(self, item: _Optional[_Iterable[_Union[YoloSegItem, _Mapping]]] = ...) -> None: ...
+
+class LaneInfo(_message.Message):
+    __slots__ = ("x", "y", "id")
+    X_FIELD_NUMBER: _ClassVar[int]
+    Y_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    x: float
+    y: float
+    id: int
+    def __init__(self, x: _Optional[float] = ..., y: _Optional[float] = ..., id: _Optional[int] = ...) -> None: ...
+
+class YoloSegParameter(_message.Message):
+    __slots__ = ("num_class", "object_scale", "class_scale", "use_logic_gradient", "use_hardsigmoid")
+    NUM_CLASS_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_SCALE_FIELD_NUMBER: _ClassVar[int]
+    CLASS_SCALE_FIELD_NUMBER: _ClassVar[int]
+    USE_LOGIC_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    USE_HARDSIGMOID_FIELD_NUMBER: _ClassVar[int]
+    num_class: int
+    object_scale: float
+    class_scale: float
+    use_logic_gradient: bool
+    use_hardsigmoid: bool
+    def __init__(self, num_class: _Optional[int] = ..., object_scale: _Optional[float] = ..., class_scale: _Optional[float] = ..., use_logic_gradient: bool = ..., use_hardsigmoid: bool = ...) -> None: ...
+
+class Yolov3Parameter(_message.Message):
+    __slots__ = ("side", "num_class", "num", "object_scale", "class_scale", "noobject_scale", "coord_scale", "thresh", "anchors_scale", "biases", "mask", "use_logic_gradient", "use_focal_loss", "iou_loss", "iou_normalizer", "iou_thresh", "max_delta", "accumulate", "label_smooth_eps")
+    class IOU_LOSS(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        IOU: _ClassVar[Yolov3Parameter.IOU_LOSS]
+        GIOU: _ClassVar[Yolov3Parameter.IOU_LOSS]
+        MSE: _ClassVar[Yolov3Parameter.IOU_LOSS]
+        DIOU: _ClassVar[Yolov3Parameter.IOU_LOSS]
+        CIOU: _ClassVar[Yolov3Parameter.IOU_LOSS]
+    IOU: Yolov3Parameter.IOU_LOSS
+    GIOU: Yolov3Parameter.IOU_LOSS
+    MSE: Yolov3Parameter.IOU_LOSS
+    DIOU: Yolov3Parameter.IOU_LOSS
+    CIOU: Yolov3Parameter.IOU_LOSS
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CLASS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_SCALE_FIELD_NUMBER: _ClassVar[int]
+    CLASS_SCALE_FIELD_NUMBER: _ClassVar[int]
+    NOOBJECT_SCALE_FIELD_NUMBER: _ClassVar[int]
+    COORD_SCALE_FIELD_NUMBER: _ClassVar[int]
+    THRESH_FIELD_NUMBER: _ClassVar[int]
+    ANCHORS_SCALE_FIELD_NUMBER: _ClassVar[int]
+    BIASES_FIELD_NUMBER: _ClassVar[int]
+    MASK_FIELD_NUMBER: _ClassVar[int]
+    USE_LOGIC_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    USE_FOCAL_LOSS_FIELD_NUMBER: _ClassVar[int]
+    IOU_LOSS_FIELD_NUMBER: _ClassVar[int]
+    IOU_NORMALIZER_FIELD_NUMBER: _ClassVar[int]
+    IOU_THRESH_FIELD_NUMBER: _ClassVar[int]
+    MAX_DELTA_FIELD_NUMBER: _ClassVar[int]
+    ACCUMULATE_FIELD_NUMBER: _ClassVar[int]
+    LABEL_SMOOTH_EPS_FIELD_NUMBER: _ClassVar[int]
+    side: int
+    num_class: int
+    num: int
+    object_scale: float
+    class_scale: float
+    noobject_scale: float
+    coord_scale: float
+    thresh: float
+    anchors_scale: int
+    biases: _containers.RepeatedScalarFieldContainer[float]
+    mask: _containers.RepeatedScalarFieldContainer[int]
+    use_logic_gradient: bool
+    use_focal_loss: bool
+    iou_loss: Yolov3Parameter.IOU_LOSS
+    iou_normalizer: float
+    iou_thresh: float
+    max_delta: float
+    accumulate: bool
+    label_smooth_eps: float
+    def __init__(self, side: _Optional[int] = ..., num_class: _Optional[int] = ..., num: _Optional[int] = ..., object_scale: _Optional[float] = ..., class_scale: _Optional[float] = ..., noobject_scale: _Optional[float] = ..., coord_scale: _Optional[float] = ..., thresh: _Optional[float] = ..., anchors_scale: _Optional[int] = ..., biases: _Optional[_Iterable[float]] = ..., mask: _Optional[_Iterable[int]] = ..., use_logic_gradient: bool = ..., use_focal_loss: bool = ..., iou_loss: _Optional[_Union[Yolov3Parameter.IOU_LOSS, str]] = ..., iou_normalizer: _Optional[float] = ..., iou_thresh: _Optional[float] = ..., max_delta: _Optional[float] = ..., accumulate: bool = ..., label_smooth_eps: _Optional[float] = ...) -> None: ...
+
+class RegionLossParameter(_message.Message):
+    __slots__ = ("side", "num_class", "bias_match", "coords", "num", "softmax", "jitter", "rescore", "object_scale", "class_scale", "noobject_scale", "coord_scale", "absolute", "thresh", "random", "biases", "softmax_tree", "class_map")
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CLASS_FIELD_NUMBER: _ClassVar[int]
+    BIAS_MATCH_FIELD_NUMBER: _ClassVar[int]
+    COORDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FIELD_NUMBER: _ClassVar[int]
+    SOFTMAX_FIELD_NUMBER: _ClassVar[int]
+    JITTER_FIELD_NUMBER: _ClassVar[int]
+    RESCORE_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_SCALE_FIELD_NUMBER: _ClassVar[int]
+    CLASS_SCALE_FIELD_NUMBER: _ClassVar[int]
+    NOOBJECT_SCALE_FIELD_NUMBER: _ClassVar[int]
+    COORD_SCALE_FIELD_NUMBER: _ClassVar[int]
+    ABSOLUTE_FIELD_NUMBER: _ClassVar[int]
+    THRESH_FIELD_NUMBER: _ClassVar[int]
+    RANDOM_FIELD_NUMBER: _ClassVar[int]
+    BIASES_FIELD_NUMBER: _ClassVar[int]
+    SOFTMAX_TREE_FIELD_NUMBER: _ClassVar[int]
+    CLASS_MAP_FIELD_NUMBER: _ClassVar[int]
+    side: int
+    num_class: int
+    bias_match: int
+    coords: int
+    num: int
+    softmax: int
+    jitter: float
+    rescore: int
+    object_scale: float
+    class_scale: float
+    noobject_scale: float
+    coord_scale: float
+    absolute: int
+    thresh: float
+    random: int
+    biases: _containers.RepeatedScalarFieldContainer[float]
+    softmax_tree: str
+    class_map: str
+    def __init__(self, side: _Optional[int] = ..., num_class: _Optional[int] = ..., bias_match: _Optional[int] = ..., coords: _Optional[int] = ..., num: _Optional[int] = ..., softmax: _Optional[int] = ..., jitter: _Optional[float] = ..., rescore: _Optional[int] = ..., object_scale: _Optional[float] = ..., class_scale: _Optional[float] = ..., noobject_scale: _Optional[float] = ..., coord_scale: _Optional[float] = ..., absolute: _Optional[int] = ..., thresh: _Optional[float] = ..., random: _Optional[int] = ..., biases: _Optional[_Iterable[float]] = ..., softmax_tree: _Optional[str] = ..., class_map: _Optional[str] = ...) -> None: ...
+
+class ReorgParameter(_message.Message):
+    __slots__ = ("stride", "reverse")
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    REVERSE_FIELD_NUMBER: _ClassVar[int]
+    stride: int
+    reverse: bool
+    def __init__(self, stride: _Optional[int] = ..., reverse: bool = ...) -> None: ...
+
+class SegmentationEvaluateParameter(_message.Message):
+    __slots__ = ("num_classes", "threshold")
+    NUM_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    num_classes: int
+    threshold: float
+    def __init__(self, num_classes: _Optional[int] = ..., threshold: _Optional[float] = ...) -> None: ...
+
+class YoloDetectionOutputParameter(_message.Message):
+    __slots__ = ("side", "num_classes", "num_box", "coords", "confidence_threshold", "nms_threshold", "biases", "label_map_file")
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BOX_FIELD_NUMBER: _ClassVar[int]
+    COORDS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    NMS_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    BIASES_FIELD_NUMBER: _ClassVar[int]
+    LABEL_MAP_FILE_FIELD_NUMBER: _ClassVar[int]
+    side: int
+    num_classes: int
+    num_box: int
+    coords: int
+    confidence_threshold: float
+    nms_threshold: float
+    biases: _containers.RepeatedScalarFieldContainer[float]
+    label_map_file: str
+    def __init__(self, side: _Optional[int] = ..., num_classes: _Optional[int] = ..., num_box: _Optional[int] = ..., coords: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., nms_threshold: _Optional[float] = ..., biases: _Optional[_Iterable[float]] = ..., label_map_file: _Optional[str] = ...) -> None: ...
+
+class Yolov3DetectionOutputParameter(_message.Message):
+    __slots__ = ("num_classes", "num_box", "confidence_threshold", "nms_threshold", "biases", "anchors_scale", "mask_group_num", "mask", "gaussian_box")
+    NUM_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BOX_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    NMS_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    BIASES_FIELD_NUMBER: _ClassVar[int]
+    ANCHORS_SCALE_FIELD_NUMBER: _ClassVar[int]
+    MASK_GROUP_NUM_FIELD_NUMBER: _ClassVar[int]
+    MASK_FIELD_NUMBER: _ClassVar[int]
+    GAUSSIAN_BOX_FIELD_NUMBER: _ClassVar[int]
+    num_classes: int
+    num_box: int
+    confidence_threshold: float
+    nms_threshold: float
+    biases: _containers.RepeatedScalarFieldContainer[float]
+    anchors_scale: _containers.RepeatedScalarFieldContainer[int]
+    mask_group_num: int
+    mask: _containers.RepeatedScalarFieldContainer[int]
+    gaussian_box: bool
+    def __init__(self, num_classes: _Optional[int] = ..., num_box: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., nms_threshold: _Optional[float] = ..., biases: _Optional[_Iterable[float]] = ..., anchors_scale: _Optional[_Iterable[int]] = ..., mask_group_num: _Optional[int] = ..., mask: _Optional[_Iterable[int]] = ..., gaussian_box: bool = ...) -> None: ...
+
+class UpsampleParameter(_message.Message):
+    __slots__ = ("scale", "scale_h", "scale_w", "pad_out_h", "pad_out_w", "upsample_h", "upsample_w")
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    SCALE_H_FIELD_NUMBER: _ClassVar[int]
+    SCALE_W_FIELD_NUMBER: _ClassVar[int]
+    PAD_OUT_H_FIELD_NUMBER: _ClassVar[int]
+    PAD_OUT_W_FIELD_NUMBER: _ClassVar[int]
+    UPSAMPLE_H_FIELD_NUMBER: _ClassVar[int]
+    UPSAMPLE_W_FIELD_NUMBER: _ClassVar[int]
+    scale: int
+    scale_h: int
+    scale_w: int
+    pad_out_h: bool
+    pad_out_w: bool
+    upsample_h: int
+    upsample_w: int
+    def __init__(self, scale: _Optional[int] = ..., scale_h: _Optional[int] = ..., scale_w: _Optional[int] = ..., pad_out_h: bool = ..., pad_out_w: bool = ..., upsample_h: _Optional[int] = ..., upsample_w: _Optional[int] = ...) -> None: ...
+
+class CompileNetState(_message.Message):
+    __slots__ = ("is_init", "bn_scale_remove", "bn_scale_merge", "kept_bn_layers", "negative_conv_names", "negative_conv_indexes")
+    IS_INIT_FIELD_NUMBER: _ClassVar[int]
+    BN_SCALE_REMOVE_FIELD_NUMBER: _ClassVar[int]
+    BN_SCALE_MERGE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BN_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_CONV_NAMES_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_CONV_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    is_init: bool
+    bn_scale_remove: bool
+    bn_scale_merge: bool
+    kept_bn_layers: _containers.RepeatedScalarFieldContainer[str]
+    negative_conv_names: _containers.RepeatedScalarFieldContainer[str]
+    negative_conv_indexes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, is_init: bool = ..., bn_scale_remove: bool = ..., bn_scale_merge: bool = ..., kept_bn_layers: _Optional[_Iterable[str]] = ..., negative_conv_names: _Optional[_Iterable[str]] = ..., negative_conv_indexes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MultinodeParameter(_message.Message):
+    __slots__ = ("model_parallel", "compress_layer_type_list")
+    MODEL_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    COMPRESS_LAYER_TYPE_LIST_FIELD_NUMBER: _ClassVar[int]
+    model_parallel: _containers.RepeatedCompositeFieldContainer[MnModelParallelParameter]
+    compress_layer_type_list: MnParamGradCompressLayerTypeList
+    def __init__(self, model_parallel: _Optional[_Iterable[_Union[MnModelParallelParameter, _Mapping]]] = ..., compress_layer_type_list: _Optional[_Union[MnParamGradCompressLayerTypeList, _Mapping]] = ...) -> None: ...
+
+class MnModelParallelParameter(_message.Message):
+    __slots__ = ("layer_from", "layer_to", "num_nodes", "model_parts")
+    LAYER_FROM_FIELD_NUMBER: _ClassVar[int]
+    LAYER_TO_FIELD_NUMBER: _ClassVar[int]
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_PARTS_FIELD_NUMBER: _ClassVar[int]
+    layer_from: str
+    layer_to: str
+    num_nodes: int
+    model_parts: int
+    def __init__(self, layer_from: _Optional[str] = ..., layer_to: _Optional[str] = ..., num_nodes: _Optional[int] = ..., model_parts: _Optional[int] = ...) -> None: ...
+
+class MnParamGradCompressLayerTypeList(_message.Message):
+    __slots__ = ("layer_type",)
+    LAYER_TYPE_FIELD_NUMBER: _ClassVar[int]
+    layer_type: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, layer_type: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MultiPhaseSolverParameter(_message.Message):
+    __slots__ = ("params_pair",)
+    PARAMS_PAIR_FIELD_NUMBER: _ClassVar[int]
+    params_pair: _containers.RepeatedCompositeFieldContainer[SolverBatchSizePair]
+    def __init__(self, params_pair: _Optional[_Iterable[_Union[SolverBatchSizePair, _Mapping]]] = ...) -> None: ...
+
+class SolverBatchSizePair(_message.Message):
+    __slots__ = ("solver_params", "batch_size")
+    SOLVER_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    solver_params: SolverParameter
+    batch_size: int
+    def __init__(self, solver_params: _Optional[_Union[SolverParameter, _Mapping]] = ..., batch_size: _Optional[int] = ...) -> None: ...
+
+class EvalDetectionParameter(_message.Message):
+    __slots__ = ("side", "num_class", "num_object", "threshold", "sqrt", "constriant", "score_type", "nms", "biases")
+    class ScoreType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OBJ: _ClassVar[EvalDetectionParameter.ScoreType]
+        PROB: _ClassVar[EvalDetectionParameter.ScoreType]
+        MULTIPLY: _ClassVar[EvalDetectionParameter.ScoreType]
+    OBJ: EvalDetectionParameter.ScoreType
+    PROB: EvalDetectionParameter.ScoreType
+    MULTIPLY: EvalDetectionParameter.ScoreType
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CLASS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    SQRT_FIELD_NUMBER: _ClassVar[int]
+    CONSTRIANT_FIELD_NUMBER: _ClassVar[int]
+    SCORE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    NMS_FIELD_NUMBER: _ClassVar[int]
+    BIASES_FIELD_NUMBER: _ClassVar[int]
+    side: int
+    num_class: int
+    num_object: int
+    threshold: float
+    sqrt: bool
+    constriant: bool
+    score_type: EvalDetectionParameter.ScoreType
+    nms: float
+    biases: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, side: _Optional[int] = ..., num_class: _Optional[int] = ..., num_object: _Optional[int] = ..., threshold: _Optional[float] = ..., sqrt: bool = ..., constriant: bool = ..., score_type: _Optional[_Union[EvalDetectionParameter.ScoreType, str]] = ..., nms: _Optional[float] = ..., biases: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class MultinodeLayerParameter(_message.Message):
+    __slots__ = ("num_nodes", "model_parts")
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_PARTS_FIELD_NUMBER: _ClassVar[int]
+    num_nodes: int
+    model_parts: int
+    def __init__(self, num_nodes: _Optional[int] = ..., model_parts: _Optional[int] = ...) -> None: ...
+
+class MnActivationParameter(_message.Message):
+    __slots__ = ("num_nodes_in", "num_nodes_out", "model_parts_in", "model_parts_out", "need_reduce")
+    NUM_NODES_IN_FIELD_NUMBER: _ClassVar[int]
+    NUM_NODES_OUT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_PARTS_IN_FIELD_NUMBER: _ClassVar[int]
+    MODEL_PARTS_OUT_FIELD_NUMBER: _ClassVar[int]
+    NEED_REDUCE_FIELD_NUMBER: _ClassVar[int]
+    num_nodes_in: int
+    num_nodes_out: int
+    model_parts_in: int
+    model_parts_out: int
+    need_reduce: bool
+    def __init__(self, num_nodes_in: _Optional[int] = ..., num_nodes_out: _Optional[int] = ..., model_parts_in: _Optional[int] = ..., model_parts_out: _Optional[int] = ..., need_reduce: bool = ...) -> None: ...
+
+class QuantizationParameter(_message.Message):
+    __slots__ = ("precision", "rounding_scheme", "bw_layer_in", "bw_layer_out", "bw_params", "fl_layer_in", "fl_layer_out", "fl_params", "scale_in", "scale_out", "scale_params", "is_negative_input", "force_u8_input")
+    class Precision(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DYNAMIC_FIXED_POINT: _ClassVar[QuantizationParameter.Precision]
+    DYNAMIC_FIXED_POINT: QuantizationParameter.Precision
+    class Rounding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NEAREST: _ClassVar[QuantizationParameter.Rounding]
+    NEAREST: QuantizationParameter.Rounding
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    ROUNDING_SCHEME_FIELD_NUMBER: _ClassVar[int]
+    BW_LAYER_IN_FIELD_NUMBER: _ClassVar[int]
+    BW_LAYER_OUT_FIELD_NUMBER: _ClassVar[int]
+    BW_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    FL_LAYER_IN_FIELD_NUMBER: _ClassVar[int]
+    FL_LAYER_OUT_FIELD_NUMBER: _ClassVar[int]
+    FL_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    SCALE_IN_FIELD_NUMBER: _ClassVar[int]
+    SCALE_OUT_FIELD_NUMBER: _ClassVar[int]
+    SCALE_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    IS_NEGATIVE_INPUT_FIELD_NUMBER: _ClassVar[int]
+    FORCE_U8_INPUT_FIELD_NUMBER: _ClassVar[int]
+    precision: QuantizationParameter.Precision
+    rounding_scheme: QuantizationParameter.Rounding
+    bw_layer_in: int
+    bw_layer_out: int
+    bw_params: int
+    fl_layer_in: _containers.RepeatedScalarFieldContainer[int]
+    fl_layer_out: _containers.RepeatedScalarFieldContainer[int]
+    fl_params: _containers.RepeatedScalarFieldContainer[int]
+    scale_in: _containers.RepeatedScalarFieldContainer[float]
+    scale_out: _containers.RepeatedScalarFieldContainer[float]
+    scale_params: _containers.RepeatedScalarFieldContainer[float]
+    is_negative_input: bool
+    force_u8_input: bool
+    def __init__(self, precision: _Optional[_Union[QuantizationParameter.Precision, str]] = ..., rounding_scheme: _Optional[_Union[QuantizationParameter.Rounding, str]] = ..., bw_layer_in: _Optional[int] = ..., bw_layer_out: _Optional[int] = ..., bw_params: _Optional[int] = ..., fl_layer_in: _Optional[_Iterable[int]] = ..., fl_layer_out: _Optional[_Iterable[int]] = ..., fl_params: _Optional[_Iterable[int]] = ..., scale_in: _Optional[_Iterable[float]] = ..., scale_out: _Optional[_Iterable[float]] = ..., scale_params: _Optional[_Iterable[float]] = ..., is_negative_input: bool = ..., force_u8_input: bool = ...) -> None: ...
+
+class MnParamGradCompressParameter(_message.Message):
+    __slots__ = ("param_grad_compress_enable",)
+    PARAM_GRAD_COMPRESS_ENABLE_FIELD_NUMBER: _ClassVar[int]
+    param_grad_compress_enable: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, param_grad_compress_enable: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class RandomResizeParameter(_message.Message):
+    __slots__ = ("min_size", "max_size", "resize_param")
+    MIN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RESIZE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    min_size: int
+    max_size: int
+    resize_param: ResizeParameter
+    def __init__(self, min_size: _Optional[int] = ..., max_size: _Optional[int] = ..., resize_param: _Optional[_Union[ResizeParameter, _Mapping]] = ...) -> None: ...
+
+class RandomAspectRatioParameter(_message.Message):
+    __slots__ = ("min_area_ratio", "max_area_ratio", "aspect_ratio_change", "max_attempt", "resize_param")
+    MIN_AREA_RATIO_FIELD_NUMBER: _ClassVar[int]
+    MAX_AREA_RATIO_FIELD_NUMBER: _ClassVar[int]
+    ASPECT_RATIO_CHANGE_FIELD_NUMBER: _ClassVar[int]
+    MAX_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RESIZE_PARAM_FIELD_NUMBER: _ClassVar[int]
+    min_area_ratio: float
+    max_area_ratio: float
+    aspect_ratio_change: float
+    max_attempt: int
+    resize_param: ResizeParameter
+    def __init__(self, min_area_ratio: _Optional[float] = ..., max_area_ratio: _Optional[float] = ..., aspect_ratio_change: _Optional[float] = ..., max_attempt: _Optional[int] = ..., resize_param: _Optional[_Union[ResizeParameter, _Mapping]] = ...) -> None: ...
+
+class SplitParameter(_message.Message):
+    __slots__ = ("engine",)
+    class Engine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DEFAULT: _ClassVar[SplitParameter.Engine]
+        CAFFE: _ClassVar[SplitParameter.Engine]
+        MKL2017: _ClassVar[SplitParameter.Engine]
+        MKLDNN: _ClassVar[SplitParameter.Engine]
+    DEFAULT: SplitParameter.Engine
+    CAFFE: SplitParameter.Engine
+    MKL2017: SplitParameter.Engine
+    MKLDNN: SplitParameter.Engine
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    engine: SplitParameter.Engine
+    def __init__(self, engine: _Optional[_Union[SplitParameter.Engine, str]] = ...) -> None: ...
+
+class BoxAnnotatorOHEMParameter(_message.Message):
+    __slots__ = ("roi_per_img", "ignore_label")
+    ROI_PER_IMG_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_LABEL_FIELD_NUMBER: _ClassVar[int]
+    roi_per_img: int
+    ignore_label: int
+    def __init__(self, roi_per_img: _Optional[int] = ..., ignore_label: _Optional[int] = ...) -> None: ...
+
+class SpatialDropoutParameter(_message.Message):
+    __slots__ = ("dropout_ratio",)
+    DROPOUT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    dropout_ratio: float
+    def __init__(self, dropout_ratio: _Optional[float] = ...) -> None: ...
+
+class PSROIPoolingParameter(_message.Message):
+    __slots__ = ("spatial_scale", "output_dim", "group_size")
+    SPATIAL_SCALE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_DIM_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    spatial_scale: float
+    output_dim: int
+    group_size: int
+    def __init__(self, spatial_scale: _Optional[float] = ..., output_dim: _Optional[int] = ..., group_size: _Optional[int] = ...) -> None: ...
+
+class ROIPoolingParameter(_message.Message):
+    __slots__ = ("pooled_h", "pooled_w", "spatial_scale", "pooled_size")
+    POOLED_H_FIELD_NUMBER: _ClassVar[int]
+    POOLED_W_FIELD_NUMBER: _ClassVar[int]
+    SPATIAL_SCALE_FIELD_NUMBER: _ClassVar[int]
+    POOLED_SIZE_FIELD_NUMBER: _ClassVar[int]
+    pooled_h: int
+    pooled_w: int
+    spatial_scale: float
+    pooled_size: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pooled_h: _Optional[int] = ..., pooled_w: _Optional[int] = ..., spatial_scale: _Optional[float] = ..., pooled_size: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SmoothL1LossParameter(_message.Message):
+    __slots__ = ("sigma",)
+    SIGMA_FIELD_NUMBER: _ClassVar[int]
+    sigma: float
+    def __init__(self, sigma: _Optional[float] = ...) -> None: ...
+
+class ProposalParameter(_message.Message):
+    __slots__ = ("feat_stride", "base_size", "min_size", "ratio", "scale", "pre_nms_topn", "post_nms_topn", "nms_thresh")
+    FEAT_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    BASE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MIN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    PRE_NMS_TOPN_FIELD_NUMBER: _ClassVar[int]
+    POST_NMS_TOPN_FIELD_NUMBER: _ClassVar[int]
+    NMS_THRESH_FIELD_NUMBER: _ClassVar[int]
+    feat_stride: int
+    base_size: int
+    min_size: int
+    ratio: _containers.RepeatedScalarFieldContainer[float]
+    scale: _containers.RepeatedScalarFieldContainer[float]
+    pre_nms_topn: int
+    post_nms_topn: int
+    nms_thresh: float
+    def __init__(self, feat_stride: _Optional[int] = ..., base_size: _Optional[int] = ..., min_size: _Optional[int] = ..., ratio: _Optional[_Iterable[float]] = ..., scale: _Optional[_Iterable[float]] = ..., pre_nms_topn: _Optional[int] = ..., post_nms_topn: _Optional[int] = ..., nms_thresh: _Optional[float] = ...) -> None: ...
+
+class ShuffleChannelParameter(_message.Message):
+    __slots__ = ("group",)
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    def __init__(self, group: _Optional[int] = ...) -> None: ...
+
+class AdaptiveBiasChannelParameter(_message.Message):
+    __slots__ = ("num_iter", "bg_portion", "fg_portion", "suppress_others", "margin_others")
+    NUM_ITER_FIELD_NUMBER: _ClassVar[int]
+    BG_PORTION_FIELD_NUMBER: _ClassVar[int]
+    FG_PORTION_FIELD_NUMBER: _ClassVar[int]
+    SUPPRESS_OTHERS_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_OTHERS_FIELD_NUMBER: _ClassVar[int]
+    num_iter: int
+    bg_portion: float
+    fg_portion: float
+    suppress_others: bool
+    margin_others: float
+    def __init__(self, num_iter: _Optional[int] = ..., bg_portion: _Optional[float] = ..., fg_portion: _Optional[float] = ..., suppress_others: bool = ..., margin_others: _Optional[float] = ...) -> None: ...
+
+class BiasChannelParameter(_message.Message):
+    __slots__ = ("bg_bias", "fg_bias", "ignore_label", "label_type", "background_label")
+    class LabelType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        IMAGE: _ClassVar[BiasChannelParameter.LabelType]
+        PIXEL: _ClassVar[BiasChannelParameter.LabelType]
+    IMAGE: BiasChannelParameter.LabelType
+    PIXEL: BiasChannelParameter.LabelType
+    BG_BIAS_FIELD_NUMBER: _ClassVar[int]
+    FG_BIAS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_LABEL_FIELD_NUMBER: _ClassVar[int]
+    LABEL_TYPE_FIELD_NUMBER: _ClassVar[int]
+    BACKGROUND_LABEL_FIELD_NUMBER: _ClassVar[int]
+    bg_bias: float
+    fg_bias: float
+    ignore_label: _containers.RepeatedScalarFieldContainer[int]
+    label_type: BiasChannelParameter.LabelType
+    background_label: int
+    def __init__(self, bg_bias: _Optional[float] = ..., fg_bias: _Optional[float] = ..., ignore_label: _Optional[_Iterable[int]] = ..., label_type: _Optional[_Union[BiasChannelParameter.LabelType, str]] = ..., background_label: _Optional[int] = ...) -> None: ...
+
+class BNParameter(_message.Message):
+    __slots__ = ("slope_filler", "bias_filler", "momentum", "eps", "frozen", "engine", "bn_mode", "scale_filler", "shift_filler", "var_eps", "moving_average", "decay")
+    class Engine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DEFAULT: _ClassVar[BNParameter.Engine]
+        CAFFE: _ClassVar[BNParameter.Engine]
+        CUDNN: _ClassVar[BNParameter.Engine]
+    DEFAULT: BNParameter.Engine
+    CAFFE: BNParameter.Engine
+    CUDNN: BNParameter.Engine
+    class BNMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        LEARN: _ClassVar[BNParameter.BNMode]
+        INFERENCE: _ClassVar[BNParameter.BNMode]
+    LEARN: BNParameter.BNMode
+    INFERENCE: BNParameter.BNMode
+    SLOPE_FILLER_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FILLER_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    BN_MODE_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FILLER_FIELD_NUMBER: _ClassVar[int]
+    SHIFT_FILLER_FIELD_NUMBER: _ClassVar[int]
+    VAR_EPS_FIELD_NUMBER: _ClassVar[int]
+    MOVING_AVERAGE_FIELD_NUMBER: _ClassVar[int]
+    DECAY_FIELD_NUMBER: _ClassVar[int]
+    slope_filler: FillerParameter
+    bias_filler: FillerParameter
+    momentum: float
+    eps: float
+    frozen: bool
+    engine: BNParameter.Engine
+    bn_mode: BNParameter.BNMode
+    scale_filler: FillerParameter
+    shift_filler: FillerParameter
+    var_eps: float
+    moving_average: bool
+    decay: float
+    def __init__(self, slope_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., momentum: _Optional[float] = ..., eps: _Optional[float] = ..., frozen: bool = ..., engine: _Optional[_Union[BNParameter.Engine, str]] = ..., bn_mode: _Optional[_Union[BNParameter.BNMode, str]] = ..., scale_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., shift_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., var_eps: _Optional[float] = ..., moving_average: bool = ..., decay: _Optional[float] = ...) -> None: ...
+
+class DenseCRFParameter(_message.Message):
+    __slots__ = ("max_iter", "pos_xy_std", "pos_w", "bi_xy_std", "bi_rgb_std", "bi_w", "output_probability")
+    MAX_ITER_FIELD_NUMBER: _ClassVar[int]
+    POS_XY_STD_FIELD_NUMBER: _ClassVar[int]
+    POS_W_FIELD_NUMBER: _ClassVar[int]
+    BI_XY_STD_FIELD_NUMBER: _ClassVar[int]
+    BI_RGB_STD_FIELD_NUMBER: _ClassVar[int]
+    BI_W_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    max_iter: int
+    pos_xy_std: _containers.RepeatedScalarFieldContainer[float]
+    pos_w: _containers.RepeatedScalarFieldContainer[float]
+    bi_xy_std: _containers.RepeatedScalarFieldContainer[float]
+    bi_rgb_std: _containers.RepeatedScalarFieldContainer[float]
+    bi_w: _containers.RepeatedScalarFieldContainer[float]
+    output_probability: bool
+    def __init__(self, max_iter: _Optional[int] = ..., pos_xy_std: _Optional[_Iterable[float]] = ..., pos_w: _Optional[_Iterable[float]] = ..., bi_xy_std: _Optional[_Iterable[float]] = ..., bi_rgb_std: _Optional[_Iterable[float]] = ..., bi_w: _Optional[_Iterable[float]] = ..., output_probability: bool = ...) -> None: ...
+
+class DomainTransformParameter(_message.Message):
+    __slots__ = ("num_iter", "spatial_sigma", "range_sigma", "min_weight")
+    NUM_ITER_FIELD_NUMBER: _ClassVar[int]
+    SPATIAL_SIGMA_FIELD_NUMBER: _ClassVar[int]
+    RANGE_SIGMA_FIELD_NUMBER: _ClassVar[int]
+    MIN_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    num_iter: int
+    spatial_sigma: float
+    range_sigma: float
+    min_weight: float
+    def __init__(self, num_iter: _Optional[int] = ..., spatial_sigma: _Optional[float] = ..., range_sigma: _Optional[float] = ..., min_weight: _Optional[float] = ...) -> None: ...
+
+class InterpParameter(_message.Message):
+    __slots__ = ("height", "width", "zoom_factor", "shrink_factor", "pad_beg", "pad_end")
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    ZOOM_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    PAD_BEG_FIELD_NUMBER: _ClassVar[int]
+    PAD_END_FIELD_NUMBER: _ClassVar[int]
+    height: int
+    width: int
+    zoom_factor: int
+    shrink_factor: int
+    pad_beg: int
+    pad_end: int
+    def __init__(self, height: _Optional[int] = ..., width: _Optional[int] = ..., zoom_factor: _Optional[int] = ..., shrink_factor: _Optional[int] = ..., pad_beg: _Optional[int] = ..., pad_end: _Optional[int] = ...) -> None: ...
+
+class MatReadParameter(_message.Message):
+    __slots__ = ("prefix", "source", "strip", "batch_size")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    STRIP_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    prefix: str
+    source: str
+    strip: int
+    batch_size: int
+    def __init__(self, prefix: _Optional[str] = ..., source: _Optional[str] = ..., strip: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
+
+class MatWriteParameter(_message.Message):
+    __slots__ = ("prefix", "source", "strip", "period")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    STRIP_FIELD_NUMBER: _ClassVar[int]
+    PERIOD_FIELD_NUMBER: _ClassVar[int]
+    prefix: str
+    source: str
+    strip: int
+    period: int
+    def __init__(self, prefix: _Optional[str] = ..., source: _Optional[str] = ..., strip: _Optional[int] = ..., period: _Optional[int] = ...) -> None: ...
+
+class SegAccuracyParameter(_message.Message):
+    __slots__ = ("metric", "ignore_label", "reset")
+    class AccuracyMetric(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PixelAccuracy: _ClassVar[SegAccuracyParameter.AccuracyMetric]
+        ClassAccuracy: _ClassVar[SegAccuracyParameter.AccuracyMetric]
+        PixelIOU: _ClassVar[SegAccuracyParameter.AccuracyMetric]
+    PixelAccuracy: SegAccuracyParameter.AccuracyMetric
+    ClassAccuracy: SegAccuracyParameter.AccuracyMetric
+    PixelIOU: SegAccuracyParameter.AccuracyMetric
+    METRIC_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_LABEL_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    metric: SegAccuracyParameter.AccuracyMetric
+    ignore_label: _containers.RepeatedScalarFieldContainer[int]
+    reset: bool
+    def __init__(self, metric: _Optional[_Union[SegAccuracyParameter.AccuracyMetric, str]] = ..., ignore_label: _Optional[_Iterable[int]] = ..., reset: bool = ...) -> None: ...
+
+class UniqueLabelParameter(_message.Message):
+    __slots__ = ("max_labels", "ignore_label", "force_label")
+    MAX_LABELS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_LABEL_FIELD_NUMBER: _ClassVar[int]
+    FORCE_LABEL_FIELD_NUMBER: _ClassVar[int]
+    max_labels: int
+    ignore_label: _containers.RepeatedScalarFieldContainer[int]
+    force_label: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, max_labels: _Optional[int] = ..., ignore_label: _Optional[_Iterable[int]] = ..., force_label: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class DenseImageDataParameter(_message.Message):
+    __slots__ = ("source", "batch_size", "rand_skip", "shuffle", "new_height", "new_width", "is_color", "mean_file", "root_folder", "mirror", "crop_width", "crop_height")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RAND_SKIP_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLE_FIELD_NUMBER: _ClassVar[int]
+    NEW_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NEW_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    IS_COLOR_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FILE_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FOLDER_FIELD_NUMBER: _ClassVar[int]
+    MIRROR_FIELD_NUMBER: _ClassVar[int]
+    CROP_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    CROP_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    batch_size: int
+    rand_skip: int
+    shuffle: bool
+    new_height: int
+    new_width: int
+    is_color: bool
+    mean_file: str
+    root_folder: str
+    mirror: bool
+    crop_width: int
+    crop_height: int
+    def __init__(self, source: _Optional[str] = ..., batch_size: _Optional[int] = ..., rand_skip: _Optional[int] = ..., shuffle: bool = ..., new_height: _Optional[int] = ..., new_width: _Optional[int] = ..., is_color: bool = ..., mean_file: _Optional[str] = ..., root_folder: _Optional[str] = ..., mirror: bool = ..., crop_width: _Optional[int] = ..., crop_height: _Optional[int] = ...) -> None: ...
+
+class InnerDistanceParameter(_message.Message):
+    __slots__ = ("num_output", "bias_term", "weight_filler", "bias_filler", "axis", "transpose", "distance_type", "normalize", "update_center_only")
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    BIAS_TERM_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FILLER_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FILLER_FIELD_NUMBER: _ClassVar[int]
+    AXIS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPOSE_FIELD_NUMBER: _ClassVar[int]
+    DISTANCE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_CENTER_ONLY_FIELD_NUMBER: _ClassVar[int]
+    num_output: int
+    bias_term: bool
+    weight_filler: FillerParameter
+    bias_filler: FillerParameter
+    axis: int
+    transpose: bool
+    distance_type: str
+    normalize: bool
+    update_center_only: bool
+    def __init__(self, num_output: _Optional[int] = ..., bias_term: bool = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., axis: _Optional[int] = ..., transpose: bool = ..., distance_type: _Optional[str] = ..., normalize: bool = ..., update_center_only: bool = ...) -> None: ...
+
+class MILParameter(_message.Message):
+    __slots__ = ("type",)
+    class MILType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        MAX: _ClassVar[MILParameter.MILType]
+        NOR: _ClassVar[MILParameter.MILType]
+    MAX: MILParameter.MILType
+    NOR: MILParameter.MILType
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    type: MILParameter.MILType
+    def __init__(self, type: _Optional[_Union[MILParameter.MILType, str]] = ...) -> None: ...
+
+class MILDataParameter(_message.Message):
+    __slots__ = ("source", "num_scales", "images_per_batch", "channels", "n_classes", "scale_factor", "label_file", "root_dir", "ext", "randomize")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SCALES_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_PER_BATCH_FIELD_NUMBER: _ClassVar[int]
+    CHANNELS_FIELD_NUMBER: _ClassVar[int]
+    N_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FILE_FIELD_NUMBER: _ClassVar[int]
+    ROOT_DIR_FIELD_NUMBER: _ClassVar[int]
+    EXT_FIELD_NUMBER: _ClassVar[int]
+    RANDOMIZE_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    num_scales: int
+    images_per_batch: int
+    channels: int
+    n_classes: int
+    scale_factor: float
+    label_file: str
+    root_dir: str
+    ext: str
+    randomize: bool
+    def __init__(self, source: _Optional[str] = ..., num_scales: _Optional[int] = ..., images_per_batch: _Optional[int] = ..., channels: _Optional[int] = ..., n_classes: _Optional[int] = ..., scale_factor: _Optional[float] = ..., label_file: _Optional[str] = ..., root_dir: _Optional[str] = ..., ext: _Optional[str] = ..., randomize: bool = ...) -> None: ...
+
+class TripletLossParameter(_message.Message):
+    __slots__ = ("margin",)
+    MARGIN_FIELD_NUMBER: _ClassVar[int]
+    margin: float
+    def __init__(self, margin: _Optional[float] = ...) -> None: ...
+
+class InsanityParameter(_message.Message):
+    __slots__ = ("lb", "ub")
+    LB_FIELD_NUMBER: _ClassVar[int]
+    UB_FIELD_NUMBER: _ClassVar[int]
+    lb: float
+    ub: float
+    def __init__(self, lb: _Optional[float] = ..., ub: _Optional[float] = ...) -> None: ...
+
+class LocalParameter(_message.Message):
+    __slots__ = ("num_output", "bias_term", "pad", "kernel_size", "stride", "weight_filler", "bias_filler")
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    BIAS_TERM_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FILLER_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FILLER_FIELD_NUMBER: _ClassVar[int]
+    num_output: int
+    bias_term: bool
+    pad: int
+    kernel_size: int
+    stride: int
+    weight_filler: FillerParameter
+    bias_filler: FillerParameter
+    def __init__(self, num_output: _Optional[int] = ..., bias_term: bool = ..., pad: _Optional[int] = ..., kernel_size: _Optional[int] = ..., stride: _Optional[int] = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ...) -> None: ...
+
+class EltwiseAffineParameter(_message.Message):
+    __slots__ = ("slope_filler", "bias_filler", "channel_shared")
+    SLOPE_FILLER_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FILLER_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_SHARED_FIELD_NUMBER: _ClassVar[int]
+    slope_filler: FillerParameter
+    bias_filler: FillerParameter
+    channel_shared: bool
+    def __init__(self, slope_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., channel_shared: bool = ...) -> None: ...
+
+class SubRegionParameter(_message.Message):
+    __slots__ = ("region_height", "region_width", "data_height", "data_width", "as_dim")
+    REGION_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    REGION_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DATA_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    DATA_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    AS_DIM_FIELD_NUMBER: _ClassVar[int]
+    region_height: int
+    region_width: int
+    data_height: int
+    data_width: int
+    as_dim: int
+    def __init__(self, region_height: _Optional[int] = ..., region_width: _Optional[int] = ..., data_height: _Optional[int] = ..., data_width: _Optional[int] = ..., as_dim: _Optional[int] = ...) -> None: ...
+
+class HotspotParameter(_message.Message):
+    __slots__ = ("gaussian_std", "output_height", "output_width", "data_height", "data_width", "mean_removed")
+    GAUSSIAN_STD_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DATA_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    DATA_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    MEAN_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    gaussian_std: float
+    output_height: int
+    output_width: int
+    data_height: int
+    data_width: int
+    mean_removed: bool
+    def __init__(self, gaussian_std: _Optional[float] = ..., output_height: _Optional[int] = ..., output_width: _Optional[int] = ..., data_height: _Optional[int] = ..., data_width: _Optional[int] = ..., mean_removed: bool = ...) -> None: ...
+
+class PredictBoxParameter(_message.Message):
+    __slots__ = ("stride", "receptive_field", "nms", "output_vector", "positive_thresh", "bbreg_exp")
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    RECEPTIVE_FIELD_FIELD_NUMBER: _ClassVar[int]
+    NMS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_VECTOR_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_THRESH_FIELD_NUMBER: _ClassVar[int]
+    BBREG_EXP_FIELD_NUMBER: _ClassVar[int]
+    stride: int
+    receptive_field: int
+    nms: bool
+    output_vector: bool
+    positive_thresh: float
+    bbreg_exp: bool
+    def __init__(self, stride: _Optional[int] = ..., receptive_field: _Optional[int] = ..., nms: bool = ..., output_vector: bool = ..., positive_thresh: _Optional[float] = ..., bbreg_exp: bool = ...) -> None: ...
+
+class FCNDataParameter(_message.Message):
+    __slots__ = ("template_h", "template_w", "expand_left", "expand_right", "expand_top", "expand_bottom", "roi_multiply_h", "roi_multiply_w", "scale_step", "scale_step_num", "gaussian_size_h", "gaussian_size_w", "gaussian_std_h", "gaussian_std_w", "use_hog", "hog_cell_size", "min_iou")
+    TEMPLATE_H_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_W_FIELD_NUMBER: _ClassVar[int]
+    EXPAND_LEFT_FIELD_NUMBER: _ClassVar[int]
+    EXPAND_RIGHT_FIELD_NUMBER: _ClassVar[int]
+    EXPAND_TOP_FIELD_NUMBER: _ClassVar[int]
+    EXPAND_BOTTOM_FIELD_NUMBER: _ClassVar[int]
+    ROI_MULTIPLY_H_FIELD_NUMBER: _ClassVar[int]
+    ROI_MULTIPLY_W_FIELD_NUMBER: _ClassVar[int]
+    SCALE_STEP_FIELD_NUMBER: _ClassVar[int]
+    SCALE_STEP_NUM_FIELD_NUMBER: _ClassVar[int]
+    GAUSSIAN_SIZE_H_FIELD_NUMBER: _ClassVar[int]
+    GAUSSIAN_SIZE_W_FIELD_NUMBER: _ClassVar[int]
+    GAUSSIAN_STD_H_FIELD_NUMBER: _ClassVar[int]
+    GAUSSIAN_STD_W_FIELD_NUMBER: _ClassVar[int]
+    USE_HOG_FIELD_NUMBER: _ClassVar[int]
+    HOG_CELL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MIN_IOU_FIELD_NUMBER: _ClassVar[int]
+    template_h: int
+    template_w: int
+    expand_left: float
+    expand_right: float
+    expand_top: float
+    expand_bottom: float
+    roi_multiply_h: float
+    roi_multiply_w: float
+    scale_step: float
+    scale_step_num: int
+    gaussian_size_h: int
+    gaussian_size_w: int
+    gaussian_std_h: float
+    gaussian_std_w: float
+    use_hog: bool
+    hog_cell_size: int
+    min_iou: float
+    def __init__(self, template_h: _Optional[int] = ..., template_w: _Optional[int] = ..., expand_left: _Optional[float] = ..., expand_right: _Optional[float] = ..., expand_top: _Optional[float] = ..., expand_bottom: _Optional[float] = ..., roi_multiply_h: _Optional[float] = ..., roi_multiply_w: _Optional[float] = ..., scale_step: _Optional[float] = ..., scale_step_num: _Optional[int] = ..., gaussian_size_h: _Optional[int] = ..., gaussian_size_w: _Optional[int] = ..., gaussian_std_h: _Optional[float] = ..., gaussian_std_w: _Optional[float] = ..., use_hog: bool = ..., hog_cell_size: _Optional[int] = ..., min_iou: _Optional[float] = ...) -> None: ...
+
+class CenterLossParameter(_message.Message):
+    __slots__ = ("num_output", "center_filler", "axis", "distance_type")
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    CENTER_FILLER_FIELD_NUMBER: _ClassVar[int]
+    AXIS_FIELD_NUMBER: _ClassVar[int]
+    DISTANCE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    num_output: int
+    center_filler: FillerParameter
+    axis: int
+    distance_type: str
+    def __init__(self, num_output: _Optional[int] = ..., center_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., axis: _Optional[int] = ..., distance_type: _Optional[str] = ...) -> None: ...
+
+class FlipParameter(_message.Message):
+    __slots__ = ("flip_width", "flip_height")
+    FLIP_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    FLIP_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    flip_width: bool
+    flip_height: bool
+    def __init__(self, flip_width: bool = ..., flip_height: bool = ...) -> None: ...
+
+class GeneralContrastiveParameter(_message.Message):
+    __slots__ = ("positive_margin", "negative_margin", "positive_weight", "negative_weight", "normalize_negative", "positive_outlier_thresh", "square", "max_negative_only", "max_positive_only", "positive_first", "positive_upper_bound", "exp_negative_weight", "add_intra_mae", "max_negative_margin")
+    POSITIVE_MARGIN_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_MARGIN_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_NEGATIVE_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_OUTLIER_THRESH_FIELD_NUMBER: _ClassVar[int]
+    SQUARE_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEGATIVE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITIVE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_FIRST_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_UPPER_BOUND_FIELD_NUMBER: _ClassVar[int]
+    EXP_NEGATIVE_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    ADD_INTRA_MAE_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEGATIVE_MARGIN_FIELD_NUMBER: _ClassVar[int]
+    positive_margin: float
+    negative_margin: float
+    positive_weight: float
+    negative_weight: float
+    normalize_negative: float
+    positive_outlier_thresh: float
+    square: bool
+    max_negative_only: bool
+    max_positive_only: bool
+    positive_first: bool
+    positive_upper_bound: float
+    exp_negative_weight: bool
+    add_intra_mae: bool
+    max_negative_margin: float
+    def __init__(self, positive_margin: _Optional[float] = ..., negative_margin: _Optional[float] = ..., positive_weight: _Optional[float] = ..., negative_weight: _Optional[float] = ..., normalize_negative: _Optional[float] = ..., positive_outlier_thresh: _Optional[float] = ..., square: bool = ..., max_negative_only: bool = ..., max_positive_only: bool = ..., positive_first: bool = ..., positive_upper_bound: _Optional[float] = ..., exp_negative_weight: bool = ..., add_intra_mae: bool = ..., max_negative_margin: _Optional[float] = ...) -> None: ...
+
+class BatchContrastiveParameter(_message.Message):
+    __slots__ = ("positive_margin", "negative_margin", "positive_weight", "negative_weight", "max_only")
+    POSITIVE_MARGIN_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_MARGIN_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_ONLY_FIELD_NUMBER: _ClassVar[int]
+    positive_margin: float
+    negative_margin: float
+    positive_weight: float
+    negative_weight: float
+    max_only: bool
+    def __init__(self, positive_margin: _Optional[float] = ..., negative_margin: _Optional[float] = ..., positive_weight: _Optional[float] = ..., negative_weight: _Optional[float] = ..., max_only: bool = ...) -> None: ...
+
+class SoftContrastiveParameter(_message.Message):
+    __slots__ = ("positive_margin", "negative_margin", "positive_weight", "negative_weight", "exponent_scale", "square")
+    POSITIVE_MARGIN_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_MARGIN_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    EXPONENT_SCALE_FIELD_NUMBER: _ClassVar[int]
+    SQUARE_FIELD_NUMBER: _ClassVar[int]
+    positive_margin: float
+    negative_margin: float
+    positive_weight: float
+    negative_weight: float
+    exponent_scale: float
+    square: bool
+    def __init__(self, positive_margin: _Optional[float] = ..., negative_margin: _Optional[float] = ..., positive_weight: _Optional[float] = ..., negative_weight: _Optional[float] = ..., exponent_scale: _Optional[float] = ..., square: bool = ...) -> None: ...
+
+class GeneralTripletParameter(_message.Message):
+    __slots__ = ("margin", "add_center_loss", "hardest_only", "positive_first", "positive_upper_bound", "positive_weight", "negative_weight")
+    MARGIN_FIELD_NUMBER: _ClassVar[int]
+    ADD_CENTER_LOSS_FIELD_NUMBER: _ClassVar[int]
+    HARDEST_ONLY_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_FIRST_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_UPPER_BOUND_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    margin: float
+    add_center_loss: bool
+    hardest_only: bool
+    positive_first: bool
+    positive_upper_bound: float
+    positive_weight: float
+    negative_weight: float
+    def __init__(self, margin: _Optional[float] = ..., add_center_loss: bool = ..., hardest_only: bool = ..., positive_first: bool = ..., positive_upper_bound: _Optional[float] = ..., positive_weight: _Optional[float] = ..., negative_weight: _Optional[float] = ...) -> None: ...
+
+class SoftTruncationParameter(_message.Message):
+    __slots__ = ("c",)
+    C_FIELD_NUMBER: _ClassVar[int]
+    c: float
+    def __init__(self, c: _Optional[float] = ...) -> None: ...
+
+class TruncationParameter(_message.Message):
+    __slots__ = ("lower_bound", "upper_bound")
+    LOWER_BOUND_FIELD_NUMBER: _ClassVar[int]
+    UPPER_BOUND_FIELD_NUMBER: _ClassVar[int]
+    lower_bound: float
+    upper_bound: float
+    def __init__(self, lower_bound: _Optional[float] = ..., upper_bound: _Optional[float] = ...) -> None: ...
+
+class PairwiseParameter(_message.Message):
+    __slots__ = ("operation", "coeff")
+    class PairwiseOp(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        SUM: _ClassVar[PairwiseParameter.PairwiseOp]
+        PROD: _ClassVar[PairwiseParameter.PairwiseOp]
+        MAX: _ClassVar[PairwiseParameter.PairwiseOp]
+    SUM: PairwiseParameter.PairwiseOp
+    PROD: PairwiseParameter.PairwiseOp
+    MAX: PairwiseParameter.PairwiseOp
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    COEFF_FIELD_NUMBER: _ClassVar[int]
+    operation: PairwiseParameter.PairwiseOp
+    coeff: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, operation: _Optional[_Union[PairwiseParameter.PairwiseOp, str]] = ..., coeff: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class SmoothL1Parameter(_message.Message):
+    __slots__ = ("turn_point",)
+    TURN_POINT_FIELD_NUMBER: _ClassVar[int]
+    turn_point: float
+    def __init__(self, turn_point: _Optional[float] = ...) -> None: ...
+
+class NCAParameter(_message.Message):
+    __slots__ = ("min_negative_only",)
+    MIN_NEGATIVE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    min_negative_only: bool
+    def __init__(self, min_negative_only: bool = ...) -> None: ...
+
+class LargeMarginInnerProductParameter(_message.Message):
+    __slots__ = ("num_output", "type", "weight_filler", "axis", "base", "gamma", "power", "iteration", "lambda_min")
+    class LargeMarginType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        SINGLE: _ClassVar[LargeMarginInnerProductParameter.LargeMarginType]
+        DOUBLE: _ClassVar[LargeMarginInnerProductParameter.LargeMarginType]
+        TRIPLE: _ClassVar[LargeMarginInnerProductParameter.LargeMarginType]
+        QUADRUPLE: _ClassVar[LargeMarginInnerProductParameter.LargeMarginType]
+    SINGLE: LargeMarginInnerProductParameter.LargeMarginType
+    DOUBLE: LargeMarginInnerProductParameter.LargeMarginType
+    TRIPLE: LargeMarginInnerProductParameter.LargeMarginType
+    QUADRUPLE: LargeMarginInnerProductParameter.LargeMarginType
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FILLER_FIELD_NUMBER: _ClassVar[int]
+    AXIS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    POWER_FIELD_NUMBER: _ClassVar[int]
+    ITERATION_FIELD_NUMBER: _ClassVar[int]
+    LAMBDA_MIN_FIELD_NUMBER: _ClassVar[int]
+    num_output: int
+    type: LargeMarginInnerProductParameter.LargeMarginType
+    weight_filler: FillerParameter
+    axis: int
+    base: float
+    gamma: float
+    power: float
+    iteration: int
+    lambda_min: float
+    def __init__(self, num_output: _Optional[int] = ..., type: _Optional[_Union[LargeMarginInnerProductParameter.LargeMarginType, str]] = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., axis: _Optional[int] = ..., base: _Optional[float] = ..., gamma: _Optional[float] = ..., power: _Optional[float] = ..., iteration: _Optional[int] = ..., lambda_min: _Optional[float] = ...) -> None: ...
+
+class LabelSpecificRescaleParameter(_message.Message):
+    __slots__ = ("positive_weight", "negative_weight", "positive_lower_bound", "negative_upper_bound", "rescale_test", "for_ip", "positive_weight_base", "gamma", "power", "positive_weight_min", "positive_weight_max", "iteration", "bias_fix", "power_on_positive")
+    POSITIVE_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_LOWER_BOUND_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_UPPER_BOUND_FIELD_NUMBER: _ClassVar[int]
+    RESCALE_TEST_FIELD_NUMBER: _ClassVar[int]
+    FOR_IP_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_WEIGHT_BASE_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    POWER_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_WEIGHT_MIN_FIELD_NUMBER: _ClassVar[int]
+    POSITIVE_WEIGHT_MAX_FIELD_NUMBER: _ClassVar[int]
+    ITERATION_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIX_FIELD_NUMBER: _ClassVar[int]
+    POWER_ON_POSITIVE_FIELD_NUMBER: _ClassVar[int]
+    positive_weight: float
+    negative_weight: float
+    positive_lower_bound: float
+    negative_upper_bound: float
+    rescale_test: bool
+    for_ip: bool
+    positive_weight_base: float
+    gamma: float
+    power: float
+    positive_weight_min: float
+    positive_weight_max: float
+    iteration: int
+    bias_fix: bool
+    power_on_positive: bool
+    def __init__(self, positive_weight: _Optional[float] = ..., negative_weight: _Optional[float] = ..., positive_lower_bound: _Optional[float] = ..., negative_upper_bound: _Optional[float] = ..., rescale_test: bool = ..., for_ip: bool = ..., positive_weight_base: _Optional[float] = ..., gamma: _Optional[float] = ..., power: _Optional[float] = ..., positive_weight_min: _Optional[float] = ..., positive_weight_max: _Optional[float] = ..., iteration: _Optional[int] = ..., bias_fix: bool = ..., power_on_positive: bool = ...) -> None: ...
+
+class InfimumLossParamter(_message.Message):
+    __slots__ = ("infimum",)
+    INFIMUM_FIELD_NUMBER: _ClassVar[int]
+    infimum: float
+    def __init__(self, infimum: _Optional[float] = ...) -> None: ...
+
+class OrdinalRegressionParameter(_message.Message):
+    __slots__ = ("k", "weight_file")
+    K_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FILE_FIELD_NUMBER: _ClassVar[int]
+    k: int
+    weight_file: str
+    def __init__(self, k: _Optional[int] = ..., weight_file: _Optional[str] = ...) -> None: ...
+
+class MarginInnerProductParameter(_message.Message):
+    __slots__ = ("num_output", "type", "weight_filler", "axis", "base", "gamma", "power", "iteration", "lambda_min")
+    class MarginType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        SINGLE: _ClassVar[MarginInnerProductParameter.MarginType]
+        DOUBLE: _ClassVar[MarginInnerProductParameter.MarginType]
+        TRIPLE: _ClassVar[MarginInnerProductParameter.MarginType]
+        QUADRUPLE: _ClassVar[MarginInnerProductParameter.MarginType]
+    SINGLE: MarginInnerProductParameter.MarginType
+    DOUBLE: MarginInnerProductParameter.MarginType
+    TRIPLE: MarginInnerProductParameter.MarginType
+    QUADRUPLE: MarginInnerProductParameter.MarginType
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FILLER_FIELD_NUMBER: _ClassVar[int]
+    AXIS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    POWER_FIELD_NUMBER: _ClassVar[int]
+    ITERATION_FIELD_NUMBER: _ClassVar[int]
+    LAMBDA_MIN_FIELD_NUMBER: _ClassVar[int]
+    num_output: int
+    type: MarginInnerProductParameter.MarginType
+    weight_filler: FillerParameter
+    axis: int
+    base: float
+    gamma: float
+    power: float
+    iteration: int
+    lambda_min: float
+    def __init__(self, num_output: _Optional[int] = ..., type: _Optional[_Union[MarginInnerProductParameter.MarginType, str]] = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., axis: _Optional[int] = ..., base: _Optional[float] = ..., gamma: _Optional[float] = ..., power: _Optional[float] = ..., iteration: _Optional[int] = ..., lambda_min: _Optional[float] = ...) -> None: ...
+
+class FeatureDecayLossParameter(_message.Message):
+    __slots__ = ("decay_threshold", "force_decay")
+    DECAY_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    FORCE_DECAY_FIELD_NUMBER: _ClassVar[int]
+    decay_threshold: float
+    force_decay: bool
+    def __init__(self, decay_threshold: _Optional[float] = ..., force_decay: bool = ...) -> None: ...
+
+class ConfidencePenaltyLossParameter(_message.Message):
+    __slots__ = ("beta",)
+    BETA_FIELD_NUMBER: _ClassVar[int]
+    beta: float
+    def __init__(self, beta: _Optional[float] = ...) -> None: ...
+
+class FocalLossParameter(_message.Message):
+    __slots__ = ("type", "gamma", "alpha", "beta")
+    class Type(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ORIGIN: _ClassVar[FocalLossParameter.Type]
+        LINEAR: _ClassVar[FocalLossParameter.Type]
+        ONEADDP: _ClassVar[FocalLossParameter.Type]
+    ORIGIN: FocalLossParameter.Type
+    LINEAR: FocalLossParameter.Type
+    ONEADDP: FocalLossParameter.Type
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    BETA_FIELD_NUMBER: _ClassVar[int]
+    type: FocalLossParameter.Type
+    gamma: float
+    alpha: float
+    beta: float
+    def __init__(self, type: _Optional[_Union[FocalLossParameter.Type, str]] = ..., gamma: _Optional[float] = ..., alpha: _Optional[float] = ..., beta: _Optional[float] = ...) -> None: ...
+
+class LabelSpecificMarginParameter(_message.Message):
+    __slots__ = ("margin_base", "margin_max", "power", "gamma", "iteration", "reset_margin", "margin_on_test", "auto_tune", "type")
+    class MarginType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        HARD: _ClassVar[LabelSpecificMarginParameter.MarginType]
+        SOFT: _ClassVar[LabelSpecificMarginParameter.MarginType]
+    HARD: LabelSpecificMarginParameter.MarginType
+    SOFT: LabelSpecificMarginParameter.MarginType
+    MARGIN_BASE_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_MAX_FIELD_NUMBER: _ClassVar[int]
+    POWER_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    ITERATION_FIELD_NUMBER: _ClassVar[int]
+    RESET_MARGIN_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_ON_TEST_FIELD_NUMBER: _ClassVar[int]
+    AUTO_TUNE_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    margin_base: float
+    margin_max: float
+    power: float
+    gamma: float
+    iteration: int
+    reset_margin: bool
+    margin_on_test: bool
+    auto_tune: bool
+    type: LabelSpecificMarginParameter.MarginType
+    def __init__(self, margin_base: _Optional[float] = ..., margin_max: _Optional[float] = ..., power: _Optional[float] = ..., gamma: _Optional[float] = ..., iteration: _Optional[int] = ..., reset_margin: bool = ..., margin_on_test: bool = ..., auto_tune: bool = ..., type: _Optional[_Union[LabelSpecificMarginParameter.MarginType, str]] = ...) -> None: ...
+
+class ChannelScaleParameter(_message.Message):
+    __slots__ = ("do_forward", "do_backward_feature", "do_backward_scale", "global_scale", "max_global_scale", "min_global_scale", "init_global_scale")
+    DO_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    DO_BACKWARD_FEATURE_FIELD_NUMBER: _ClassVar[int]
+    DO_BACKWARD_SCALE_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_SCALE_FIELD_NUMBER: _ClassVar[int]
+    MAX_GLOBAL_SCALE_FIELD_NUMBER: _ClassVar[int]
+    MIN_GLOBAL_SCALE_FIELD_NUMBER: _ClassVar[int]
+    INIT_GLOBAL_SCALE_FIELD_NUMBER: _ClassVar[int]
+    do_forward: bool
+    do_backward_feature: bool
+    do_backward_scale: bool
+    global_scale: bool
+    max_global_scale: float
+    min_global_scale: float
+    init_global_scale: float
+    def __init__(self, do_forward: bool = ..., do_backward_feature: bool = ..., do_backward_scale: bool = ..., global_scale: bool = ..., max_global_scale: _Optional[float] = ..., min_global_scale: _Optional[float] = ..., init_global_scale: _Optional[float] = ...) -> None: ...
+
+class LabelSpecificAffineParameter(_message.Message):
+    __slots__ = ("scale_base", "scale_gamma", "scale_power", "scale_max", "transform_test", "iteration", "bias_base", "bias_gamma", "bias_power", "bias_max", "power_base", "power_gamma", "power_power", "power_min", "auto_tune", "reset")
+    SCALE_BASE_FIELD_NUMBER: _ClassVar[int]
+    SCALE_GAMMA_FIELD_NUMBER: _ClassVar[int]
+    SCALE_POWER_FIELD_NUMBER: _ClassVar[int]
+    SCALE_MAX_FIELD_NUMBER: _ClassVar[int]
+    TRANSFORM_TEST_FIELD_NUMBER: _ClassVar[int]
+    ITERATION_FIELD_NUMBER: _ClassVar[int]
+    BIAS_BASE_FIELD_NUMBER: _ClassVar[int]
+    BIAS_GAMMA_FIELD_NUMBER: _ClassVar[int]
+    BIAS_POWER_FIELD_NUMBER: _ClassVar[int]
+    BIAS_MAX_FIELD_NUMBER: _ClassVar[int]
+    POWER_BASE_FIELD_NUMBER: _ClassVar[int]
+    POWER_GAMMA_FIELD_NUMBER: _ClassVar[int]
+    POWER_POWER_FIELD_NUMBER: _ClassVar[int]
+    POWER_MIN_FIELD_NUMBER: _ClassVar[int]
+    AUTO_TUNE_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    scale_base: float
+    scale_gamma: float
+    scale_power: float
+    scale_max: float
+    transform_test: bool
+    iteration: int
+    bias_base: float
+    bias_gamma: float
+    bias_power: float
+    bias_max: float
+    power_base: float
+    power_gamma: float
+    power_power: float
+    power_min: float
+    auto_tune: bool
+    reset: bool
+    def __init__(self, scale_base: _Optional[float] = ..., scale_gamma: _Optional[float] = ..., scale_power: _Optional[float] = ..., scale_max: _Optional[float] = ..., transform_test: bool = ..., iteration: _Optional[int] = ..., bias_base: _Optional[float] = ..., bias_gamma: _Optional[float] = ..., bias_power: _Optional[float] = ..., bias_max: _Optional[float] = ..., power_base: _Optional[float] = ..., power_gamma: _Optional[float] = ..., power_power: _Optional[float] = ..., power_min: _Optional[float] = ..., auto_tune: bool = ..., reset: bool = ...) -> None: ...
+
+class LabelSpecificHardMarginParameter(_message.Message):
+    __slots__ = ("positive_weight",)
+    POSITIVE_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    positive_weight: float
+    def __init__(self, positive_weight: _Optional[float] = ...) -> None: ...
+
+class LabelSpecificStatisticsParameter(_message.Message):
+    __slots__ = ("scale_for_angle", "scale_factor")
+    SCALE_FOR_ANGLE_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    scale_for_angle: bool
+    scale_factor: float
+    def __init__(self, scale_for_angle: bool = ..., scale_factor: _Optional[float] = ...) -> None: ...
+
+class LabelSpecificAddParameter(_message.Message):
+    __slots__ = ("bias", "transform_test", "bias_base", "bias_gamma", "bias_power", "bias_min", "bias_max", "iteration")
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFORM_TEST_FIELD_NUMBER: _ClassVar[int]
+    BIAS_BASE_FIELD_NUMBER: _ClassVar[int]
+    BIAS_GAMMA_FIELD_NUMBER: _ClassVar[int]
+    BIAS_POWER_FIELD_NUMBER: _ClassVar[int]
+    BIAS_MIN_FIELD_NUMBER: _ClassVar[int]
+    BIAS_MAX_FIELD_NUMBER: _ClassVar[int]
+    ITERATION_FIELD_NUMBER: _ClassVar[int]
+    bias: float
+    transform_test: bool
+    bias_base: float
+    bias_gamma: float
+    bias_power: float
+    bias_min: float
+    bias_max: float
+    iteration: int
+    def __init__(self, bias: _Optional[float] = ..., transform_test: bool = ..., bias_base: _Optional[float] = ..., bias_gamma: _Optional[float] = ..., bias_power: _Optional[float] = ..., bias_min: _Optional[float] = ..., bias_max: _Optional[float] = ..., iteration: _Optional[int] = ...) -> None: ...
+
+class AccumParameter(_message.Message):
+    __slots__ = ("top_height", "top_width", "size_divisible_by", "have_reference")
+    TOP_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    TOP_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_DIVISIBLE_BY_FIELD_NUMBER: _ClassVar[int]
+    HAVE_REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    top_height: int
+    top_width: int
+    size_divisible_by: int
+    have_reference: bool
+    def __init__(self, top_height: _Optional[int] = ..., top_width: _Optional[int] = ..., size_divisible_by: _Optional[int] = ..., have_reference: bool = ...) -> None: ...
+
+class AugmentationCoeff(_message.Message):
+    __slots__ = ("mirror", "dx", "dy", "angle", "zoom_x", "zoom_y", "pow_nomean0", "pow_nomean1", "pow_nomean2", "add_nomean0", "add_nomean1", "add_nomean2", "mult_nomean0", "mult_nomean1", "mult_nomean2", "pow_withmean0", "pow_withmean1", "pow_withmean2", "add_withmean0", "add_withmean1", "add_withmean2", "mult_withmean0", "mult_withmean1", "mult_withmean2", "lmult_pow", "lmult_add", "lmult_mult", "col_angle", "fog_amount", "fog_size", "motion_blur_angle", "motion_blur_size", "shadow_angle", "shadow_distance", "shadow_strength", "noise", "gamma", "brightness", "contrast", "color1", "color2", "color3")
+    MIRROR_FIELD_NUMBER: _ClassVar[int]
+    DX_FIELD_NUMBER: _ClassVar[int]
+    DY_FIELD_NUMBER: _ClassVar[int]
+    ANGLE_FIELD_NUMBER: _ClassVar[int]
+    ZOOM_X_FIELD_NUMBER: _ClassVar[int]
+    ZOOM_Y_FIELD_NUMBER: _ClassVar[int]
+    POW_NOMEAN0_FIELD_NUMBER: _ClassVar[int]
+    POW_NOMEAN1_FIELD_NUMBER: _ClassVar[int]
+    POW_NOMEAN2_FIELD_NUMBER: _ClassVar[int]
+    ADD_NOMEAN0_FIELD_NUMBER: _ClassVar[int]
+    ADD_NOMEAN1_FIELD_NUMBER: _ClassVar[int]
+    ADD_NOMEAN2_FIELD_NUMBER: _ClassVar[int]
+    MULT_NOMEAN0_FIELD_NUMBER: _ClassVar[int]
+    MULT_NOMEAN1_FIELD_NUMBER: _ClassVar[int]
+    MULT_NOMEAN2_FIELD_NUMBER: _ClassVar[int]
+    POW_WITHMEAN0_FIELD_NUMBER: _ClassVar[int]
+    POW_WITHMEAN1_FIELD_NUMBER: _ClassVar[int]
+    POW_WITHMEAN2_FIELD_NUMBER: _ClassVar[int]
+    ADD_WITHMEAN0_FIELD_NUMBER: _ClassVar[int]
+    ADD_WITHMEAN1_FIELD_NUMBER: _ClassVar[int]
+    ADD_WITHMEAN2_FIELD_NUMBER: _ClassVar[int]
+    MULT_WITHMEAN0_FIELD_NUMBER: _ClassVar[int]
+    MULT_WITHMEAN1_FIELD_NUMBER: _ClassVar[int]
+    MULT_WITHMEAN2_FIELD_NUMBER: _ClassVar[int]
+    LMULT_POW_FIELD_NUMBER: _ClassVar[int]
+    LMULT_ADD_FIELD_NUMBER: _ClassVar[int]
+    LMULT_MULT_FIELD_NUMBER: _ClassVar[int]
+    COL_ANGLE_FIELD_NUMBER: _ClassVar[int]
+    FOG_AMOUNT_FIELD_NUMBER: _ClassVar[int]
+    FOG_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MOTION_BLUR_ANGLE_FIELD_NUMBER: _ClassVar[int]
+    MOTION_BLUR_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_ANGLE_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_DISTANCE_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_STRENGTH_FIELD_NUMBER: _ClassVar[int]
+    NOISE_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    BRIGHTNESS_FIELD_NUMBER: _ClassVar[int]
+    CONTRAST_FIELD_NUMBER: _ClassVar[int]
+    COLOR1_FIELD_NUMBER: _ClassVar[int]
+    COLOR2_FIELD_NUMBER: _ClassVar[int]
+    COLOR3_FIELD_NUMBER: _ClassVar[int]
+    mirror: float
+    dx: float
+    dy: float
+    angle: float
+    zoom_x: float
+    zoom_y: float
+    pow_nomean0: float
+    pow_nomean1: float
+    pow_nomean2: float
+    add_nomean0: float
+    add_nomean1: float
+    add_nomean2: float
+    mult_nomean0: float
+    mult_nomean1: float
+    mult_nomean2: float
+    pow_withmean0: float
+    pow_withmean1: float
+    pow_withmean2: float
+    add_withmean0: float
+    add_withmean1: float
+    add_withmean2: float
+    mult_withmean0: float
+    mult_withmean1: float
+    mult_withmean2: float
+    lmult_pow: float
+    lmult_add: float
+    lmult_mult: float
+    col_angle: float
+    fog_amount: float
+    fog_size: float
+    motion_blur_angle: float
+    motion_blur_size: float
+    shadow_angle: float
+    shadow_distance: float
+    shadow_strength: float
+    noise: float
+    gamma: float
+    brightness: float
+    contrast: float
+    color1: float
+    color2: float
+    color3: float
+    def __init__(self, mirror: _Optional[float] = ..., dx: _Optional[float] = ..., dy: _Optional[float] = ..., angle: _Optional[float] = ..., zoom_x: _Optional[float] = ..., zoom_y: _Optional[float] = ..., pow_nomean0: _Optional[float] = ..., pow_nomean1: _Optional[float] = ..., pow_nomean2: _Optional[float] = ..., add_nomean0: _Optional[float] = ..., add_nomean1: _Optional[float] = ..., add_nomean2: _Optional[float] = ..., mult_nomean0: _Optional[float] = ..., mult_nomean1: _Optional[float] = ..., mult_nomean2: _Optional[float] = ..., pow_withmean0: _Optional[float] = ..., pow_withmean1: _Optional[float] = ..., pow_withmean2: _Optional[float] = ..., add_withmean0: _Optional[float] = ..., add_withmean1: _Optional[float] = ..., add_withmean2: _Optional[float] = ..., mult_withmean0: _Optional[float] = ..., mult_withmean1: _Optional[float] = ..., mult_withmean2: _Optional[float] = ..., lmult_pow: _Optional[float] = ..., lmult_add: _Optional[float] = ..., lmult_mult: _Optional[float] = ..., col_angle: _Optional[float] = ..., fog_amount: _Optional[float] = ..., fog_size: _Optional[float] = ..., motion_blur_angle: _Optional[float] = ..., motion_blur_size: _Optional[float] = ..., shadow_angle: _Optional[float] = ..., shadow_distance: _Optional[float] = ..., shadow_strength: _Optional[float] = ..., noise: _Optional[float] = ..., gamma: _Optional[float] = ..., brightness: _Optional[float] = ..., contrast: _Optional[float] = ..., color1: _Optional[float] = ..., color2: _Optional[float] = ..., color3: _Optional[float] = ...) -> None: ...
+
+class AugmentationParameter(_message.Message):
+    __slots__ = ("write_augmented", "max_multiplier", "augment_during_test", "recompute_mean", "write_mean", "mean_per_pixel", "mode", "mirror", "translate", "rotate", "zoom", "squeeze", "translate_x", "translate_y", "mean", "lmult_pow", "lmult_mult", "lmult_add", "sat_pow", "sat_mult", "sat_add", "col_pow", "col_mult", "col_add", "ladd_pow", "ladd_mult", "ladd_add", "col_rotate", "crop_width", "crop_height", "gamma", "brightness", "contrast", "color", "bottomwidth", "bottomheight", "num", "chromatic_eigvec", "fog_amount", "fog_size", "motion_blur_angle", "motion_blur_size", "shadow_angle", "shadow_distance", "shadow_strength", "noise")
+    WRITE_AUGMENTED_FIELD_NUMBER: _ClassVar[int]
+    MAX_MULTIPLIER_FIELD_NUMBER: _ClassVar[int]
+    AUGMENT_DURING_TEST_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_MEAN_FIELD_NUMBER: _ClassVar[int]
+    WRITE_MEAN_FIELD_NUMBER: _ClassVar[int]
+    MEAN_PER_PIXEL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    MIRROR_FIELD_NUMBER: _ClassVar[int]
+    TRANSLATE_FIELD_NUMBER: _ClassVar[int]
+    ROTATE_FIELD_NUMBER: _ClassVar[int]
+    ZOOM_FIELD_NUMBER: _ClassVar[int]
+    SQUEEZE_FIELD_NUMBER: _ClassVar[int]
+    TRANSLATE_X_FIELD_NUMBER: _ClassVar[int]
+    TRANSLATE_Y_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    LMULT_POW_FIELD_NUMBER: _ClassVar[int]
+    LMULT_MULT_FIELD_NUMBER: _ClassVar[int]
+    LMULT_ADD_FIELD_NUMBER: _ClassVar[int]
+    SAT_POW_FIELD_NUMBER: _ClassVar[int]
+    SAT_MULT_FIELD_NUMBER: _ClassVar[int]
+    SAT_ADD_FIELD_NUMBER: _ClassVar[int]
+    COL_POW_FIELD_NUMBER: _ClassVar[int]
+    COL_MULT_FIELD_NUMBER: _ClassVar[int]
+    COL_ADD_FIELD_NUMBER: _ClassVar[int]
+    LADD_POW_FIELD_NUMBER: _ClassVar[int]
+    LADD_MULT_FIELD_NUMBER: _ClassVar[int]
+    LADD_ADD_FIELD_NUMBER: _ClassVar[int]
+    COL_ROTATE_FIELD_NUMBER: _ClassVar[int]
+    CROP_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    CROP_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    BRIGHTNESS_FIELD_NUMBER: _ClassVar[int]
+    CONTRAST_FIELD_NUMBER: _ClassVar[int]
+    COLOR_FIELD_NUMBER: _ClassVar[int]
+    BOTTOMWIDTH_FIELD_NUMBER: _ClassVar[int]
+    BOTTOMHEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_FIELD_NUMBER: _ClassVar[int]
+    CHROMATIC_EIGVEC_FIELD_NUMBER: _ClassVar[int]
+    FOG_AMOUNT_FIELD_NUMBER: _ClassVar[int]
+    FOG_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MOTION_BLUR_ANGLE_FIELD_NUMBER: _ClassVar[int]
+    MOTION_BLUR_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_ANGLE_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_DISTANCE_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_STRENGTH_FIELD_NUMBER: _ClassVar[int]
+    NOISE_FIELD_NUMBER: _ClassVar[int]
+    write_augmented: str
+    max_multiplier: float
+    augment_during_test: bool
+    recompute_mean: int
+    write_mean: str
+    mean_per_pixel: bool
+    mode: str
+    mirror: RandomGeneratorParameter
+    translate: RandomGeneratorParameter
+    rotate: RandomGeneratorParameter
+    zoom: RandomGeneratorParameter
+    squeeze: RandomGeneratorParameter
+    translate_x: RandomGeneratorParameter
+    translate_y: RandomGeneratorParameter
+    mean: _containers.RepeatedScalarFieldContainer[float]
+    lmult_pow: RandomGeneratorParameter
+    lmult_mult: RandomGeneratorParameter
+    lmult_add: RandomGeneratorParameter
+    sat_pow: RandomGeneratorParameter
+    sat_mult: RandomGeneratorParameter
+    sat_add: RandomGeneratorParameter
+    col_pow: RandomGeneratorParameter
+    col_mult: RandomGeneratorParameter
+    col_add: RandomGeneratorParameter
+    ladd_pow: RandomGeneratorParameter
+    ladd_mult: RandomGeneratorParameter
+    ladd_add: RandomGeneratorParameter
+    col_rotate: RandomGeneratorParameter
+    crop_width: int
+    crop_height: int
+    gamma: RandomGeneratorParameter
+    brightness: RandomGeneratorParameter
+    contrast: RandomGeneratorParameter
+    color: RandomGeneratorParameter
+    bottomwidth: int
+    bottomheight: int
+    num: int
+    chromatic_eigvec: _containers.RepeatedScalarFieldContainer[float]
+    fog_amount: RandomGeneratorParameter
+    fog_size: RandomGeneratorParameter
+    motion_blur_angle: RandomGeneratorParameter
+    motion_blur_size: RandomGeneratorParameter
+    shadow_angle: RandomGeneratorParameter
+    shadow_distance: RandomGeneratorParameter
+    shadow_strength: RandomGeneratorParameter
+    noise: RandomGeneratorParameter
+    def __init__(self, write_augmented: _Optional[str] = ..., max_multiplier: _Optional[float] = ..., augment_during_test: bool = ..., recompute_mean: _Optional[int] = ..., write_mean: _Optional[str] = ..., mean_per_pixel: bool = ..., mode: _Optional[str] = ..., mirror: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., translate: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., rotate: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., zoom: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., squeeze: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., translate_x: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., translate_y: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., mean: _Optional[_Iterable[float]] = ..., lmult_pow: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., lmult_mult: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., lmult_add: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., sat_pow: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., sat_mult: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., sat_add: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., col_pow: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., col_mult: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., col_add: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., ladd_pow: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., ladd_mult: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., ladd_add: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., col_rotate: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., crop_width: _Optional[int] = ..., crop_height: _Optional[int] = ..., gamma: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., brightness: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., contrast: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., color: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., bottomwidth: _Optional[int] = ..., bottomheight: _Optional[int] = ..., num: _Optional[int] = ..., chromatic_eigvec: _Optional[_Iterable[float]] = ..., fog_amount: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., fog_size: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., motion_blur_angle: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., motion_blur_size: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., shadow_angle: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., shadow_distance: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., shadow_strength: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., noise: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ...) -> None: ...
+
+class BlackAugmentationParameter(_message.Message):
+    __slots__ = ("black", "border")
+    BLACK_FIELD_NUMBER: _ClassVar[int]
+    BORDER_FIELD_NUMBER: _ClassVar[int]
+    black: RandomGeneratorParameter
+    border: RandomGeneratorParameter
+    def __init__(self, black: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ..., border: _Optional[_Union[RandomGeneratorParameter, _Mapping]] = ...) -> None: ...
+
+class FlowWarpParameter(_message.Message):
+    __slots__ = ("fill_value",)
+    class FillParameter(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ZERO: _ClassVar[FlowWarpParameter.FillParameter]
+        NOT_A_NUMBER: _ClassVar[FlowWarpParameter.FillParameter]
+    ZERO: FlowWarpParameter.FillParameter
+    NOT_A_NUMBER: FlowWarpParameter.FillParameter
+    FILL_VALUE_FIELD_NUMBER: _ClassVar[int]
+    fill_value: FlowWarpParameter.FillParameter
+    def __init__(self, fill_value: _Optional[_Union[FlowWarpParameter.FillParameter, str]] = ...) -> None: ...
+
+class LpqLossParameter(_message.Message):
+    __slots__ = ("pq_episode_starts_at_iter", "p", "q", "p_epsilon", "q_epsilon", "l2_prescale_by_channels", "normalize_by_num_entries")
+    PQ_EPISODE_STARTS_AT_ITER_FIELD_NUMBER: _ClassVar[int]
+    P_FIELD_NUMBER: _ClassVar[int]
+    Q_FIELD_NUMBER: _ClassVar[int]
+    P_EPSILON_FIELD_NUMBER: _ClassVar[int]
+    Q_EPSILON_FIELD_NUMBER: _ClassVar[int]
+    L2_PRESCALE_BY_CHANNELS_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_BY_NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    pq_episode_starts_at_iter: _containers.RepeatedScalarFieldContainer[int]
+    p: _containers.RepeatedScalarFieldContainer[float]
+    q: _containers.RepeatedScalarFieldContainer[float]
+    p_epsilon: float
+    q_epsilon: float
+    l2_prescale_by_channels: bool
+    normalize_by_num_entries: bool
+    def __init__(self, pq_episode_starts_at_iter: _Optional[_Iterable[int]] = ..., p: _Optional[_Iterable[float]] = ..., q: _Optional[_Iterable[float]] = ..., p_epsilon: _Optional[float] = ..., q_epsilon: _Optional[float] = ..., l2_prescale_by_channels: bool = ..., normalize_by_num_entries: bool = ...) -> None: ...
+
+class RandomGeneratorParameter(_message.Message):
+    __slots__ = ("rand_type", "exp", "mean", "spread", "prob", "apply_schedule", "discretize", "multiplier")
+    RAND_TYPE_FIELD_NUMBER: _ClassVar[int]
+    EXP_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_FIELD_NUMBER: _ClassVar[int]
+    PROB_FIELD_NUMBER: _ClassVar[int]
+    APPLY_SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    DISCRETIZE_FIELD_NUMBER: _ClassVar[int]
+    MULTIPLIER_FIELD_NUMBER: _ClassVar[int]
+    rand_type: str
+    exp: bool
+    mean: float
+    spread: float
+    prob: float
+    apply_schedule: bool
+    discretize: bool
+    multiplier: float
+    def __init__(self, rand_type: _Optional[str] = ..., exp: bool = ..., mean: _Optional[float] = ..., spread: _Optional[float] = ..., prob: _Optional[float] = ..., apply_schedule: bool = ..., discretize: bool = ..., multiplier: _Optional[float] = ...) -> None: ...
+
+class L1LossParameter(_message.Message):
+    __slots__ = ("l2_per_location", "l2_prescale_by_channels", "normalize_by_num_entries", "epsilon", "plateau")
+    L2_PER_LOCATION_FIELD_NUMBER: _ClassVar[int]
+    L2_PRESCALE_BY_CHANNELS_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_BY_NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    PLATEAU_FIELD_NUMBER: _ClassVar[int]
+    l2_per_location: bool
+    l2_prescale_by_channels: bool
+    normalize_by_num_entries: bool
+    epsilon: float
+    plateau: float
+    def __init__(self, l2_per_location: bool = ..., l2_prescale_by_channels: bool = ..., normalize_by_num_entries: bool = ..., epsilon: _Optional[float] = ..., plateau: _Optional[float] = ...) -> None: ...
+
+class CorrelationParameter(_message.Message):
+    __slots__ = ("pad", "kernel_size", "max_displacement", "stride_1", "stride_2", "do_abs", "single_direction", "correlation_type")
+    class CorrelationType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        MULTIPLY: _ClassVar[CorrelationParameter.CorrelationType]
+        SUBTRACT: _ClassVar[CorrelationParameter.CorrelationType]
+    MULTIPLY: CorrelationParameter.CorrelationType
+    SUBTRACT: CorrelationParameter.CorrelationType
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_DISPLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_1_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_2_FIELD_NUMBER: _ClassVar[int]
+    DO_ABS_FIELD_NUMBER: _ClassVar[int]
+    SINGLE_DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    CORRELATION_TYPE_FIELD_NUMBER: _ClassVar[int]
+    pad: int
+    kernel_size: int
+    max_displacement: int
+    stride_1: int
+    stride_2: int
+    do_abs: bool
+    single_direction: int
+    correlation_type: CorrelationParameter.CorrelationType
+    def __init__(self, pad: _Optional[int] = ..., kernel_size: _Optional[int] = ..., max_displacement: _Optional[int] = ..., stride_1: _Optional[int] = ..., stride_2: _Optional[int] = ..., do_abs: bool = ..., single_direction: _Optional[int] = ..., correlation_type: _Optional[_Union[CorrelationParameter.CorrelationType, str]] = ...) -> None: ...
+
+class DownsampleParameter(_message.Message):
+    __slots__ = ("top_height", "top_width")
+    TOP_HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    TOP_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    top_height: int
+    top_width: int
+    def __init__(self, top_height: _Optional[int] = ..., top_width: _Optional[int] = ...) -> None: ...
+
+class ReaderParameter(_message.Message):
+    __slots__ = ("file", "num")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    NUM_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    num: int
+    def __init__(self, file: _Optional[str] = ..., num: _Optional[int] = ...) -> None: ...
+
+class WriterParameter(_message.Message):
+    __slots__ = ("file", "folder", "prefix", "suffix", "normalize", "scale")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    SUFFIX_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    folder: str
+    prefix: str
+    suffix: str
+    normalize: bool
+    scale: float
+    def __init__(self, file: _Optional[str] = ..., folder: _Optional[str] = ..., prefix: _Optional[str] = ..., suffix: _Optional[str] = ..., normalize: bool = ..., scale: _Optional[float] = ...) -> None: ...
+
+class ResampleParameter(_message.Message):
+    __slots__ = ("width", "height", "type", "antialias", "factor")
+    class ResampleType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NEAREST: _ClassVar[ResampleParameter.ResampleType]
+        LINEAR: _ClassVar[ResampleParameter.ResampleType]
+        CUBIC: _ClassVar[ResampleParameter.ResampleType]
+        AREA: _ClassVar[ResampleParameter.ResampleType]
+    NEAREST: ResampleParameter.ResampleType
+    LINEAR: ResampleParameter.ResampleType
+    CUBIC: ResampleParameter.ResampleType
+    AREA: ResampleParameter.ResampleType
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    ANTIALIAS_FIELD_NUMBER: _ClassVar[int]
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    height: int
+    type: ResampleParameter.ResampleType
+    antialias: bool
+    factor: float
+    def __init__(self, width: _Optional[int] = ..., height: _Optional[int] = ..., type: _Optional[_Union[ResampleParameter.ResampleType, str]] = ..., antialias: bool = ..., factor: _Optional[float] = ...) -> None: ...
+
+class MeanParameter(_message.Message):
+    __slots__ = ("operation", "file", "value", "mean_scale", "input_scale", "output_scale")
+    class MeanOperation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ADD: _ClassVar[MeanParameter.MeanOperation]
+        SUBTRACT: _ClassVar[MeanParameter.MeanOperation]
+    ADD: MeanParameter.MeanOperation
+    SUBTRACT: MeanParameter.MeanOperation
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_SCALE_FIELD_NUMBER: _ClassVar[int]
+    INPUT_SCALE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_SCALE_FIELD_NUMBER: _ClassVar[int]
+    operation: MeanParameter.MeanOperation
+    file: str
+    value: _containers.RepeatedScalarFieldContainer[float]
+    mean_scale: float
+    input_scale: float
+    output_scale: float
+    def __init__(self, operation: _Optional[_Union[MeanParameter.MeanOperation, str]] = ..., file: _Optional[str] = ..., value: _Optional[_Iterable[float]] = ..., mean_scale: _Optional[float] = ..., input_scale: _Optional[float] = ..., output_scale: _Optional[float] = ...) -> None: ...
+
+class CoeffScheduleParameter(_message.Message):
+    __slots__ = ("half_life", "initial_coeff", "final_coeff")
+    HALF_LIFE_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_COEFF_FIELD_NUMBER: _ClassVar[int]
+    FINAL_COEFF_FIELD_NUMBER: _ClassVar[int]
+    half_life: float
+    initial_coeff: float
+    final_coeff: float
+    def __init__(self, half_life: _Optional[float] = ..., initial_coeff: _Optional[float] = ..., final_coeff: _Optional[float] = ...) -> None: ...
+
+class SpatialTransformerParameter(_message.Message):
+    __slots__ = ("transform_type", "sampler_type", "output_H", "output_W", "to_compute_dU", "theta_1_1", "theta_1_2", "theta_1_3", "theta_2_1", "theta_2_2", "theta_2_3")
+    TRANSFORM_TYPE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_TYPE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_H_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_W_FIELD_NUMBER: _ClassVar[int]
+    TO_COMPUTE_DU_FIELD_NUMBER: _ClassVar[int]
+    THETA_1_1_FIELD_NUMBER: _ClassVar[int]
+    THETA_1_2_FIELD_NUMBER: _ClassVar[int]
+    THETA_1_3_FIELD_NUMBER: _ClassVar[int]
+    THETA_2_1_FIELD_NUMBER: _ClassVar[int]
+    THETA_2_2_FIELD_NUMBER: _ClassVar[int]
+    THETA_2_3_FIELD_NUMBER: _ClassVar[int]
+    transform_type: str
+    sampler_type: str
+    output_H: int
+    output_W: int
+    to_compute_dU: bool
+    theta_1_1: float
+    theta_1_2: float
+    theta_1_3: float
+    theta_2_1: float
+    theta_2_2: float
+    theta_2_3: float
+    def __init__(self, transform_type: _Optional[str] = ..., sampler_type: _Optional[str] = ..., output_H: _Optional[int] = ..., output_W: _Optional[int] = ..., to_compute_dU: bool = ..., theta_1_1: _Optional[float] = ..., theta_1_2: _Optional[float] = ..., theta_1_3: _Optional[float] = ..., theta_2_1: _Optional[float] = ..., theta_2_2: _Optional[float] = ..., theta_2_3: _Optional[float] = ...) -> None: ...
+
+class PowerFileParameter(_message.Message):
+    __slots__ = ("shift_file",)
+    SHIFT_FILE_FIELD_NUMBER: _ClassVar[int]
+    shift_file: str
+    def __init__(self, shift_file: _Optional[str] = ...) -> None: ...
+
+class STLossParameter(_message.Message):
+    __slots__ = ("output_H", "output_W")
+    OUTPUT_H_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_W_FIELD_NUMBER: _ClassVar[int]
+    output_H: int
+    output_W: int
+    def __init__(self, output_H: _Optional[int] = ..., output_W: _Optional[int] = ...) -> None: ...
+
+class LocLossParameter(_message.Message):
+    __slots__ = ("threshold",)
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    threshold: float
+    def __init__(self, threshold: _Optional[float] = ...) -> None: ...
+
+class VolumeDatum(_message.Message):
+    __slots__ = ("channels", "length", "height", "width", "data", "label", "float_data")
+    CHANNELS_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    FLOAT_DATA_FIELD_NUMBER: _ClassVar[int]
+    channels: int
+    length: int
+    height: int
+    width: int
+    data: bytes
+    label: int
+    float_data: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, channels: _Optional[int] = ..., length: _Optional[int] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., data: _Optional[bytes] = ..., label: _Optional[int] = ..., float_data: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Convolution3DParameter(_message.Message):
+    __slots__ = ("num_output", "bias_term", "pad", "kernel_size", "group", "kernel_depth", "stride", "temporal_stride", "weight_filler", "bias_filler", "filter_group", "temporal_pad")
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    BIAS_TERM_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    TEMPORAL_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FILLER_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FILLER_FIELD_NUMBER: _ClassVar[int]
+    FILTER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    TEMPORAL_PAD_FIELD_NUMBER: _ClassVar[int]
+    num_output: int
+    bias_term: bool
+    pad: int
+    kernel_size: int
+    group: int
+    kernel_depth: int
+    stride: int
+    temporal_stride: int
+    weight_filler: FillerParameter
+    bias_filler: FillerParameter
+    filter_group: int
+    temporal_pad: int
+    def __init__(self, num_output: _Optional[int] = ..., bias_term: bool = ..., pad: _Optional[int] = ..., kernel_size: _Optional[int] = ..., group: _Optional[int] = ..., kernel_depth: _Optional[int] = ..., stride: _Optional[int] = ..., temporal_stride: _Optional[int] = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., filter_group: _Optional[int] = ..., temporal_pad: _Optional[int] = ...) -> None: ...
+
+class Pooling3DParameter(_message.Message):
+    __slots__ = ("pool", "kernel_size", "stride", "pad", "kernel_depth", "temporal_stride")
+    class PoolMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        MAX: _ClassVar[Pooling3DParameter.PoolMethod]
+        AVE: _ClassVar[Pooling3DParameter.PoolMethod]
+        STOCHASTIC: _ClassVar[Pooling3DParameter.PoolMethod]
+    MAX: Pooling3DParameter.PoolMethod
+    AVE: Pooling3DParameter.PoolMethod
+    STOCHASTIC: Pooling3DParameter.PoolMethod
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    TEMPORAL_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    pool: Pooling3DParameter.PoolMethod
+    kernel_size: int
+    stride: int
+    pad: int
+    kernel_depth: int
+    temporal_stride: int
+    def __init__(self, pool: _Optional[_Union[Pooling3DParameter.PoolMethod, str]] = ..., kernel_size: _Optional[int] = ..., stride: _Optional[int] = ..., pad: _Optional[int] = ..., kernel_depth: _Optional[int] = ..., temporal_stride: _Optional[int] = ...) -> None: ...

@@ -1,5 +1,5 @@
-"""Fields, enum values and layer types that well-known forks of Caffe have and this schema lacks, by
-fork.
+"""Fields, enum values and layer types that well-known forks of Caffe have and caffepy lacks, by
+fork; and fields of forks that are ignored.
 """
 
 _FIELDS = {
@@ -8,62 +8,107 @@ _FIELDS = {
     },
     "Intel Caffe": {
         "BatchNormParameter": "use_weight_bias bias_term filler stats_batch_size relu",
-        "ConcatParameter": "per_fla_fuse engine",
-        "ConvolutionParameter": "relu negative_slope conv_algorithm coeff fusion_type",
+        "ConvolutionParameter": "relu negative_slope coeff fusion_type",
         "DataParameter": "side",
-        "EltwiseParameter": "engine",
         "FillerParameter": "scale",
         "ImageDataParameter": "min_height min_width",
-        "InnerProductParameter": "engine relu negative_slope",
-        "LayerParameter": "engine multinode mn_activation_param mn_grad_compress_param "
-        "quantization_param split_param spatial_dropout_param",
+        "InnerProductParameter": "relu negative_slope",
+        "LayerParameter": "split_param spatial_dropout_param",
         "LossParameter": "pre_fixed_normalizer",
-        "NetParameter": "compile_net_state engine bn_stats_batch_size multinode",
-        "PoolingParameter": "pad_3d kernel_size_3d stride_3d avg_include_pad",
-        "ReLUParameter": "fuse",
+        "NetParameter": "bn_stats_batch_size",
+        "PoolingParameter": "pad_3d kernel_size_3d stride_3d avg_include_pad axis",
         "ReshapeParameter": "pixelshuffler",
-        "SolverParameter": "stagelr stageiter disabled_update engine warmup_iter warmup_start_lr "
+        "SolverParameter": "stagelr stageiter disabled_update warmup_iter warmup_start_lr "
         "local_lr_auto local_gw_ratio test_offset",
-        "TransformationParameter": "random_resize_param random_aspect_ratio_param flow bgr2rgb",
+        "TransformationParameter": "random_resize_param random_aspect_ratio_param flow bgr2rgb pad",
     },
-    "Fast R-CNN": {"LayerParameter": "roi_pooling_param smooth_l1_loss_param"},
-    "R-FCN": {"LayerParameter": "psroi_pooling_param box_annotator_ohem_param"},
+    "MobileNet-YOLO": {
+        "SolverParameter": "stagelr stageiter",
+        "TransformationParameter": "enable_classf_aug min_scaling_factor max_scaling_factor "
+        "max_rotation_angle contrast_brightness_adjustment smooth_filtering min_contrast "
+        "max_contrast max_brightness_shift max_smooth max_color_shift min_side_min "
+        "min_side_max min_side apply_probability cvt_bgr2rgb",
+    },
+    "YOLO for Caffe": {
+        "LayerParameter": "region_param",
+    },
+    "happynear": {
+        "AccuracyParameter": "min_is_better",
+        "BatchNormParameter": "disable_mean disable_variance",
+        "ConvolutionParameter": "shape_offset",
+        "DropoutParameter": "sqrt_scale",
+        "FillerParameter": "alpha",
+        "ImageDataParameter": "face_transform max_shear_ratio max_aspect_ratio max_rotate_angle "
+        "min_random_scale max_random_scale max_random_shift face_mirror face_point_num "
+        "balance_class balance_by label_cut_start label_cut_end",
+        "InnerProductParameter": "normalize",
+        "MemoryDataParameter": "transpose",
+        "ParameterParameter": "blob_filler",
+        "PoolingParameter": "blobs_lr blobs_a_min",
+        "ScaleParameter": "min_value max_value",
+        "SoftmaxParameter": "hard_ratio class_weight hard_mining_label cutting_point "
+        "normalize_type label_smooth_factor",
+        "SolverParameter": "clamp_weights_lower clamp_weights_upper clip_weights",
+        "TransformationParameter": "center_crop erase_ratio scale_min scale_max aspect_min "
+        "aspect_max",
+    },
     "PSPNet": {
         "BatchNormParameter": "update_global_stats",
         "ImageDataParameter": "ignore_label label_type",
-        "LayerParameter": "bn_param interp_param seg_accuracy_param dense_crf_param "
-        "bias_channel_param adaptive_bias_channel_param domain_transform_param mat_read_param "
-        "mat_write_param unique_label_param",
         "TransformationParameter": "scale_factors crop_width crop_height",
+    },
+    "FlowNet2": {
+        "DataParameter": "limit_samples preselection_file preselection_label range_start "
+        "range_end rand_permute rand_permute_order rand_permute_seed slice_point encoding "
+        "subtract permute_every_iter block_size",
+        "FillerParameter": "diag_val",
+        "LayerParameter": "coeff_schedule_param reshape_every_iter",
+    },
+    "Spatial Transformer": {
+        "FillerParameter": "file",
+    },
+    "R-FCN": {
+        "DropoutParameter": "scale_train",
+        "LossParameter": "pre_fixed_normalizer",
     },
     "SegNet": {
         "DropoutParameter": "sample_weights_test",
-        "LayerParameter": "bn_param upsample_param dense_image_data_param",
         "LossParameter": "weight_by_label_freqs class_weighting",
     },
-    "FlowNet": {
-        "LayerParameter": "augmentation_param black_augmentation_param correlation_param "
-        "l1_loss_param lpq_loss_param resample_param downsample_param flow_warp_param accum_param "
-        "writer_param reader_param mean_param coeff_schedule_param reshape_every_iter",
+    "Faster R-CNN": {
+        "DropoutParameter": "scale_train",
     },
-    "YOLO for Caffe": {
-        "LayerParameter": "region_param region_loss_param reorg_param eval_detection_param "
-        "yolov3_param yolo_detection_output_param yolov3_detection_output_param relu6_param",
-    },
-    "ShuffleNet for Caffe": {"LayerParameter": "shuffle_channel_param"},
     "Temporal Segment Networks": {
-        "LayerParameter": "bn_param seg_data_param batch_reduction_param",
+        "LayerParameter": "seg_data_param batch_reduction_param",
         "NetParameter": "mem_param",
         "SolverParameter": "group_id richness",
         "TransformationParameter": "fix_crop more_fix_crop multi_scale scale_ratios max_distort "
         "is_flow",
     },
 }
+"""Fields that no code heeds, though the schema may have them: a net that has one is refused."""
 
-_ENUM_VALUES = {"MKL2017": "Intel Caffe", "MKLDNN": "Intel Caffe"}
+_IGNORED = {
+    "ConcatParameter": "engine per_fla_fuse",
+    "ConvolutionParameter": "conv_algorithm",
+    "DataParameter": "disk_reader_threads verbose huge_video_dataset",
+    "EltwiseParameter": "engine",
+    "InnerProductParameter": "engine",
+    "LayerParameter": "engine multinode mn_activation_param mn_grad_compress_param "
+    "quantization_param",
+    "NetParameter": "engine compile_net_state multinode",
+    "ReLUParameter": "fuse",
+    "SolverParameter": "engine",
+    "TransformationParameter": "debug_params",
+}
+"""Fields of forks that say nothing here: engines, quantization for deployment, tuning."""
+
+_ENUM_VALUES = dict.fromkeys(
+    ["DEF", "DEF_ALL", "DEF_ALL2", "DEF_ALL3", "DEF_ALL4", "LOWRES", "SORT"], "happynear"
+)
 
 _LAYERS = {
-    "NVCaffe": "Axpy DetectNetTransformation L1Loss TRT",
+    "NVCaffe": "DetectNetTransformation TRT",
     "SSD": "AnnotatedData DetectionEvaluate DetectionOutput MultiBoxLoss Normalize Permute "
     "PriorBox VideoData",
     "Intel Caffe": "BoxData MnActivation SoftmaxWithLossOHEM SpatialDropout",
@@ -73,11 +118,10 @@ _LAYERS = {
     "SegAccuracy UniqueLabel",
     "SegNet": "BN DenseImageData Upsample",
     "FlowNet": "Accum BlackAugmentation ChannelNorm Correlation Correlation1D CustomData "
-    "DataAugmentation Downsample FlowAugmentation FlowWarp GenerateAugmentationParameters L1Loss "
+    "DataAugmentation Downsample FlowAugmentation FlowWarp GenerateAugmentationParameters "
     "LpqLoss Mean NegReLU Resample",
-    "YOLO for Caffe": "EvalDetection ReLU6 RegionLoss Reorg YoloDetectionOutput Yolov3 "
+    "YOLO for Caffe": "EvalDetection RegionLoss Reorg YoloDetectionOutput Yolov3 "
     "Yolov3DetectionOutput",
-    "ShuffleNet for Caffe": "ShuffleChannel ConvolutionDepthwise DepthwiseConvolution",
     "Temporal Segment Networks": "BN BatchReduction Gather Scatter SegData SyncBN",
 }
 
@@ -86,6 +130,11 @@ def fork_of_field(message: str, field: str) -> str | None:
     """The forks whose message of this name has the field, such as "PSPNet or SegNet", or None."""
     known = {fork: messages.get(message, "").split() for fork, messages in _FIELDS.items()}
     return " or ".join(fork for fork, fields in known.items() if field in fields) or None
+
+
+def is_ignored(message: str, field: str) -> bool:
+    """True for a field of a fork that says nothing here."""
+    return field in _IGNORED.get(message, "").split()
 
 
 def fork_of_value(name: str) -> str | None:

@@ -5,6 +5,7 @@ The grammar is protobuf's own. Positions are character offsets until they are sh
 columns start at 1.
 """
 
+import logging
 import os
 import re
 import stat
@@ -20,9 +21,10 @@ from caffepy.core.errors import ConfigError
 from caffepy.core.registry import nearest
 from caffepy.proto import upgrade
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter, V1LayerParameter
-from caffepy.proto.forks import fork_of_field, fork_of_value
+from caffepy.proto.forks import fork_of_field, fork_of_value, is_ignored
 from caffepy.proto.sniff import is_binary, mismatch, sniff
 
+log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 _TOKEN = re.compile(
@@ -61,7 +63,10 @@ def parse(text: str, message: M, path: str = "<text>") -> M:
 
     Raises ConfigError: `path:line:col: what is wrong`, then the source line and a caret.
     """
-    _Parser(text, path).read_into(message)
+    parser = _Parser(text, path)
+    parser.read_into(message)
+    if parser.ignored:
+        log.info("%s: %s: of a fork of Caffe, without effect", path, ", ".join(parser.ignored))
     return message
 
 
@@ -213,7 +218,12 @@ class _Field:
 def _fields(descriptor: Descriptor) -> dict[str, _Field]:
     proto = DescriptorProto()
     descriptor.CopyToProto(proto)
-    return {p.name: _Field(p, d) for p, d in zip(proto.field, descriptor.fields, strict=True)}
+    heeded = (
+        (p, d)
+        for p, d in zip(proto.field, descriptor.fields, strict=True)
+        if fork_of_field(descriptor.name, p.name) is None
+    )
+    return {p.name: _Field(p, d) for p, d in heeded}
 
 
 class _Parser:
@@ -230,6 +240,8 @@ class _Parser:
         """Every layer block and its start, nested ones too."""
         self.open: list[tuple[Descriptor | None, str, int]] = []
         """The blocks around the current token: type of the message around each, name, start."""
+        self.ignored: dict[str, None] = {}
+        """Names of fields of forks that say nothing here, in the order of the text."""
 
     def read_into(self, message: Message) -> None:
         self.advance()
@@ -320,6 +332,8 @@ class _Parser:
             field = fields.get(self.value)
             if field is None:
                 self.unknown_field(message)
+            if is_ignored(message.DESCRIPTOR.name, field.name):
+                self.ignored[field.name] = None
             if field.name in seen and not field.repeated:
                 twice = f'"{field.name}" is given a second time in {message.DESCRIPTOR.name}'
                 line = self.text.count("\n", 0, seen[field.name]) + 1

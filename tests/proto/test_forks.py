@@ -1,28 +1,48 @@
-from caffepy.proto import caffe_pb2, forks
+import logging
+
+import pytest
+
+from caffepy.layer import registry
+from caffepy.proto import caffe_pb2, forks, text
+
+MESSAGES = caffe_pb2.DESCRIPTOR.message_types_by_name
 
 
-def test_fields_are_foreign() -> None:
+def test_fields_that_are_refused_or_ignored_belong_to_a_message() -> None:
     for fork, messages in forks._FIELDS.items():
         for message, names in messages.items():
-            known = caffe_pb2.DESCRIPTOR.message_types_by_name[message].fields_by_name
-            assert set(names.split()) & set(known) == set(), f"{fork}: {message} has them"
+            assert message in MESSAGES, fork
+            for name in names.split():
+                assert not forks.is_ignored(message, name)
+    for message, names in forks._IGNORED.items():
+        assert set(names.split()) <= set(MESSAGES[message].fields_by_name), message
 
 
 def test_names_are_given_once() -> None:
-    for names in [n for messages in forks._FIELDS.values() for n in messages.values()] + list(
-        forks._LAYERS.values()
-    ):
+    tables = [names for messages in forks._FIELDS.values() for names in messages.values()]
+    for names in [*tables, *forks._LAYERS.values(), *forks._IGNORED.values()]:
         assert len(names.split()) == len(set(names.split()))
 
 
+def test_no_layer_of_a_fork_is_listed_that_caffepy_has() -> None:
+    for fork, names in forks._LAYERS.items():
+        assert set(names.split()) & set(registry) == set(), fork
+
+
 def test_look_ups() -> None:
-    assert (
-        forks.fork_of_field("LayerParameter", "bn_param")
-        == "PSPNet or SegNet or Temporal Segment Networks"
-    )
-    assert forks.fork_of_field("SolverParameter", "rampup_lr") == "NVCaffe"
+    assert forks.fork_of_field("SolverParameter", "local_lr_auto") == "Intel Caffe"
     assert forks.fork_of_field("SolverParameter", "bn_param") is None
-    assert forks.fork_of_value("MKL2017") == "Intel Caffe"
+    assert forks.fork_of_value("SORT") == "happynear"
     assert forks.fork_of_value("CUDNN") is None
-    assert forks.fork_of_layer("MultiBoxLoss") == "SSD"
+    assert forks.fork_of_layer("BN") == "PSPNet or SegNet or Temporal Segment Networks"
     assert forks.fork_of_layer("Convolution") is None
+
+
+def test_fields_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    layer = 'layer { engine: "MKLDNN" quantization_param { } relu_param { fuse: true } }'
+    with caplog.at_level(logging.INFO):
+        net = text.parse(layer * 2, caffe_pb2.NetParameter(), "n.prototxt")
+    assert len(net.layer) == 2
+    assert caplog.messages == [
+        "n.prototxt: engine, quantization_param, fuse: of a fork of Caffe, without effect"
+    ]
