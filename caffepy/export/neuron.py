@@ -22,6 +22,29 @@ def relu(site: Site) -> None:
         site.finish("Relu", site.bottoms[0])
 
 
+@writers("ReLU6")
+def relu6(site: Site) -> None:
+    """Clip, of LeakyRelu if there is a slope."""
+    (x,) = site.bottoms
+    if slope := site.layer.slope:
+        x = site.node("LeakyRelu", x, alpha=slope)
+        site.finish("Min", x, site.constant(6))
+    else:
+        site.finish("Clip", x, site.constant(0), site.constant(6))
+
+
+@writers("HardSigmoid")
+def hard_sigmoid(site: Site) -> None:
+    site.finish("HardSigmoid", site.bottoms[0], alpha=0.2, beta=0.5)
+
+
+@writers("HSwish")
+def hard_swish(site: Site) -> None:
+    """x * HardSigmoid(x) with slope 1/6."""
+    (x,) = site.bottoms
+    site.finish("Mul", x, site.node("HardSigmoid", x, alpha=1 / 6, beta=0.5))
+
+
 @writers("PReLU")
 def prelu(site: Site) -> None:
     """The slope broadcasts over what follows the channels."""

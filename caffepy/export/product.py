@@ -7,14 +7,20 @@ import numpy as np
 from caffepy.export.graph import Site, writers
 
 
-@writers("Convolution", "Deconvolution")
+@writers(
+    "Convolution",
+    "ConvolutionDepthwise",
+    "DepthwiseConvolution",
+    "DepthwiseConv",
+    "Deconvolution",
+)
 def convolution(site: Site) -> None:
     """Conv, or ConvTranspose, which has Caffe's weight and output size, for each bottom.
 
     Axes before the channels become one axis; without spatial axes one of size 1 is added.
     """
     layer = site.layer
-    op = "Conv" if layer.type == "Convolution" else "ConvTranspose"
+    op = "ConvTranspose" if layer.type == "Deconvolution" else "Conv"
     kernel, stride, pad, dilation = layer.window
     point = () if kernel else (1,)
     weight = site.param(0, (*layer.blobs[0].shape, *point))

@@ -24,6 +24,23 @@ def eltwise(site: Site) -> None:
     site.finish("Add" if two_summands else ELTWISE[layer.operation], *xs)
 
 
+@writers("Axpy")
+def axpy(site: Site) -> None:
+    """a * x + y, with a size of 1 for each axis behind the channels."""
+    (a, x, y), shape = site.bottoms, site.bottom_shapes[1]
+    a = site.reshape(a, (*shape[:2], *[1] * (len(shape) - 2)))
+    site.finish("Add", site.node("Mul", a, x), y)
+
+
+@writers("ShuffleChannel")
+def shuffle_channel(site: Site) -> None:
+    """Transpose of (N, group, C / group, ...)."""
+    group, (n, c, *rest) = site.layer.group, site.bottom_shapes[0]
+    parts = site.reshape(site.bottoms[0], (n, group, c // group, *rest))
+    order = [0, 2, 1, *range(3, len(rest) + 3)]
+    site.reshape(site.node("Transpose", parts, perm=order), (n, c, *rest), out=site.tops[0])
+
+
 @writers("Concat")
 def concat(site: Site) -> None:
     site.finish("Concat", *site.bottoms, axis=site.layer.axis)

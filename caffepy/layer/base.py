@@ -262,9 +262,11 @@ class Layer:
 class Weighted(Layer):
     """Base of layers that learn a weight and, with bias_term, a bias (O,)."""
 
-    def make_weight(self, shape: Sequence[int], param: Any) -> None:
-        """Create the weight of this shape, and the bias, as the layer's message `param` says."""
-        shapes = {"weight": shape} | ({"bias": (param.num_output,)} if param.bias_term else {})
+    def make_weight(self, shape: Sequence[int], outputs: int, param: Any) -> None:
+        """Create the weight of this shape, and a bias for each output, as the layer's message
+        `param` says.
+        """
+        shapes = {"weight": shape} | ({"bias": (outputs,)} if param.bias_term else {})
         self.make_params(shapes, (param.weight_filler, param.bias_filler))
 
     @property

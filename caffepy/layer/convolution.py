@@ -100,7 +100,7 @@ class _Filtering(Weighted):
         param = self.param.convolution_param
         self.axis = bottom[0].axis(param.axis)
         self.window = read_window(param, len(bottom[0].shape) - self.axis - 1)
-        channels, outputs, group = bottom[0].shape[self.axis], param.num_output, param.group
+        channels, outputs, group = self.sizes(bottom)
         if outputs < 1:
             raise ConfigError("num_output must be 1 or more")
         if group < 1 or channels % group or outputs % group:
@@ -108,7 +108,12 @@ class _Filtering(Weighted):
             what = f"{outputs} outputs" if outputs_fail else f"{channels} input channels"
             raise ConfigError(f"{what} cannot be split into {group} groups")
         self.channels, self.outputs, self.group = channels, outputs, group
-        self.make_weight(self.weight_shape(), param)
+        self.make_weight(self.weight_shape(), outputs, param)
+
+    def sizes(self, bottom: Blobs) -> tuple[int, int, int]:
+        """Return the numbers of input channels, of outputs, and of groups."""
+        param = self.param.convolution_param
+        return bottom[0].shape[self.axis], param.num_output, param.group
 
     def check_bottoms(self, bottom: Blobs) -> tuple[int, ...]:
         """Check that all bottoms have the shape that the weights need; return the spatial sizes."""
@@ -200,6 +205,23 @@ class Convolution(_Filtering):
         """Each output is a sum over one filter."""
         weight = self.blobs[0]
         return weight.count * (sum(tops) // weight.shape[0])
+
+
+@layer("DepthwiseConvolution", "DepthwiseConv")
+class DepthwiseConvolution(Convolution):
+    """Convolution under the names of MobileNet's forks, which give `group` as it needs it."""
+
+
+@layer("ConvolutionDepthwise")
+class ConvolutionDepthwise(Convolution):
+    """(..., C, *in) -> (..., C, *out), each channel by its own filter; weight (C, 1, *kernel).
+
+    num_output and group are not read.
+    """
+
+    def sizes(self, bottom: Blobs) -> tuple[int, int, int]:
+        channels = bottom[0].shape[self.axis]
+        return channels, channels, channels
 
 
 @layer("Deconvolution")

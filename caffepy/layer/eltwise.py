@@ -1,6 +1,7 @@
-"""Eltwise: sums, products and maxima of blobs of one shape."""
+"""Eltwise: sums, products and maxima of blobs of one shape; Axpy: scaled channels and a sum."""
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 
@@ -87,3 +88,45 @@ class Eltwise(Layer):
                 self.ops.scaled(self.coefficients[i], dy, dx)
             elif dx is not dy:
                 self.ops.copy(dy, dx)
+
+
+@layer("Axpy")
+class Axpy(Layer):
+    """z = a * x + y (SENet); x, y, z (N, C, ...), a (N, C) or (N, C, 1, ...)."""
+
+    on_gpu = True
+    bottoms = 3
+    backward_reads_top = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        a, x, y = (b.shape for b in bottom)
+        if len(x) < 2 or a[:2] != x[:2] or prod(a[2:]) != 1:
+            raise ConfigError(
+                f"bottom 0 has shape {list(a)}: one number for each image and channel of "
+                f"bottom 1, {list(x)}, is needed"
+            )
+        if y != x:
+            raise ConfigError(f"bottom 2 has shape {list(y)}, bottom 1 has {list(x)}")
+        top[0].reshape(x)
+        self.view = (1, prod(x[:2]), prod(x[2:]))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        a, x, y = (b.data for b in bottom)
+        z = top[0].data
+        self.ops.scale_forward(x.reshape(self.view), a.reshape(-1), None, z.reshape(self.view))
+        self.ops.add(y, z)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """da = sum of dz * x over what follows the channels, dx = dz * a, dy = dz."""
+        dz, (a, x, y) = top[0].diff, bottom
+        da = dx = None
+        if propagate_down[0]:
+            a.diff.fill(0)
+            da = a.diff.reshape(-1)
+        if propagate_down[1]:
+            dx = x.diff.reshape(self.view)
+        if propagate_down[0] or propagate_down[1]:
+            scale, view = a.data.reshape(-1), x.data.reshape(self.view)
+            self.ops.scale_backward(view, scale, dz.reshape(self.view), dx, da, None)
+        if propagate_down[2]:
+            self.ops.copy(dz, y.diff)

@@ -42,7 +42,7 @@ class InnerProduct(Weighted):
         if self.outputs < 1:
             raise ConfigError("num_output must be 1 or more")
         weight = (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
-        self.make_weight(weight, param)
+        self.make_weight(weight, param.num_output, param)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shape = bottom[0].shape

@@ -1,7 +1,9 @@
 """Neurons: layers that map each element of the bottom to the same element of the top, x to y."""
 
+import logging
+import math
 from collections.abc import Sequence
-from math import isfinite, log, prod
+from math import isfinite, prod
 
 import numpy as np
 
@@ -9,6 +11,8 @@ from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Blobs, Drawing, Kept, Layer, layer
 from caffepy.proto.caffe_pb2 import FillerParameter
+
+log = logging.getLogger(__name__)
 
 
 def is_in_place(bottom: Blob, top: Blob) -> bool:
@@ -92,6 +96,25 @@ class ReLU(Elementwise):
     def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * (x > 0 ? 1 : negative_slope)."""
         self.ops.relu_backward(x, dy, dx, self.slope)
+
+
+@layer("ReLU6")
+class ReLU6(Elementwise):
+    """y = min(x > 0 ? x : negative_slope * x, 6) (MobileNet-YOLO's relu6_param)."""
+
+    backward_reads_top = False
+    backward_needs = Kept.ACTIVE
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.slope = self.param.relu6_param.negative_slope
+        self.reads_input = self.slope < 0  # the sign of y is not that of x
+
+    def function(self, x: Array, y: Array) -> None:
+        self.ops.relu6_forward(x, y, self.slope)
+
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
+        """dx = dy * (x <= 0 ? negative_slope : x < 6 ? 1 : 0)."""
+        self.ops.relu6_backward(x, dy, dx, self.slope)
 
 
 @layer("PReLU")
@@ -320,6 +343,46 @@ class Clip(Neuron):
         np.multiply(dy, (x >= self.low) & (x <= self.high), out=dx)
 
 
+@layer("HardSigmoid")
+class HardSigmoid(Neuron):
+    """y = max(0, min(0.2 x + 0.5, 1)) (MobileNet-YOLO).
+
+    Its gradient is the fork's, with which its nets were trained: it does not end where y does.
+    """
+
+    backward_reads_bottom = backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        log.info("HardSigmoid: its gradient is 0.2 everywhere, as in MobileNet-YOLO")
+
+    def function(self, x: Array, y: Array) -> None:
+        np.multiply(x, 0.2, out=y)
+        np.add(y, 0.5, out=y)
+        np.clip(y, 0, 1, out=y)
+
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
+        """dx = dy * 0.2."""
+        self.ops.scaled(0.2, dy, dx)
+
+
+@layer("HSwish")
+class HSwish(Neuron):
+    """y = x * max(0, min(x + 3, 6)) / 6 (Howard et al. 2019)."""
+
+    reads_input = True
+    backward_reads_top = False
+
+    def function(self, x: Array, y: Array) -> None:
+        gate = np.clip(x + 3, 0, 6)
+        np.multiply(x, gate, out=y)
+        np.multiply(y, 1 / 6, out=y)
+
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
+        """dx = dy * (x <= -3 ? 0 : x < 3 ? (2 x + 3) / 6 : 1)."""
+        slope = np.where(x < 3, (2 * x + 3) / 6, 1) * (x > -3)
+        np.multiply(dy, slope, out=dx)
+
+
 @layer("Exp")
 class Exp(Neuron):
     """y = base^(shift + scale * x) = factor * exp(rate * x), base e by default."""
@@ -375,7 +438,7 @@ def _log_of_base(base: float) -> float:
         return 1.0
     if not (base > 0 and isfinite(base)):
         raise ConfigError(f"base must be greater than 0, or -1 for e, not {base:g}")
-    return log(base)
+    return math.log(base)
 
 
 @layer("Threshold")

@@ -103,7 +103,7 @@ class Embed(Weighted):
         self.inputs, self.outputs = param.input_dim, param.num_output
         if self.inputs < 1 or self.outputs < 1:
             raise ConfigError("embed_param: input_dim and num_output must be 1 or more")
-        self.make_weight((self.inputs, self.outputs), param)
+        self.make_weight((self.inputs, self.outputs), self.outputs, param)
         self.wrong = self.error_flag(
             lambda x: DataError(
                 f"input {x:g} is not one of the {self.inputs} rows 0 to {self.inputs - 1}"

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Blob, Layout, shape_string
+from caffepy.device.blob import Array, Blob, Layout, shape_string
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.proto.caffe_pb2 import ReductionParameter
 
@@ -51,6 +51,38 @@ class Concat(Layer):
             wanted = zip(bottom, propagate_down, strict=True)
             diffs = [b.diff if down else None for b, down in wanted]
             self.ops.cut(top[0].diff, self.sizes, diffs, self.axis)
+
+
+@layer("ShuffleChannel")
+class ShuffleChannel(Layer):
+    """Channels dealt out: (N, group, C / group, ...) -> (N, C / group, group, ...) (ShuffleNet)."""
+
+    on_gpu = True
+    takes_preferred_layout = True
+    backward_reads_bottom = backward_reads_top = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape, group = bottom[0].shape, self.param.shuffle_channel_param.group
+        if len(shape) < 2 or group < 1 or shape[1] % group:
+            raise ConfigError(
+                f"shuffle_channel_param: the channels of {list(shape)} cannot be split into "
+                f"{group} groups"
+            )
+        self.group = group
+        top[0].reshape_like(bottom[0])
+
+    def shuffle(self, x: Array, y: Array, parts: int) -> None:
+        """Write channel p * (C / parts) + k of x as channel k * parts + p of y."""
+        n, c, *rest = x.shape
+        dealt = x.reshape(n, parts, c // parts, *rest)
+        y.reshape(n, c // parts, parts, *rest)[...] = dealt.swapaxes(1, 2)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.shuffle(bottom[0].data, top[0].data, self.group)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self.shuffle(top[0].diff, bottom[0].diff, bottom[0].shape[1] // self.group)
 
 
 @layer("Slice")

@@ -194,6 +194,12 @@ class Ops(Protocol):
     def relu_backward(self, x: Array, dy: Array, dx: Array, slope: float) -> None:
         """dx = dy * (x > 0 ? 1 : slope); if slope >= 0, x may be the output."""
 
+    def relu6_forward(self, x: Array, y: Array, slope: float) -> None:
+        """y = min(x > 0 ? x : slope * x, 6); NaN stays NaN."""
+
+    def relu6_backward(self, x: Array, dy: Array, dx: Array, slope: float) -> None:
+        """dx = dy * (x <= 0 ? slope : x < 6 ? 1 : 0); if slope >= 0, x may be the output."""
+
     def prelu_forward(self, x: Array, y: Array, slope: Array) -> None:
         """y = x > 0 ? x : slope_c * x; x (N, C, P), slope (C) or (1) (He et al. 2015)."""
 

@@ -41,6 +41,14 @@ NEURONS: dict[str, tuple[str, Callable[[float], float] | None]] = {
     "ReLU": ("", lambda x: max(x, 0)),
     "ReLU leaky": ("relu_param { negative_slope: 0.1 }", lambda x: x if x > 0 else 0.1 * x),
     "ReLU falling": ("relu_param { negative_slope: -0.3 }", lambda x: x if x > 0 else -0.3 * x),
+    "ReLU6": ("", lambda x: min(max(x, 0), 6)),
+    "ReLU6 leaky": ("relu6_param { negative_slope: 0.1 }", lambda x: min(max(x, 0.1 * x), 6)),
+    "ReLU6 falling": (
+        "relu6_param { negative_slope: -0.3 }",
+        lambda x: min(x if x > 0 else -0.3 * x, 6),
+    ),
+    "HardSigmoid": ("", lambda x: max(0, min(0.2 * x + 0.5, 1))),
+    "HSwish": ("", lambda x: x * max(0, min(x + 3, 6)) / 6),
     "Sigmoid": ("", lambda x: 1 / (1 + exp(-x))),
     "Swish": ("swish_param { beta: 1.3 }", lambda x: x / (1 + exp(-1.3 * x))),
     "Swish plain": ("", lambda x: x / (1 + exp(-x))),
@@ -71,6 +79,13 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
             1,
             "convolution_param { num_output: 2 kernel_size: 4 dilation: 2 stride: 2 }",
         ),
+    ],
+    "DepthwiseConvolution": [
+        ([IMAGE], 1, "convolution_param { num_output: 12 kernel_size: 3 pad: 1 group: 6 }"),
+    ],
+    "DepthwiseConv": [([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 2 group: 2 }")],
+    "ConvolutionDepthwise": [
+        ([IMAGE], 1, "convolution_param { kernel_size: 3 pad: 1 stride: 2 bias_term: false }"),
     ],
     "Deconvolution": [
         ([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 4 pad: 1 stride: 2 }"),
@@ -138,6 +153,14 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE] * 3, 1, "eltwise_param { coeff: 1 coeff: -2 coeff: 0.5 }"),
         ([IMAGE] * 3, 1, "eltwise_param { operation: PROD }"),
         ([IMAGE] * 3, 1, "eltwise_param { operation: MAX }"),
+    ],
+    "Axpy": [
+        ([(2, 3), (2, 3, 7, 5), (2, 3, 7, 5)], 1, ""),
+        ([(2, 3, 1, 1), *[(2, 3, 4, 2)] * 2], 1, ""),
+    ],
+    "ShuffleChannel": [
+        ([IMAGE], 1, "shuffle_channel_param { group: 2 }"),
+        ([(2, 6)], 1, "shuffle_channel_param { group: 3 }"),
     ],
     "Concat": [
         ([IMAGE, (2, 3, 7, 5)], 1, ""),

@@ -209,3 +209,30 @@ def test_sizes_beyond_any_image(kind: str, group: int) -> None:
     if kind == "Deconvolution":
         with pytest.raises(ConfigError, match=r"outputs padded to \S+ have more than 2\^31"):
             Single(f"{one} stride: {2**31 - 1} }}", random(0, 3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("DepthwiseConvolution", "num_output: 6 group: 6"),
+        ("DepthwiseConv", "num_output: 6 group: 6"),
+        ("ConvolutionDepthwise", "num_output: 9"),
+    ],
+)
+def test_depthwise_types_are_convolutions_in_groups(name, numbers):
+    """ConvolutionDepthwise reads neither num_output nor group."""
+    window = 'kernel_size: 3 stride: 2 pad: 1 weight_filler { type: "gaussian" }'
+    x = random(2, 6, 5, 4)
+    runs = []
+    for kind, given in (("Convolution", "num_output: 6 group: 6"), (name, numbers)):
+        text = f'type: "{kind}" convolution_param {{ {given} {window} }}'
+        single = Single(text, x)
+        assert [p.shape for p in single.params] == [(6, 1, 3, 3), (6,)]
+        if kind == name:
+            check_gradient(text, x)
+        runs.append((single.forward(), single.backward([np.ones((2, 6, 3, 2))])))
+    (tops, gradients), (own_tops, own_gradients) = runs
+    np.testing.assert_array_equal(own_tops[0], tops[0])
+    np.testing.assert_array_equal(own_gradients[0][0], gradients[0][0])
+    for got, want in zip(own_gradients[1], gradients[1], strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -4,7 +4,7 @@ import pytest
 from caffepy.core.errors import ConfigError
 
 from .harness import Single, check_golden, check_gradient, random, seeded
-from .on_gpu import check_on_gpu
+from .on_gpu import check_on_gpu, check_plain_on_gpu
 
 # name: eltwise_param, y of the values at one place
 CASES = {
@@ -101,3 +101,32 @@ def test_what_does_not_fit_is_refused(param, shapes, message):
 def test_on_gpu_in_all_formats(case, n):
     text, _ = make(case, n)
     check_on_gpu(text, *(seeded(i).integers(-20, 20, (2, 8, 3, 5)) / 4 for i in range(n)))
+
+
+@pytest.mark.parametrize("rest", [(), (1, 1)])
+def test_axpy(rest):
+    a, x, y = random(2, 3, *rest, seed=1), random(2, 3, 4, 5, seed=2), random(2, 3, 4, 5, seed=3)
+    text = 'type: "Axpy"'
+    (z,) = Single(text, a, x, y).forward()
+    np.testing.assert_allclose(z, a.reshape(2, 3, 1, 1) * x + y)
+    check_gradient(text, a, x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("down", [(True, True, True), (True, False, False), (False, True, False)])
+def test_axpy_on_gpu(down):
+    a, x, y = random(2, 3), random(2, 3, 4, 5, seed=2), random(2, 3, 4, 5, seed=3)
+    check_plain_on_gpu('type: "Axpy"', a, x, y, propagate_down=down)
+
+
+@pytest.mark.parametrize(
+    ("a", "y", "message"),
+    [
+        ((2, 3, 4, 5), (2, 3, 4, 5), r"one number for each image and channel of bottom 1"),
+        ((2, 4), (2, 3, 4, 5), r"bottom 0 has shape \[2, 4\]"),
+        ((2, 3), (2, 3, 4, 6), r"bottom 2 has shape \[2, 3, 4, 6\], bottom 1 has \[2, 3, 4, 5\]"),
+    ],
+)
+def test_axpy_of_wrong_shapes(a, y, message):
+    with pytest.raises(ConfigError, match=message):
+        Single('type: "Axpy"', random(*a), random(2, 3, 4, 5), random(*y))

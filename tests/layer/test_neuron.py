@@ -86,6 +86,33 @@ def test_relu_keeps_nan_and_infinity():
     np.testing.assert_array_equal(y, [[np.nan, np.inf, 0, 0]])
 
 
+ENDS = np.array([[np.nan, np.inf, 6, 5, 2, 0, -1, -3, -np.inf]])
+
+
+@pytest.mark.parametrize(
+    ("prototxt", "y", "dx"),
+    {
+        "relu6": (
+            'type: "ReLU6" relu6_param { negative_slope: 0.5 }',
+            [np.nan, 6, 6, 5, 2, 0, -0.5, -1.5, -np.inf],
+            [1, 0, 0, 1, 1, 0.5, 0.5, 0.5, 0.5],
+        ),
+        "hard sigmoid": (
+            'type: "HardSigmoid"',
+            [np.nan, 1, 1, 1, 0.9, 0.5, 0.3, 0, 0],
+            [0.2] * 9,  # the fork's, not the derivative
+        ),
+    }.values(),
+    ids=["ReLU6", "HardSigmoid"],
+)
+def test_ends_of_a_range(prototxt, y, dx):
+    single = Single(prototxt, ENDS)
+    (got,) = single.forward()
+    np.testing.assert_allclose(got, [y])
+    (gradient,), _ = single.backward([np.ones_like(ENDS)])
+    np.testing.assert_allclose(gradient, [dx])
+
+
 def test_prelu_reads_its_filler_and_checks_the_channels():
     single = Single('type: "PReLU" prelu_param { filler { value: 0.5 } }', random(2, 3, 4))
     assert single.params[0].shape == (3,)

@@ -303,3 +303,23 @@ def test_on_gpu_in_all_formats(shape):
     for n in (1, 2, 3):
         check_on_gpu('type: "Split"', x, tops=n)
     check_on_gpu('type: "Silence"', x, y, tops=0)
+    group = 2 if shape[1] % 2 == 0 else shape[1]
+    check_on_gpu(f'type: "ShuffleChannel" shuffle_channel_param {{ group: {group} }}', x)
+
+
+@pytest.mark.parametrize(("shape", "group"), [((2, 6, 3, 2), 2), ((1, 6), 3), ((2, 4, 5), 1)])
+def test_shuffled_channels(shape, group):
+    text = f'type: "ShuffleChannel" shuffle_channel_param {{ group: {group} }}'
+    x = random(*shape)
+    (y,) = Single(text, x).forward()
+    each = shape[1] // group
+    for c in range(shape[1]):
+        np.testing.assert_array_equal(y[:, c % each * group + c // each], x[:, c])
+    check_gradient(text, x)
+
+
+@pytest.mark.parametrize("group", [0, 4])
+def test_channels_that_cannot_be_shuffled(group):
+    text = f'type: "ShuffleChannel" shuffle_channel_param {{ group: {group} }}'
+    with pytest.raises(ConfigError, match=rf"\[2, 6\] cannot be split into {group} groups"):
+        Single(text, random(2, 6))

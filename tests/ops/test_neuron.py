@@ -36,6 +36,12 @@ FUNCTIONS = {
         lambda x: np.where(x > 0, x, 0.1 * x),
         lambda x: np.where(x > 0, 1, 0.1),
     ),
+    "relu6": (
+        lambda x, y: cpu.relu6_forward(x, y, 0.1),
+        lambda x, y, dy, dx: cpu.relu6_backward(x, dy, dx, 0.1),
+        lambda x: np.where(x > 0, x, 0.1 * x),
+        lambda x: np.where(x > 0, 1, 0.1),
+    ),
     "sigmoid": (
         cpu.sigmoid_forward,
         lambda x, y, dy, dx: cpu.sigmoid_backward(y, dy, dx),

@@ -47,6 +47,8 @@ from caffepy.ops.cpu.neuron import (
     power_forward,
     prelu_backward,
     prelu_forward,
+    relu6_backward,
+    relu6_forward,
     relu_backward,
     relu_bias_backward,
     relu_forward,

@@ -46,6 +46,30 @@ def relu_backward(x: Array, dy: Array, dx: Array, slope: float) -> None:
 
 
 @kernel
+def _relu6(x: Maybe, y: Array, slope: float) -> None:
+    u = y if x is None else x
+    s, zero, six = u.dtype.type(slope), u.dtype.type(0), u.dtype.type(6)
+    for i in range(u.size):
+        y[i] = u[i] * s if u[i] <= zero else six if u[i] > six else u[i]
+
+
+def relu6_forward(x: Array, y: Array, slope: float) -> None:
+    flatwise(_relu6, (None if x is y else x,), y, slope)
+
+
+@kernel
+def _relu6_gradient(x: Array, dy: Maybe, dx: Array, slope: float) -> None:
+    u = dx if dy is None else dy
+    s, zero, one, six = x.dtype.type(slope), x.dtype.type(0), x.dtype.type(1), x.dtype.type(6)
+    for i in range(x.size):
+        dx[i] = u[i] * (s if x[i] <= zero else zero if x[i] >= six else one)
+
+
+def relu6_backward(x: Array, dy: Array, dx: Array, slope: float) -> None:
+    flatwise(_relu6_gradient, (x, None if dy is dx else dy), dx, slope)
+
+
+@kernel
 def _prelu(x: Array, y: Array, slope: Array, lo: int, hi: int) -> None:
     for r in range(lo, hi):
         s, u, v = slope[r % slope.size], x[r], y[r]

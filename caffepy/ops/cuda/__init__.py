@@ -59,6 +59,8 @@ from caffepy.ops.cuda.neuron import (
     power_forward,
     prelu_backward,
     prelu_forward,
+    relu6_backward,
+    relu6_forward,
     relu_backward,
     relu_forward,
     sigmoid_backward,

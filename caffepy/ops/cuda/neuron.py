@@ -16,6 +16,14 @@ def relu_backward(x: Array, dy: Array, dx: Array, slope: float) -> None:
     launch_each("neuron", "relu_backward", (x, dy, dx), float(slope))
 
 
+def relu6_forward(x: Array, y: Array, slope: float) -> None:
+    launch_each("neuron", "relu6_forward", (x, y), float(slope))
+
+
+def relu6_backward(x: Array, dy: Array, dx: Array, slope: float) -> None:
+    launch_each("neuron", "relu6_backward", (x, dy, dx), float(slope))
+
+
 def _by_slope(slope: Array, *arrays: Array) -> tuple[int, int, int]:
     """Return (outer, C, inner) of the arrays in their memory, for C slopes; with one slope they are
     one channel.

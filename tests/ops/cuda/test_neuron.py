@@ -13,6 +13,8 @@ SIZES = [0, 1, 7, 9, 1023, 40_000]
 # writes
 FUNCTIONS = {
     "relu_forward": (1, 1, (0.0,), 0),
+    "relu6_forward": (1, 1, (0.1,), 0),
+    "relu6_backward": (2, 1, (0.1,), 1),
     "relu_backward": (2, 1, (0.0,), 1),
     "sigmoid_forward": (1, 1, (), 0),
     "sigmoid_backward": (2, 1, (), 1),

@@ -21,6 +21,23 @@ template <typename T> __global__ void relu_backward(const T* x, const T* dy, T* 
   each<PACK>(n, [=](i64, T x, T dy, T& dx) { dx = T(A(dy) * (A(x) <= 0 ? s : A(1))); }, in(x), in(dy), out(dx));
 }
 
+// y = min(x > 0 ? x : slope * x, 6); NaN stays NaN
+template <typename T> __global__ void relu6_forward(const T* x, T* y, i64 n, double slope) {
+  using A = Wide<T>;
+  const A s = A(slope);
+  each<PACK>(
+      n, [=](i64, T x, T& y) { y = A(x) <= 0 ? T(A(x) * s) : A(x) > 6 ? T(A(6)) : x; }, in(x), out(y));
+}
+
+// dx = dy * (x <= 0 ? slope : x < 6 ? 1 : 0)
+template <typename T> __global__ void relu6_backward(const T* x, const T* dy, T* dx, i64 n, double slope) {
+  using A = Wide<T>;
+  const A s = A(slope);
+  each<PACK>(
+      n, [=](i64, T x, T dy, T& dx) { dx = T(A(dy) * (A(x) <= 0 ? s : A(x) >= 6 ? A(0) : A(1))); }, in(x), in(dy),
+      out(dx));
+}
+
 // y = x > 0 ? x : slope_c * x
 template <typename T>
 __global__ void prelu_forward(const T* x, const Wide<T>* slope, T* y, i64 outer, i64 channels, i64 inner) {
