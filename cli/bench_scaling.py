@@ -101,7 +101,7 @@ def _simulate(
 ) -> None:
     if sync != "auto":
         raise click.UsageError("--simulate models NCCL, or sync=ps: it goes without --sync.")
-    from caffepy.collectives.mpi import check_single
+    from caffepy.collectives.launch import check_single
     from caffepy.commands.bench.simulate import Simulation, simulate
     from caffepy.commands.bench.simulate_servers import ServedSimulation, asks, simulate_servers
     from caffepy.core.files import check_writable

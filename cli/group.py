@@ -75,7 +75,7 @@ def _checked(callback: Callable[..., Any]) -> Callable[..., Any]:
             context = context.parent
         name = " ".join(names)
         if name not in OVER_NODES | WRITES_NOTHING:
-            from caffepy.collectives.mpi import check_single
+            from caffepy.collectives.launch import check_single
 
             check_single(f"caffepy {name}")
         return callback(**values)

@@ -482,6 +482,8 @@ def ignoring(*flags: str) -> Decorator:
 
 def leave(error: BaseException) -> None:
     """End the process while its main thread hangs; so may whoever reads stderr."""
+    if isinstance(error, SystemExit):  # another process has the message
+        os._exit(error.code if isinstance(error.code, int) else 70)
     text = f"caffepy: error: {error}\n(the main thread does not answer)"
     telling = threading.Thread(target=click.echo, args=(text, None, True, True), daemon=True)
     telling.start()

@@ -144,6 +144,9 @@ class Fault(NamedTuple):
         return "link set" in self.work
 
 
+TO_MISS = 5.0
+"""Seconds that it may take longer to miss a process that died before MPI_Init was over."""
+
 DEADLINE = 3.0
 """Seconds without progress; one second is the least that --deadlines takes."""
 WHERE = r"node VICTIM \(host \S+, universal rank VICTIM\)"
@@ -393,7 +396,9 @@ def judge(ended: Ended, place: Path, fault: Fault, phase: str, victim: int) -> I
     if math.isinf(ended.last):
         yield "processes are left"
     limit = fault.seconds
-    if not started and (waited := re.search(r"made no progress for ([\d.]+) s", ended.said)):
+    if phase == "launch":
+        limit += TO_MISS
+    elif not started and (waited := re.search(r"made no progress for ([\d.]+) s", ended.said)):
         limit += float(waited[1]) - DEADLINE  # the set-up has a deadline of its own
     if limit < (ended.nodes if fault.cuts else ended.last) < math.inf:
         yield f"late: more than {limit:g} s"
@@ -404,7 +409,11 @@ def judge(ended: Ended, place: Path, fault: Fault, phase: str, victim: int) -> I
     messages = re.findall(r"caffepy: error: (.*)", ended.said)
     if fault.says:
         says = fault.says.replace("VICTIM", str(victim))
-        says = says if started else says.replace(r", iteration \d+", r"(, iteration \d+)?")
+        if phase == "launch" and "has died" in says:
+            says += rf"|process {victim} of \d+ \(host \S+\) died before MPI_Init was over"
+        if not started:  # the solvers are not counted yet, or iterations have not begun
+            says = says.replace(rf", universal rank {victim}", rf"(, universal rank {victim})?")
+            says = says.replace(r", iteration \d+", r"(, iteration \d+)?")
         if len(messages) != 1:
             yield f"{len(messages)} messages"
         if not any(re.search(says, message) for message in messages):

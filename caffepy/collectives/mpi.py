@@ -15,8 +15,7 @@ large message to go on.
 How a node's death becomes known: under `mpirun --with-ft ulfm` MPI's calls fail; without it mpirun
 ends all processes. A stopped process or a cut link is never heard of. Also with ULFM mpirun ends
 all processes when one of them exits with another code than 0, unless one was killed before: who
-has files to write must exit first. MPI_Init waits for all processes, with ULFM for dead ones, too,
-and holds the GIL.
+has files to write must exit first. MPI_Init waits for all processes, with ULFM for dead ones, too.
 """
 
 import ctypes
@@ -29,7 +28,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +36,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from caffepy.collectives.world import DeadNodeError, Tag, World
+from caffepy.collectives.launch import PROCESSES, InitWatch, launched
+from caffepy.collectives.world import SET_UP_DEADLINE, DeadNodeError, Tag, World
 from caffepy.core.errors import SyncError, UsageError, install
 from caffepy.device.blob import Array
 from caffepy.device.threads import num_threads
@@ -46,15 +46,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 log = logging.getLogger(__name__)
-
-LAUNCHERS = (
-    "OMPI_COMM_WORLD_SIZE",  # mpirun of Open MPI
-    "MV2_COMM_WORLD_SIZE",  # of MVAPICH2
-    "PMI_SIZE",  # of MPICH and Intel MPI
-    "SLURM_STEP_NUM_TASKS",  # srun; sbatch sets it in no script
-    "WORLD_SIZE",  # others
-)
-"""Variables with the number of processes that were started, the innermost launcher's first."""
 
 UNUSED = ("OMPI_MCA_btl", "^ofi")
 """Setting of Open MPI that leaves libfabric's one-sided messages out, which nobody here sends: MPI
@@ -68,7 +59,6 @@ PR_SET_PDEATHSIG = 1
 """Option of prctl(2)."""
 
 CPUS = Path("/sys/devices/system/cpu")
-PROCESSES = Path("/proc")
 
 
 class MpiTransport:
@@ -219,39 +209,6 @@ class _Receive(_Request):
         return not self._parts
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Return the number of processes that a launcher started, if it is above 1, and the variable
-    that says so.
-    """
-    name = next((name for name in LAUNCHERS if environment.get(name, "").isdecimal()), None)
-    if name is None or int(environment[name]) < 2:
-        return None
-    return int(environment[name]), name
-
-
-def why_init_hangs(seconds: float) -> str:
-    """Return what to say where MPI_Init has not ended for so long."""
-    found = launched()
-    assert found, "no launcher started several processes"
-    count, name = found
-    rank = os.environ.get(name.replace("SIZE", "RANK"), os.environ.get("SLURM_PROCID", "?"))
-    return (
-        f"process {rank} of {count} (host {platform.node()}): MPI_Init did not end within "
-        f"{seconds:g} s: another process died or does not answer; messages of mpirun or srun may "
-        "tell which:"
-    )
-
-
-def check_single(what: str) -> None:
-    """Raise UsageError if this is one of several processes, which would write the same files."""
-    if found := launched():
-        count, name = found
-        raise UsageError(
-            f"{what} is for one process, but this is one of {count} ({name}={count}): start it "
-            f"without mpirun or srun, or on purpose in this one by env -u {name} {what} ..."
-        )
-
-
 def start() -> MpiTransport:
     """Initialize MPI and return the transport between the processes of the launcher.
 
@@ -274,7 +231,7 @@ def start() -> MpiTransport:
             f"{many}, which needs mpi4py and MPI ({error}): {install('mpi')}"
         ) from error
     if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _init(MPI)
     library = MPI.Get_library_version().split(",")[0].split("\n")[0].strip(" \0")
     if MPI.Query_thread() < MPI.THREAD_FUNNELED:
         raise UsageError(f"{library} was started for a program without threads")
@@ -289,15 +246,35 @@ def start() -> MpiTransport:
         raise SyncError(f"{library} cannot connect {wanted} processes ({error})") from error
 
 
+def _init(mpi: ModuleType) -> None:
+    """Call MPI_Init_thread while other threads run: mpi4py would keep the GIL meanwhile."""
+    library = ctypes.CDLL(mpi.__file__)  # with what it is linked with
+    if not hasattr(library, "MPI_Init_thread"):
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        return
+    provided = ctypes.c_int()
+    code = library.MPI_Init_thread(None, None, mpi.THREAD_MULTIPLE, ctypes.byref(provided))
+    if code:
+        raise SyncError(f"MPI_Init failed with error {code}")
+    for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):  # as mpi4py itself does
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
+
+
 def _pmi(library: str) -> str:
     """Return the value of srun's --mpi that a library of MPI understands in most builds."""
     return "pmix" if "Open MPI" in library else "pmi2"
 
 
-def join_launched() -> World:
-    """Join the other processes of the launcher, and end when it dies; take a share of its CPUs."""
+def join_launched(
+    deadline: float = SET_UP_DEADLINE, last_resort: Callable[[BaseException], object] | None = None
+) -> World:
+    """Join the other processes of the launcher, and end when it dies; take a share of its CPUs.
+
+    Where MPI_Init does not end, `last_resort` is called, see `InitWatch`.
+    """
     _end_with_parent(signal.SIGKILL)  # MPI_Init listens to nothing
-    transport = start()
+    with InitWatch(deadline, last_resort):
+        transport = start()
     _end_with_parent(signal.SIGTERM)
     widen_affinity(transport.processes_on_host, transport.rank_on_host)
     return World(transport)

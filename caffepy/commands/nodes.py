@@ -8,12 +8,13 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from caffepy.collectives.mpi import MpiTransport, join_launched, launched
+from caffepy.collectives.launch import launched
+from caffepy.collectives.mpi import MpiTransport, join_launched
 from caffepy.collectives.synchronizer import FLOAT32
-from caffepy.collectives.world import World
+from caffepy.collectives.world import SET_UP_DEADLINE, World
 from caffepy.core.abandoned import abandon
 from caffepy.core.errors import CaffeError, ConfigError, DeviceError, UsageError
 from caffepy.device.device import Device
@@ -39,17 +40,20 @@ def is_first() -> bool:
 
 
 @contextmanager
-def nodes() -> Iterator[World | None]:
+def nodes(
+    deadline: float = SET_UP_DEADLINE, last_resort: Callable[[BaseException], object] | None = None
+) -> Iterator[World | None]:
     """A block in which this process is one of those that a launcher started; None if it is alone.
 
     An error of one node ends the block in all of them, in the first with its message, in others
-    with its exit code.
+    with its exit code. Where they do not meet within `deadline` s, `last_resort` must end the
+    process, see `InitWatch`.
     """
     global _node
     if not launched():
         yield None
         return
-    world = join_launched()
+    world = join_launched(deadline, last_resort)
     _node = world.node
     with _warnings_only() if world.node else nullcontext():
         try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from caffepy.collectives.mpi import launched
+from caffepy.collectives.launch import launched
 from caffepy.commands.nodes import nodes
 from caffepy.core.errors import INTERRUPTED, DataError, DeviceError, SyncError, UsageError
 from caffepy.proto.text import read_solver

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from caffepy import ops
-from caffepy.collectives.mpi import launched, why_init_hangs
 from caffepy.collectives.rank_group import DEADLINES
 from caffepy.collectives.synchronizer import FLOAT32
 from caffepy.collectives.world import World
@@ -157,16 +156,12 @@ def train(options: TrainOptions) -> TrainResult:
     signals = Signals(options.sigint_effect, options.sighup_effect, options.sigusr1_effect)
     monitor = Monitor(signals, options.grace, options.last_resort)
     deadlines = {**DEADLINES, **options.deadlines}
-    with signals, monitor:
-        if launched():
-            monitor.explain_held_lock(why_init_hangs(deadlines["set-up"]))
-            monitor.begin(deadlines, ends=True)  # MPI_Init may keep Python's lock for ever
-        with nodes() as world:
-            monitor.explain_held_lock()
-            if world:
-                world.set_up.deadline = deadlines["set-up"]
-                world.set_up.interrupted = signals.check
-            return _train_as_node(options, monitor, world)
+    with signals, monitor, nodes(deadlines["set-up"], options.last_resort) as world:
+        if world:
+            monitor.begin(deadlines, ends=True)
+            world.set_up.deadline = deadlines["set-up"]
+            world.set_up.interrupted = signals.check
+        return _train_as_node(options, monitor, world)
 
 
 def _train_as_node(options: TrainOptions, monitor: Monitor, world: World | None) -> TrainResult:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from caffepy.collectives.mpi import MpiTransport, join_launched, launched
+from caffepy.collectives.launch import launched
+from caffepy.collectives.mpi import MpiTransport, join_launched
 from caffepy.collectives.world import World
 from caffepy.core.errors import CaffeError, UsageError
 from caffepy.device.threads import set_num_threads

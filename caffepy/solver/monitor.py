@@ -53,9 +53,6 @@ MOST_COUNTED = 2 * POLL
 
 LOCK_HELD = "the run made no progress, since some code keeps Python's lock:"
 
-MOST_TEXT = 1024
-"""Bytes that the loop without a lock has to say, at most."""
-
 
 class Heartbeat:
     """The callback of a net before each of its layers: signals are checked, the layer is noted."""
@@ -112,8 +109,8 @@ class Monitor:
         self._ends = False
         self._progress = Progress()
         self._lock_state = np.zeros(hangs.SIZE, np.int64)
-        self._lock_text = np.zeros(MOST_TEXT, np.uint8)
-        self.explain_held_lock()
+        self._lock_text = np.frombuffer(f"caffepy: error: {LOCK_HELD}\n".encode(), np.uint8)
+        self._lock_state[hangs.LENGTH] = self._lock_text.size
         self._error: BaseException | None = None  # what was raised in the main thread
         self.exit_code = INTERRUPTED  # of a process that is ended here
         self._grace = grace
@@ -147,12 +144,6 @@ class Monitor:
         self._progress.waited = 0.0
         self._deadlines, self._ends = deadlines, ends
         self._beat()
-
-    def explain_held_lock(self, text: str = LOCK_HELD) -> None:
-        """Say this from now on where code keeps Python's lock until the deadline."""
-        data = f"caffepy: error: {text}\n".encode()[-MOST_TEXT:]
-        self._lock_text[: len(data)] = np.frombuffer(data, np.uint8)
-        self._lock_state[hangs.LENGTH] = len(data)
 
     def __exit__(self, *_: object) -> None:
         if self._thread:

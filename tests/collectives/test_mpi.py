@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from caffepy.collectives import mpi
-from caffepy.collectives.mpi import launched, start, widen_affinity
+from caffepy.collectives.launch import launched
+from caffepy.collectives.mpi import start, widen_affinity
 from caffepy.core.errors import UsageError
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def as_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], Any]], list[Any]]:
     """Return what runs a command as each of some nodes, in threads, and returns what each got."""
     own = threading.local()
-    monkeypatch.setattr(nodes, "join_launched", lambda: own.world)
+    monkeypatch.setattr(nodes, "join_launched", lambda *_: own.world)
     monkeypatch.setattr(nodes, "_node", 0)
 
     def run(count: int, work: Callable[[int], Any]) -> list[Any]:
