@@ -10,6 +10,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     eltwise,
     inner_product,
     loss,
+    metric_loss,
     neuron,
     normalization,
     pooling,

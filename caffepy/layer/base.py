@@ -327,8 +327,9 @@ def check_counts(layer: Layer, bottoms: int, tops: int) -> None:
 
 
 class LossLayer(Layer):
-    """Base of the losses: predictions and labels, a scalar top, loss weight 1 by default."""
+    """Base of the losses: predictions and labels, a scalar top, a loss weight by default."""
 
+    default_weight: ClassVar[float] = 1
     bottoms: ClassVar[int | tuple[int, int | None]] = 2
     tops: ClassVar[int | tuple[int, int | None]] = 1
     auto_top_blobs = True
@@ -340,7 +341,7 @@ class LossLayer(Layer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not self.param.loss_weight:
-            self.param.loss_weight.append(1)
+            self.param.loss_weight.append(self.default_weight)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         x, label = bottom[0].shape, bottom[1].shape

@@ -19,7 +19,7 @@ from caffepy.device.device import ErrorFlag
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer
 from caffepy.layer.neuron import SameShape
 from caffepy.proto import binary
-from caffepy.proto.caffe_pb2 import HingeLossParameter, LossParameter
+from caffepy.proto.caffe_pb2 import FocalLossParameter, HingeLossParameter, LossParameter
 
 log = logging.getLogger(__name__)
 
@@ -201,6 +201,57 @@ class InfogainLoss(SoftmaxWithLoss):
         labels, ignore = super().given(bottom)
         matrix = self.matrix if self.matrix is not None else bottom[2].data
         return labels, matrix.reshape(self.view[1], self.view[1]), ignore
+
+
+@layer("FocalLoss")
+class FocalLoss(SoftmaxWithLoss):
+    """-sum of (alpha - p)^gamma * log p(label) / divisor, p = softmax along `axis` (happynear's).
+
+    Type ONEADDP has alpha + p. alpha is no weight of a class (Lin et al. 2017 have 1 - p).
+    """
+
+    tops = (1, 1)
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        param = self.param.focal_loss_param
+        self.sign = 1 if param.type == FocalLossParameter.ONEADDP else -1
+        self.alpha, self.gamma = param.alpha, param.gamma
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        self.places = self.buffer((1, self.view[1], 1))
+        self.places.host_data[...] = np.arange(self.view[1])[:, None]
+
+    def of_label(self, bottom: Blobs) -> tuple[Array, Array, Array]:
+        """Return, as (outer, 1, inner): the classes of the labels, what counts, p of the label."""
+        labels, ignore = self.given(bottom)
+        labels = labels[:, None]
+        counts = labels == labels if ignore is None else labels != ignore
+        classes = np.where(counts, labels, 0).astype(np.intp)
+        p = np.take_along_axis(self.prob.data, classes, axis=1)
+        return classes, counts, np.maximum(p, np.finfo(np.float32).tiny)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        super().forward(bottom, top)  # finds the softmax, the divisor, and labels that are none
+        _, counts, p = self.of_label(bottom)
+        losses = (self.alpha + self.sign * p) ** self.gamma * np.log(p)
+        loss = -np.sum(losses * counts, dtype=np.float64) / self.norm.data
+        top[0].data[...] = loss
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = weight / divisor * s * (1 at the label - p), s the loss's derivative by log p."""
+        self.refuse_constants(propagate_down)
+        if not propagate_down[0]:
+            return
+        classes, counts, p = self.of_label(bottom)
+        factor = self.alpha + self.sign * p
+        s = -self.gamma * factor ** (self.gamma - 1) * self.sign * p * np.log(p)
+        s = (s - factor**self.gamma) * counts
+        s *= top[0].diff / self.norm.data
+        at_label = self.places.data == classes
+        dx = bottom[0].diff.reshape(self.view)
+        np.multiply(at_label - self.prob.data, s, out=dx)
 
 
 @layer("EuclideanLoss")

@@ -39,6 +39,7 @@ FAMILIES = [module.name for module in iter_modules(caffepy.layer.__path__)]
 NO_GRADIENT = {
     "Accuracy": "counts",
     "ArgMax": "gives places",
+    "CenterLoss": "its centres step towards the mean of a class, as its own test says",
     "HDF5Output": "has no top; its backward leaves diffs alone, as its own test says",
     "Input": "has no bottom",
     "Parameter": "has no bottom; its gradient is the top's, as its own test says",
@@ -54,6 +55,7 @@ LOOPS = {
     "BatchNorm": "test_normalization.py::test_batch_norm_normalizes_and_collects_statistics",
     "BatchReindex": "test_selection.py::test_against_numpy",
     "Bias": "test_normalization.py::test_scale_and_bias_against_numpy",
+    "CenterLoss": "test_metric_loss.py::test_center_loss_against_a_loop",
     "Concat": "test_shape.py::test_against_numpy",
     "ContrastiveLoss": "test_loss.py::test_contrastive_loss_against_a_loop",
     "ConvolutionDepthwise": "test_convolution.py::test_depthwise_types_are_convolutions_in_groups",
@@ -67,11 +69,13 @@ LOOPS = {
     "EuclideanLoss": "test_loss.py::test_euclidean_loss_against_a_loop",
     "Filter": "test_selection.py::test_against_numpy",
     "Flatten": "test_shape.py::test_against_numpy",
+    "FocalLoss": "test_metric_loss.py::test_focal_loss_against_a_loop",
     "HDF5Output": "test_hdf5_output.py::test_one_forward_gives_the_file_of_caffe",
     "HingeLoss": "test_loss.py::test_hinge_loss_against_a_loop",
     "Im2col": "test_deconvolution.py::test_im2col_times_the_weights_is_convolution",
     "InnerProduct": "test_inner_product.py::test_formula",
     "Input": "test_shape.py::test_input_takes_its_shapes_and_keeps_what_a_user_makes_of_them",
+    "L1Loss": "test_metric_loss.py::test_l1_loss_against_a_loop",
     "LRN": "test_normalization.py::test_lrn_across_against_a_loop",
     "LSTM": "test_recurrent.py::test_against_a_loop_over_two_batches",
     "LSTMUnit": "test_recurrent.py::test_unit_against_the_formula",
@@ -91,6 +95,7 @@ LOOPS = {
     "SoftmaxWithLoss": "test_loss.py::test_softmax_loss_against_a_loop",
     "Split": "test_shape.py::test_against_numpy",
     "Tile": "test_shape.py::test_against_numpy",
+    "TripletLoss": "test_metric_loss.py::test_triplet_loss_against_a_loop",
 }
 # Types -> the test that holds them on a GPU to the CPU.
 ON_GPU = {
@@ -99,6 +104,7 @@ ON_GPU = {
     "Axpy": "test_eltwise.py::test_axpy_on_gpu",
     "BatchNorm": "test_fused_normalization.py::test_layers_on_a_gpu",
     "BatchReindex": "test_selection.py::test_batch_reindex_on_gpu",
+    "CenterLoss": "test_metric_loss.py::test_on_gpu",
     "Concat": "test_shape.py::test_on_gpu_in_all_formats",
     "ContrastiveLoss": "test_loss.py::test_on_gpu",
     "Convolution": "test_fused_convolution.py::test_on_a_gpu",
@@ -106,9 +112,11 @@ ON_GPU = {
     "Dropout": "test_neuron.py::test_dropout_on_a_gpu_has_one_seed_and_counts_passes",
     "Eltwise": "test_eltwise.py::test_on_gpu_in_all_formats",
     "Embed": "test_embed.py::test_on_gpu",
+    "FocalLoss": "test_metric_loss.py::test_on_gpu",
     "HingeLoss": "test_loss.py::test_on_gpu",
     "InfogainLoss": "test_loss.py::test_on_gpu",
     "InnerProduct": "test_fused_inner_product.py::test_the_same_numbers_on_a_gpu",
+    "L1Loss": "test_metric_loss.py::test_on_gpu",
     "MultinomialLogisticLoss": "test_loss.py::test_on_gpu",
     "Pooling": "test_pooling.py::test_on_gpu_in_all_formats",
     "Scale": "test_fused_normalization.py::test_layers_on_a_gpu",
@@ -116,6 +124,7 @@ ON_GPU = {
     "Silence": "test_shape.py::test_on_gpu_in_all_formats",
     "Slice": "test_shape.py::test_on_gpu_in_all_formats",
     "Split": "test_shape.py::test_on_gpu_in_all_formats",
+    "TripletLoss": "test_metric_loss.py::test_on_gpu",
 }
 OPERATIONS = "its operations are held to the CPU's in tests/ops/cuda"
 NO_GPU_CASES = {

@@ -1,0 +1,138 @@
+"""Losses of Caffe's forks on embeddings: L1, triplets, distance to the centre of a class.
+
+They are array arithmetic, the same on the CPU and a GPU; nothing is read back.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from caffepy.core.errors import ConfigError
+from caffepy.layer.base import Blobs, LossLayer, layer
+from caffepy.layer.loss import bad_labels, items
+
+
+@layer("L1Loss")
+class L1Loss(LossLayer):
+    """Sum of |a - b| / N over two bottoms of one count; both can be differentiated (NVCaffe)."""
+
+    constant_bottoms: Mapping[int, str] = {}
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        if bottom[0].count != bottom[1].count:
+            raise ConfigError(
+                "the bottoms must have one count: "
+                f"{bottom[0].count} of shape {list(bottom[0].shape)}, "
+                f"{bottom[1].count} of shape {list(bottom[1].shape)}"
+            )
+        self.difference = self.buffer(bottom[0].shape)
+        self.items = max((1, *bottom[0].shape[:1]))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        difference, loss = self.difference.data, top[0].data
+        np.subtract(bottom[0].data, bottom[1].data.reshape(difference.shape), out=difference)
+        np.sum(np.abs(difference), out=loss)
+        np.divide(loss, self.items, out=loss)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """da = weight / N * sign(a - b), db = -da."""
+        for b, wanted, sign in zip(bottom, propagate_down, (1, -1), strict=True):
+            if wanted:
+                dx = b.diff.reshape(self.difference.shape)
+                factor = top[0].diff * (sign / self.items)
+                np.multiply(np.sign(self.difference.data), factor, out=dx)
+
+
+@layer("TripletLoss")
+class TripletLoss(LossLayer):
+    """Sum of max(0, margin + |a - p|^2 - |a - n|^2) / 2N (happynear's).
+
+    Bottoms: anchors a, positives p and negatives n, (N, C) each.
+    """
+
+    bottoms = 3
+    constant_bottoms: Mapping[int, str] = {}
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        shape = bottom[0].shape
+        for i, b in enumerate(bottom):
+            if b.shape != shape:
+                raise ConfigError(
+                    f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(shape)}"
+                )
+        self.view = (items(bottom[0]), prod(shape[1:]))
+        self.items = max(1, self.view[0])
+        self.active = self.buffer((self.view[0], 1))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        a, p, n = (b.data.reshape(self.view) for b in bottom)
+        hinge = self.param.triplet_loss_param.margin + np.sum((a - p) ** 2 - (a - n) ** 2, axis=1)
+        hinge = np.maximum(hinge, 0)
+        np.greater(hinge, 1e-9, out=self.active.data[:, 0], casting="unsafe")
+        np.sum(hinge, out=top[0].data)
+        np.divide(top[0].data, 2 * self.items, out=top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """da = weight / N * (n - p), dp likewise p - a, dn a - n, where the hinge is not 0."""
+        a, p, n = (b.data.reshape(self.view) for b in bottom)
+        factor = self.active.data * (top[0].diff / self.items)
+        pairs = ((n, p), (p, a), (a, n))
+        for b, wanted, (plus, minus) in zip(bottom, propagate_down, pairs, strict=True):
+            if wanted:
+                np.multiply(plus - minus, factor, out=b.diff.reshape(self.view))
+
+
+@layer("CenterLoss")
+class CenterLoss(LossLayer):
+    """Sum of |x - c_y|^2 / 2N; x (N, K), labels y (N), centres c (num_output, K) (Wen et al. 2016).
+
+    The centres' gradient is the authors', for a step towards the mean of the class: it is not
+    multiplied by the loss weight, which is 0 unless the prototxt gives one.
+    """
+
+    default_weight = 0
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.center_loss_param
+        self.wrong = bad_labels(self, lambda: param.num_output)
+        if param.num_output < 1:
+            raise ConfigError("center_loss_param: num_output must be 1 or more")
+        size = prod(bottom[0].shape[bottom[0].axis(param.axis) :])
+        self.make_params({"centers": (param.num_output, size)}, [param.center_filler])
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        x, labels = bottom
+        axis = x.axis(self.param.center_loss_param.axis)
+        self.view = (prod(x.shape[:axis]), prod(x.shape[axis:]))
+        n, size = self.view
+        if size != self.blobs[0].shape[1]:
+            raise ConfigError(f"{size} features do not fit centres of {self.blobs[0].shape[1]}")
+        if labels.count != n:
+            raise ConfigError(f"{n} items need as many labels, not {labels.count}")
+        self.items = max(1, n)
+        self.difference = self.buffer(self.view)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        difference, labels = self.difference.data, bottom[1].data.reshape(-1)
+        self.ops.take_rows(self.blobs[0].data, labels, True, difference, self.wrong.found)
+        self.wrong.check()
+        np.subtract(bottom[0].data.reshape(self.view), difference, out=difference)
+        np.sum(difference * difference, out=top[0].data)
+        np.divide(top[0].data, 2 * self.items, out=top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = weight / N * (x - c_y), dc_k += sum over y = k of (c_k - x) / (1 + their number)."""
+        self.refuse_constants(propagate_down)
+        difference = self.difference.data
+        if self.param_propagate_down[0]:
+            labels = bottom[1].data.reshape(-1)
+            alike = 1 + np.sum(labels[:, None] == labels, axis=1, keepdims=True)
+            step = np.asarray(difference / -alike, dtype=difference.dtype)
+            self.ops.add_rows(step, labels, self.blobs[0].diff)
+        if propagate_down[0]:
+            dx = bottom[0].diff.reshape(self.view)
+            np.multiply(difference, top[0].diff / self.items, out=dx)

@@ -1,0 +1,115 @@
+"""Losses of forks on embeddings, and the focal loss, against loops and numerical gradients."""
+
+import numpy as np
+import pytest
+
+from caffepy.core.errors import ConfigError, DataError
+
+from .harness import Single, check_gradient, random
+from .on_gpu import check_plain_on_gpu
+
+LABELS = np.array([2.0, 0, 2, 1])
+CENTERS = (
+    'type: "CenterLoss" center_loss_param { num_output: 3 center_filler { type: "gaussian" } }'
+)
+FOCAL = 'type: "FocalLoss" focal_loss_param { gamma: 1.5 } loss_param { ignore_label: 1 }'
+# name: prototxt, bottoms, propagate_down
+CASES = {
+    "L1Loss": ('type: "L1Loss" loss_weight: 2', [random(3, 4), random(3, 4, seed=1)], [True, True]),
+    "TripletLoss": (
+        'type: "TripletLoss" triplet_loss_param { margin: 2 }',
+        [random(4, 3, 2, seed=k) for k in range(3)],
+        [True, True, True],
+    ),
+    "FocalLoss": (FOCAL, [random(4, 3), LABELS], [True, False]),
+    "FocalLoss of pixels": (
+        'type: "FocalLoss" focal_loss_param { type: ONEADDP } loss_weight: 0.5',
+        [random(2, 3, 2), LABELS.reshape(2, 2)],
+        [True, False],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient(case):
+    text, bottoms, propagate_down = CASES[case]
+    check_gradient(text, *bottoms, propagate_down=propagate_down)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, "CenterLoss"])
+def test_on_gpu(case):
+    text, bottoms, propagate_down = CASES.get(
+        case, (CENTERS + " loss_weight: 1", [random(4, 5), LABELS], [True, False])
+    )
+    check_plain_on_gpu(text, *bottoms, propagate_down=propagate_down)
+
+
+def test_l1_loss_against_a_loop():
+    a, b = random(3, 2, 2), random(3, 2, 2, seed=1)
+    (loss,) = Single('type: "L1Loss"', a, b).forward()
+    assert loss == pytest.approx(sum(abs(a[i] - b[i]) for i in np.ndindex(a.shape)) / 3)
+
+
+def test_triplet_loss_against_a_loop():
+    a, p, n = (random(4, 3, seed=k) for k in range(3))
+    total = 0.0
+    for i in range(4):
+        near, far = sum((a[i] - p[i]) ** 2), sum((a[i] - n[i]) ** 2)
+        total += max(0, 1 + near - far)
+    (loss,) = Single('type: "TripletLoss"', a, p, n).forward()
+    assert loss == pytest.approx(total / 8)
+
+
+@pytest.mark.parametrize("weight", [1, 0.25])
+def test_center_loss_against_a_loop(weight):
+    """The centres' gradient does not depend on the loss weight."""
+    x = random(4, 5)
+    single = Single(f"{CENTERS} loss_weight: {weight}", x, LABELS)
+    (loss,) = single.forward()
+    (dx, _), (dc,) = single.backward([np.array(float(weight))], [True, False])
+    centers = single.params[0]
+    off = np.array([x[i] - centers[int(LABELS[i])] for i in range(4)])
+    assert loss == pytest.approx((off**2).sum() / 8)
+    np.testing.assert_allclose(dx, weight * off / 4)
+    for k in range(3):
+        mine = [i for i in range(4) if LABELS[i] == k]
+        np.testing.assert_allclose(dc[k], sum(-off[i] for i in mine) / (1 + len(mine)))
+
+
+def test_center_loss_has_weight_0_unless_told():
+    assert Single(CENTERS, random(4, 5), LABELS).weights == [0]
+    assert Single(CENTERS + " loss_weight: 0.5", random(4, 5), LABELS).weights == [0.5]
+
+
+@pytest.mark.parametrize("kind", ["ORIGIN", "ONEADDP"])
+def test_focal_loss_against_a_loop(kind):
+    x, total = random(4, 3), 0.0
+    for i, label in enumerate(LABELS):
+        if label != 1:
+            p = np.exp(x[i, int(label)]) / np.exp(x[i]).sum()
+            total -= (1 + p if kind == "ONEADDP" else 1 - p) ** 1.5 * np.log(p)
+    text = FOCAL.replace("gamma", f"type: {kind} gamma")
+    (loss,) = Single(text, x, LABELS).forward()
+    assert loss == pytest.approx(total / 3)
+
+
+@pytest.mark.parametrize("text", [CENTERS, FOCAL])
+def test_label_outside_is_named(text):
+    single = Single(text, random(2, 3), np.array([0.0, 3]))
+    with pytest.raises(DataError, match="label 3 is not one of the 3 classes 0 to 2"):
+        single.forward()
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "message"),
+    [
+        ('type: "L1Loss"', [(3, 4), (3, 5)], "the bottoms must have one count: 12 of shape"),
+        ('type: "TripletLoss"', [(3, 4), (3, 4), (3, 2)], "bottom 2 has shape .3, 2., bottom 0"),
+        (CENTERS, [(3, 4), (3, 2)], "3 items need as many labels, not 6"),
+        ('type: "CenterLoss"', [(3, 4), (3,)], "num_output must be 1 or more"),
+    ],
+)
+def test_what_does_not_fit_is_refused(text, shapes, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(text, *(random(*shape) for shape in shapes))
