@@ -9,7 +9,7 @@ from contextlib import suppress
 from math import inf
 from typing import Any, NamedTuple
 
-from caffepy.core.errors import CaffeError, SyncError
+from caffepy.core.errors import CaffeError
 from caffepy.device.blob import Array
 from caffepy.parallel.parameter_server.filters import Packed, Payload, decode, nbytes, write
 from caffepy.parallel.parameter_server.leases import Lease
@@ -17,6 +17,7 @@ from caffepy.parallel.parameter_server.messages import (
     COORDINATOR,
     DeadPeerError,
     Engine,
+    LeftOutError,
     Push,
     RefusedError,
     Rule,
@@ -51,7 +52,8 @@ class _Held(NamedTuple):
 class Client:
     """The connection of a worker to the servers.
 
-    `poll` is called while it waits; what it raises ends the wait. `patience` is how many seconds it
+    `poll` is called while it waits; what it raises ends the wait. `watch` is called with each new
+    view. `patience` is how many seconds it
     looks for a coordinator that does not answer. `bf16`: pulled values come rounded to bfloat16,
     but for means; the servers' stay float32.
     """
@@ -62,13 +64,13 @@ class Client:
         worker: int,
         patience: float = 60.0,
         poll: Callable[[], object] = lambda: None,
+        watch: Callable[[View], object] = lambda view: None,
         bf16: bool = False,
     ) -> None:
-        self.worker, self.poll = worker, poll
+        self.worker, self.poll, self.watch = worker, poll, watch
         self.view = View()
         self.clock = 0  # number of pushes
         self.ended = threading.Event()  # the run is at its end
-        self.joined: set[int] = set()  # workers that were members of a view of this one
         self.again = 0  # pushes that were sent again
         self.bytes_before, self.bytes_after = 0, 0  # of the values that were pulled, as sent
         self._engine, self._patience, self._bf16 = engine, patience, bf16
@@ -90,6 +92,7 @@ class Client:
         """
         self._share = share
         self.view, state = self._ask("join", self.worker, share)
+        self.watch(self.view)
         self.clock = self.view.members[self.worker]
         threading.Thread(target=self._beat, name="caffepy-beat", daemon=True).start()
         return state
@@ -235,16 +238,16 @@ class Client:
                 self._look(epoch)
 
     def _look(self, epoch: int) -> None:
-        """Wait for a view after this epoch; SyncError if this worker is no member of it."""
+        """Wait for a view after this epoch; LeftOutError if this worker is no member."""
         while (view := self._ask("current")).epoch <= epoch:
             self.poll()
             time.sleep(RETRY)
         if self.worker not in view.members:
-            raise SyncError(f"worker {self.worker} was left out: it did not answer for too long")
+            raise LeftOutError(f"worker {self.worker} was left out: it was silent for too long")
         if self.worker == 0:
             _log_changes(self.view, view)
-        self.joined |= set(view.members)
         self.view = view
+        self.watch(view)
 
     def _ask(self, method: str, *arguments: object) -> Any:
         """Call the coordinator; again, if it died, as long as the patience lasts."""

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -27,9 +27,11 @@ from caffepy.parallel.parameter_server.messages import (
     COORDINATOR,
     DeadPeerError,
     Engine,
+    LeftOutError,
     Nesterov,
     Rule,
     ServerUpdate,
+    View,
     slack_of,
 )
 from caffepy.parallel.parameter_server.ray_engine import LOCAL, RayEngine, connect
@@ -41,6 +43,11 @@ log = logging.getLogger(__name__)
 
 SILENT = 5.0
 """Seconds without a sign of life after which a worker is left out."""
+
+PAUSE = 0.5
+"""Seconds after the death of a worker until another is started: its start is work for some cores,
+and the others go on first.
+"""
 
 HOPELESS = 3
 """Workers that may die one after the other before they have joined."""
@@ -148,9 +155,7 @@ def run_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int
 
 
 class _Processes:
-    """The worker processes but the first: started, replaced when they die. `members` are the
-    workers that have joined, also before they died.
-    """
+    """The worker processes but the first: started, replaced when they die or were left out."""
 
     def __init__(
         self, engine: RayEngine, options: WorkerOptions, most: int, devices: Callable[[int], Any]
@@ -160,7 +165,7 @@ class _Processes:
         self._next, self._deaths, self._ended = 1, 0, False
         self._lock = threading.Lock()
         self.error: BaseException | None = None
-        self.members: Callable[[], Collection[int]] = lambda: ()
+        self._joined = set[int]()
         for place in range(1, most):
             self._start(place, options)
 
@@ -181,19 +186,29 @@ class _Processes:
         error = done.exception()
         if ended or error is None:
             return
-        if not isinstance(error, DeadPeerError):
+        if not isinstance(error, DeadPeerError | LeftOutError):
             self.error = error if isinstance(error, CaffeError) else SyncError(str(error))
             return
         log.warning("Worker %d has died", number)
         if self._options.rule.gradients:
             log.warning("No worker takes its place: those that push gradients begin together")
             return
-        self._deaths = 1 if number in self.members() else self._deaths + 1
+        self._deaths = 1 if number in self._joined else self._deaths + 1
         if self._deaths > HOPELESS:
             log.warning("No worker takes its place: %d have died in a row", self._deaths)
             return
         begun = replace(self._options, begin_together=1)
-        threading.Thread(target=self._start, args=(place, begun), daemon=True).start()
+        start = threading.Timer(PAUSE, self._start, (place, begun))
+        start.daemon = True
+        start.start()
+
+    def follow(self, view: View) -> None:
+        """End the processes of workers that have joined and are no members any more."""
+        self._joined |= set(view.members)
+        with self._lock:
+            out = (self._running.keys() & self._joined) - view.members.keys()
+        for number in out:
+            self._engine.kill(f"worker-{number}")
 
     def check(self) -> None:
         """Raise the error that ended a worker, if one did."""
@@ -237,8 +252,7 @@ def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> It
             return "0", {"GPU": 1}
 
         processes = _Processes(engine, worker, most, device_of)
-        client = Client(engine, 0, poll=processes.check, bf16=filters.bf16)
-        processes.members = lambda: client.joined
+        client = Client(engine, 0, poll=processes.check, watch=processes.follow, bf16=filters.bf16)
         workers = ServedWorkers(solver, client, worker.rule, worker.every, fewest, filters)
         log.info(
             "%d workers, %d servers, replicas %d, %s, a push every %d iterations",

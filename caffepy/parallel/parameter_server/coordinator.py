@@ -210,11 +210,14 @@ class Coordinator:
     async def watch(self) -> None:
         """Look after servers and workers for ever."""
         while not self._ended:
+            slept = time.monotonic()
             await asyncio.sleep(PING)
+            late = time.monotonic() - slept - PING  # of a coordinator that heard nobody
+            self._beats = {worker: beat + late for worker, beat in self._beats.items()}
             view = self.view
             answers = await self._each(view.servers, "ping", seconds=ANSWER)
-            if any(isinstance(answer, Exception) for answer in answers.values()):
-                await self._change(since=view.epoch)
+            if dead := [name for name, answer in answers.items() if isinstance(answer, Exception)]:
+                await self._change(since=view.epoch, without=dead)
             elif len(view.servers) < self._wanted and view.servers:
                 await self._add_server()
             now = time.monotonic()
@@ -245,18 +248,22 @@ class Coordinator:
         leaving: set[int] | None = None,
         adding: Sequence[str] = (),
         since: int | None = None,
+        without: Sequence[str] = (),
     ) -> None:
-        """Change the view as the head of this file says. `since`: unless it is later already."""
+        """Change the view as the head of this file says. `since`: unless it is later already;
+        `without`: servers that are known not to answer.
+        """
         async with self._changing:
-            servers = [*self.view.servers, *adding]
             if since is not None and since < self.view.epoch:
                 return
+            servers = [s for s in (*self.view.servers, *adding) if s not in without]
             while not self.lost:
                 held, dead = await self._freeze(servers)
                 servers = [server for server in servers if server not in dead]
-                for server in dead:
+                for server in (*without, *dead):
                     log.warning("Server %s has died or does not answer", server)
                     self._engine.kill(server)
+                without = ()
                 try:
                     view = self._next(servers, held, joining, leaving or set())
                     await self._give(view, held)
@@ -361,12 +368,20 @@ class Coordinator:
     async def _each(
         self, names: Sequence[str], method: str, *arguments: object, seconds: float = 60
     ) -> dict[str, Any]:
-        """Call a method of all at once; return the answers, or DeadPeerError or TimeoutError."""
+        """Call a method of all at once; return the answers, or DeadPeerError or TimeoutError. A
+        process that was stopped meanwhile blames nobody, and calls again.
+        """
+        begun, answers = time.monotonic(), dict[str, Any]()
         calls = [self._call(name, method, *arguments, seconds=seconds) for name in names]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
+        for name, answer in zip(
+            names, await asyncio.gather(*calls, return_exceptions=True), strict=True
+        ):
             if isinstance(answer, BaseException) and not isinstance(
                 answer, (DeadPeerError, TimeoutError)
             ):
                 raise answer
-        return dict(zip(names, answers, strict=True))
+            answers[name] = answer
+        silent = [name for name, answer in answers.items() if isinstance(answer, TimeoutError)]
+        if silent and time.monotonic() - begun > seconds + PING:
+            answers |= await self._each(silent, method, *arguments, seconds=seconds)
+        return answers

@@ -26,6 +26,10 @@ class DeadPeerError(SyncError):
         self.peer = peer
 
 
+class LeftOutError(SyncError):
+    """The view has no longer this worker: it was silent for too long."""
+
+
 class StaleViewError(SyncError):
     """A call by an older, or newer, view than the server's: ask the coordinator and call again."""
 

@@ -11,13 +11,14 @@ import pytest
 from caffepy.commands.train import TrainOptions, train
 from caffepy.core.errors import DataError
 from caffepy.device.threads import num_threads, set_num_threads
+from caffepy.parallel.parameter_server import cluster
 from caffepy.parallel.parameter_server.cluster import (
     HOPELESS,
     ClusterOptions,
     WorkerOptions,
     _Processes,
 )
-from caffepy.parallel.parameter_server.messages import DeadPeerError, Rule
+from caffepy.parallel.parameter_server.messages import DeadPeerError, LeftOutError, Rule, View
 from caffepy.solver import Solver
 from tests.parallel.cases import NET, SETTINGS, net
 
@@ -32,11 +33,19 @@ class Engine:
         self.futures[number] = Future()
         return self.futures[number]
 
-    def kill(self, number: int) -> None:
+    def kill(self, actor: str) -> None:
+        self.die(int(actor.removeprefix("worker-")))
+
+    def die(self, number: int) -> None:
         until = time.monotonic() + 10
         while number not in self.futures and time.monotonic() < until:
             time.sleep(0.01)
         self.futures[number].set_exception(DeadPeerError(f"worker-{number}"))
+
+
+@pytest.fixture(autouse=True)
+def starts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "PAUSE", 0)
 
 
 def processes(engine: Engine, rule: Rule) -> _Processes:
@@ -48,9 +57,9 @@ def processes(engine: Engine, rule: Rule) -> _Processes:
 def test_workers_that_have_joined_are_replaced_however_often() -> None:
     engine = Engine()
     started = processes(engine, Rule(1))
-    started.members = lambda: engine.futures.keys()
     for number in range(1, 21):
-        engine.kill(number)
+        started.follow(View(members=dict.fromkeys(range(number + 1), 0)))
+        engine.die(number)
     time.sleep(0.2)
     assert max(engine.futures) == 21
 
@@ -59,7 +68,7 @@ def test_workers_that_die_before_they_join_are_given_up(caplog: pytest.LogCaptur
     engine = Engine()
     processes(engine, Rule(1))
     for number in range(1, HOPELESS + 2):
-        engine.kill(number)
+        engine.die(number)
     time.sleep(0.2)
     assert max(engine.futures) == HOPELESS + 1
     assert f"No worker takes its place: {HOPELESS + 1} have died in a row" in caplog.messages
@@ -68,10 +77,23 @@ def test_workers_that_die_before_they_join_are_given_up(caplog: pytest.LogCaptur
 def test_workers_that_push_gradients_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
     processes(engine, Rule(0, gradients=True))
-    engine.kill(1)
+    engine.die(1)
     time.sleep(0.2)
     assert max(engine.futures) == 1
     assert any("those that push gradients begin together" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+def test_workers_that_were_left_out_are_replaced(ends_by_itself: bool) -> None:
+    engine = Engine()
+    started = processes(engine, Rule(1))
+    started.follow(View(members={0: 0, 1: 0}))
+    if ends_by_itself:
+        engine.futures[1].set_exception(LeftOutError("worker 1 was left out"))
+    started.follow(View(members={0: 0}))
+    time.sleep(0.2)
+    started.check()
+    assert max(engine.futures) == 2
 
 
 def test_an_error_of_a_worker_ends_the_run() -> None:

@@ -136,6 +136,20 @@ def test_a_server_that_stops_is_replaced() -> None:
         engine.resume("server-1")
 
 
+def test_a_coordinator_that_stops_for_a_while_leaves_nobody_out() -> None:
+    with servers(Rule(2)) as engine:
+        work = [ones(engine, i, 10, 3) for i in range(3)]
+        epoch = view(engine).epoch
+        time.sleep(0.6)  # it is in a ping, or between two
+        engine.stop(COORDINATOR)
+        time.sleep(2.7)  # more than a worker may be silent, and a server may take for a ping
+        engine.resume(COORDINATOR)
+        time.sleep(0.7)
+        run(work)
+        assert view(engine).epoch == epoch
+        np.testing.assert_array_equal(values(engine), 30)
+
+
 def view(engine: ThreadsEngine) -> View:
     found: View = engine.call(COORDINATOR, "current").result(20)
     return found
@@ -189,7 +203,7 @@ def test_all_ranges_average_a_push_among_as_many_workers(slack: float) -> None:
                 client.leave()
 
         def work() -> None:
-            ones(engine, 0, 100, 1)()
+            ones(engine, 0, 100, 12)()
             clients[0].leave()
             over.set()
 
