@@ -18,7 +18,7 @@ from caffepy.collectives.topology import Topology
 from caffepy.core.errors import DataError
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.gpus import count_gpus
-from tests.collectives.test_rank_group import together
+from tests.collectives.test_rank_group import synchronize, together
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -92,10 +92,7 @@ def test_the_mean_comes_to_all_who_update_and_the_roots_parameters_to_the_others
         assert mine.capturable == joined
         for _ in range(3):
             device.upload(gradients(mine.rank, size), diff)
-            mine.on_start()
-            for layer in (2, 1, 0):
-                mine.after_backward(layer)
-            mine.on_gradients_ready()
+            synchronize(mine, 2, 1, 0)
             if mine.updates:
                 np.testing.assert_allclose(device.on_host(diff), expected, rtol=1e-5, atol=1e-5)
             if name in ("nccl", "tree"):
@@ -115,10 +112,7 @@ def test_replays_give_what_calls_give(name: str, size: int) -> None:
 
         def step() -> None:
             diff[...] = fresh
-            mine.on_start()
-            for layer in (2, 1, 0):
-                mine.after_backward(layer)
-            mine.on_gradients_ready()
+            synchronize(mine, 2, 1, 0)
 
         step()
         step()
@@ -147,10 +141,7 @@ def test_gradients_in_16_bits_are_alike_in_all_ranks(size: int) -> None:
 
         def step() -> None:
             diff[...] = fresh
-            mine.on_start()
-            for layer in (2, 1, 0):
-                mine.after_backward(layer)
-            mine.on_gradients_ready()
+            synchronize(mine, 2, 1, 0)
 
         step()
         step()

@@ -10,6 +10,7 @@ import pytest
 from caffepy.collectives.rank_group import GroupStoppedError, RankGroup
 from caffepy.collectives.schedule import flat, muji, tree
 from caffepy.collectives.sync import HostSync
+from caffepy.collectives.synchronizer import Synchronizer
 from caffepy.core.errors import DataError, SyncError
 from tests.collectives.test_topology import topology
 
@@ -34,6 +35,14 @@ def together(
         thread.join(30)
         assert not thread.is_alive()
     return raised
+
+
+def synchronize(sync: Synchronizer, *layers: int) -> None:
+    """Make the calls of an iteration whose backward pass goes through these layers."""
+    sync.on_start()
+    for layer in layers:
+        sync.after_backward(layer)
+    sync.on_gradients_ready()
 
 
 def test_turns_go_round_in_the_order_of_ranks() -> None:
@@ -160,11 +169,7 @@ def test_where_only_the_root_updates_it_has_the_mean_and_gives_its_parameters() 
     ]
     assert [sync.updates for sync in syncs] == [True] + [False] * 4
 
-    def work(rank: int) -> None:
-        syncs[rank].on_start()
-        syncs[rank].on_gradients_ready()
-
-    assert together(size, work, group) == [None] * size
+    assert together(size, lambda rank: synchronize(syncs[rank]), group) == [None] * size
     assert all((d == 0).all() for d in data)
     np.testing.assert_array_equal(diffs[0], np.full(7, 2, np.float32))
 

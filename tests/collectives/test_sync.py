@@ -11,7 +11,7 @@ from caffepy.collectives.synchronizer import FlatParams
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import UsageError
 from caffepy.device.device import Device
-from tests.collectives.test_rank_group import together
+from tests.collectives.test_rank_group import synchronize, together
 from tests.collectives.test_topology import topology
 
 
@@ -88,9 +88,7 @@ def test_ranks_of_the_cpu_get_the_mean(name: str) -> None:
 
     def work(rank: int) -> None:
         mine = choice.join(group, rank, FlatParams(Device(), data[rank], diffs[rank]))
-        mine.on_start()
-        mine.after_backward(0)
-        mine.on_gradients_ready()
+        synchronize(mine, 0)
         updates[rank] = mine.updates
         mine.close()
 

@@ -22,6 +22,7 @@ from caffepy.core.errors import (
 )
 from caffepy.device.blob import Array, from_bfloat16, to_bfloat16
 from caffepy.device.device import Device
+from tests.collectives.test_rank_group import synchronize
 from tests.collectives.threads_world import ThreadsTransport, Wires, run_nodes
 
 
@@ -152,8 +153,7 @@ def test_the_mean_does_not_depend_on_the_split(
             flats = FlatParams(Device(), data, diff)
             sync = Choice(name, schedule, name == "tree").join(group, i, flats)
             with group.guard(i):
-                sync.on_start()
-                sync.on_gradients_ready()
+                synchronize(sync)
             results[first + i] = (data, diff if sync.updates else None)
 
         threads = [threading.Thread(target=rank, args=(i,)) for i in range(1, size)]
