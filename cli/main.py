@@ -66,6 +66,12 @@ MOST_PIXELS = 1 << 28  # of an image; a PNG of all one colour is a thousand time
 REINSTALL = "pip install caffepy, or pip install . in a clone, installs all that it needs"
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables with a process's number among those that a launcher started."""
+INSTEAD = {
+    "--cpu": "leave it out; without --gpu the CPU computes",
+    "--param-server": "leave it out; Intel Caffe's --param_server=mpi is the way that all "
+    "processes train here: mpirun -n 4 caffepy train --solver FILE --cpu 1",
+}
+"""What to write in place of flags that other commands, or forks of Caffe, have."""
 FIRST_TELLS = 2.0  # seconds; mpirun ends the others in less
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 ENDING = [
@@ -215,6 +221,8 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
             _tell(error.ctx.get_usage())
         return error.exit_code
     except CaffeError as error:
+        if isinstance(error, (UsageError, ConfigError)):
+            _let_first_tell()
         _say(str(error), hint(error, arguments))
         return error.exit_code
     except SystemExit as ended:
@@ -254,11 +262,14 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
 def _let_first_tell() -> None:
     """Wait a moment in a process of mpirun or srun that is not the first one.
 
-    If all have the same wrong command line, the first one's exit ends the others before they tell;
-    what is wrong in another's alone is told, too.
+    If all have the same wrong command line, or no MPI, the first one's exit ends the others before
+    they tell; what is wrong in another's alone is told, too.
     """
     if any(os.environ.get(name, "0") != "0" for name in RANKS):
-        sleep(FIRST_TELLS)
+        try:
+            sleep(FIRST_TELLS)
+        except KeyboardInterrupt:  # the launcher's signal
+            sys.exit(UsageError.exit_code)
 
 
 def _abandon(stream: TextIO) -> None:
@@ -304,7 +315,9 @@ def _unknown_option(error: click.NoSuchOption) -> str:
         if error.ctx
         else []
     )
-    return f'no such option "{error.option_name}"{nearest(error.option_name, known)}'
+    remedy = INSTEAD.get(error.option_name) if "--gpu" in known else None
+    more = f": {remedy}" if remedy else nearest(error.option_name, known)
+    return f'no such option "{error.option_name}"{more}'
 
 
 def _misuse(error: click.UsageError) -> str:

@@ -7,6 +7,7 @@ one ends all, with its message.
 import logging
 import os
 import platform
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -174,14 +175,16 @@ def threads_of_process(world: World) -> int:
     return transport.threads
 
 
-def seed_devices(world: World, devices: Sequence[Device]) -> None:
-    """Seed this node's devices from one number of all nodes, for a solver without a random_seed.
+def seed_devices(world: World | None, devices: Sequence[Device]) -> int:
+    """Seed this node's devices as a random_seed would, and return that: one number of all nodes.
 
     The solver does not get it: a resumed run, which draws another, is the same run.
     """
-    seed = int(world.broadcast(time.time_ns() % (1 << 31)))
-    for rank, device in enumerate(devices, start=world.first_rank):
+    seed = secrets.randbelow(1 << 31)
+    seed, first = (int(world.broadcast(seed)), world.first_rank) if world else (seed, 0)
+    for rank, device in enumerate(devices, start=first):
         device.seed(seed + rank)
+    return seed
 
 
 @contextmanager

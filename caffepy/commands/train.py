@@ -224,6 +224,7 @@ def _train(
     signals, folder = monitor.signals, working_directory()
     follows, size = devices[0].follows, world.size if world else len(devices)
     boards, prefix = list[TensorBoard](), param.snapshot_prefix or None
+    drawn = None if param.random_seed >= 0 or options.cluster else seed_devices(world, devices)
     if options.tensorboard and not follows:
         boards = [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
     prefix, progress = (None, False) if follows else (prefix, options.progress)
@@ -256,6 +257,8 @@ def _train(
         snapshot = start.snapshot
         if snapshot == AUTO:
             snapshot = newest_good(param.snapshot_prefix, solver.resume_state.run)
+        if drawn is not None and not snapshot and not follows:
+            log.info("Random numbers begin with %d: random_seed: %d repeats the run", drawn, drawn)
         if snapshot:
             log.info("Resuming from %s", snapshot)
             solver.restore(snapshot)
@@ -344,7 +347,6 @@ def _meet(
         },
     )
     world.join(len(devices))
-    seed_devices(world, devices)
     follows = world.node > 0
     devices[0].follows, devices[0].writes_files = follows, not follows
     if follows:

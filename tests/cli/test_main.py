@@ -149,6 +149,14 @@ TYPOS = {
         "train -slover x",
         'caffepy: error: no such option "--slover", did you mean "--solver"?',
     ),
+    "flag of train": (
+        "time --cpu 2 --model lenet",
+        'no such option "--cpu": leave it out; without --gpu the CPU computes',
+    ),
+    "flag of Intel Caffe": (
+        "train --solver digits --param_server=mpi",
+        'no such option "--param-server": leave it out; Intel Caffe\'s --param_server=mpi is',
+    ),
     "choice": (
         "train -sigint_effect stpo",
         "Invalid value for '--sigint-effect': 'stpo' is not one of",

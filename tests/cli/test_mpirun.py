@@ -109,10 +109,21 @@ def test_speeds_between_all_nodes() -> None:
     assert "--sync auto takes muji" in ended.stdout
 
 
-def test_a_wrong_command_line_of_all_is_told_once_and_of_one_at_all() -> None:
-    ended = caffepy(4, "train", "--slover", "digits")
+def test_what_all_are_wrong_in_is_told_once_and_what_one_is_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = caffepy(3, "train", "--slover", "digits")
     assert ended.returncode == 2
     assert ended.stderr.count('caffepy: error: no such option "--slover"') == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('it is not there')")
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}")
+    ended = caffepy(3, "train", "--solver", "digits")
+    assert ended.returncode == 2
+    assert ended.stderr.count("which needs mpi4py and MPI (it is not there)") == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+
     assert MPIRUN
     program = ["-n", "1", sys.executable, "-m", "caffepy", "train", "--solver", "digits"]
     command = [MPIRUN, "--oversubscribe", *program, ":", *program, "--batch-mode", "wrong"]

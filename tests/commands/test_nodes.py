@@ -160,33 +160,43 @@ def snapshot_kinds() -> tuple[str, ...]:
     return "caffemodel", "caffepystate", "solverstate"
 
 
-def test_a_run_without_a_random_seed_goes_on_and_deterministic_repeats_it(folder: Path) -> None:
-    def without_seed(settings: str) -> None:
+def test_a_run_without_a_random_seed_is_repeated_by_the_one_it_drew_and_goes_on(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seeded(seed: str, settings: str) -> None:
         write(settings=settings)
         solver = Path("solver.prototxt")
-        solver.write_text(solver.read_text().replace("random_seed: 3", ""))
+        solver.write_text(solver.read_text().replace("random_seed: 3", seed))
 
-    without_seed("max_iter: 4")
+    seeded("", "max_iter: 4")
     code, said = train(2)
     assert code == 0, said
-    without_seed("max_iter: 8")
+    drawn = said.split("Random numbers begin with ")[1].partition(":")[0]
+    model = Path("s_iter_4.caffemodel").read_bytes()
+    seeded("", "max_iter: 8")
     for nodes in (2, 1):
         code, said = train(nodes, "--snapshot", "auto", "--nodes", "1:2")
         assert code == 0, said
         assert "Resuming from s_iter_4.solverstate" in said
+        assert "Random numbers begin" not in said
         assert is_whole("s_iter_8.solverstate")
         for path in Path().glob("s_iter_8.*"):
             path.unlink()
 
-    def repeated(name: str) -> bytes:
-        (folder / name).mkdir()
-        os.chdir(folder / name)
-        without_seed("max_iter: 2")
-        code, said = train(2, "--deterministic")
-        assert code == 0, said
-        return Path("s_iter_2.caffemodel").read_bytes()
+    seeded(f"random_seed: {drawn}", "max_iter: 4")
+    together = Threads(monkeypatch, capsys)
+    command = ["--solver", "solver.prototxt", "--threads", "1"]
+    codes, said = together(command, command)
+    assert codes == [0, 0], said
+    assert Path("s_iter_4.caffemodel").read_bytes() == model
 
-    assert repeated("a") == repeated("b")
+    seeded("", "max_iter: 2")
+    models = []
+    for _ in range(2):
+        codes, said = together([*command, "--deterministic"], [*command, "--deterministic"])
+        assert codes == [0, 0], said
+        models.append(Path("s_iter_2.caffemodel").read_bytes())
+    assert models[0] == models[1]
 
 
 def test_a_resumed_run_takes_as_many_images_or_is_asked_for() -> None:

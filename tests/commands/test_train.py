@@ -217,7 +217,7 @@ def test_cpu_overrules_the_solver_file(digits: Path, monkeypatch: pytest.MonkeyP
         train(TrainOptions("solver.prototxt", cpu=True, gpu="0"))
 
 
-def test_deterministic_runs_are_the_same_without_a_seed(
+def test_deterministic_runs_and_those_of_the_seed_that_was_drawn_are_the_same(
     digits: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     edit(digits / "solver.prototxt", "max_iter: 3", "random_seed: -1")
@@ -228,8 +228,15 @@ def test_deterministic_runs_are_the_same_without_a_seed(
             runs.append(weights("digits_iter_3.caffemodel"))
     np.testing.assert_array_equal(*runs)
     assert "Deterministic: random_seed is 1" in caplog.messages
+    with caplog.at_level(logging.INFO, "caffepy"):
+        train(TrainOptions("solver.prototxt", cpu=2))
+    drawn = weights("digits_iter_3.caffemodel")
+    assert (drawn != runs[0]).any()
+    seed = re.search(r"begin with (\d+): random_seed: \1 repeats the run", caplog.text)
+    assert seed
+    edit(digits / "solver.prototxt", f"random_seed: {seed[1]}")
     train(TrainOptions("solver.prototxt", cpu=2))
-    assert (weights("digits_iter_3.caffemodel") != runs[0]).any()
+    np.testing.assert_array_equal(weights("digits_iter_3.caffemodel"), drawn)
 
 
 def test_settings_are_located(digits: Path) -> None:
