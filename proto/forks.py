@@ -114,15 +114,14 @@ _LAYERS = {
     "Intel Caffe": "BoxData MnActivation SoftmaxWithLossOHEM SpatialDropout",
     "Fast R-CNN": "ROIPooling SmoothL1Loss",
     "R-FCN": "PSROIPooling BoxAnnotatorOHEM SmoothL1LossOHEM",
-    "PSPNet": "BN BiasChannel DenseCRF DomainTransform ImageSegData Interp MatRead MatWrite "
-    "SegAccuracy UniqueLabel",
-    "SegNet": "BN DenseImageData Upsample",
+    "PSPNet": "BiasChannel DenseCRF DomainTransform ImageSegData MatRead MatWrite UniqueLabel",
+    "SegNet": "DenseImageData",
     "FlowNet": "Accum BlackAugmentation ChannelNorm Correlation Correlation1D CustomData "
     "DataAugmentation Downsample FlowAugmentation FlowWarp GenerateAugmentationParameters "
     "LpqLoss Mean NegReLU Resample",
     "YOLO for Caffe": "EvalDetection RegionLoss Reorg YoloDetectionOutput Yolov3 "
     "Yolov3DetectionOutput",
-    "Temporal Segment Networks": "BN BatchReduction Gather Scatter SegData SyncBN",
+    "Temporal Segment Networks": "BatchReduction Gather Scatter SegData SyncBN",
 }
 
 

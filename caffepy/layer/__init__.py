@@ -16,6 +16,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     pooling,
     python,
     recurrent,
+    resize,
     selection,
     shape,
 )

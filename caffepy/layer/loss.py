@@ -353,6 +353,49 @@ class Accuracy(Layer):
         self.wrong.check()
 
 
+@layer("SegAccuracy")
+class SegAccuracy(Layer):
+    """(1, 1, 1, 3): the share of right pixels, the mean recall of classes that are there, and the
+    mean IoU of all classes; scores (N, K, H, W), labels (N, 1, H, W) (PSPNet).
+
+    Of equal scores the higher class counts. A class that neither labels nor predictions have has an
+    IoU of 1. With reset: false the counts of all batches since the start are summed.
+    """
+
+    bottoms = 2
+    constant_bottoms: Mapping[int, str] = dict.fromkeys(range(2), "SegAccuracy has no gradient")
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.wrong = bad_labels(self, lambda: bottom[0].shape[1])
+        self.counts: Array | None = None
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self.view = around(bottom[0], 1)
+        check_labels(bottom[0], bottom[1], self.view)
+        top[0].reshape((1, 1, 1, 3))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        param, (outer, classes, inner) = self.param.seg_accuracy_param, self.view
+        scores, labels = bottom[0].data.reshape(self.view), bottom[1].data.reshape(outer, inner)
+        predicted = classes - 1 - np.argmax(scores[:, ::-1], axis=1)
+        heeded = ~np.isin(labels, list(param.ignore_label))
+        truth = labels[heeded]
+        if (bad := ~((truth >= 0) & (truth < classes))).any():
+            self.wrong.found[:] = 1, truth[bad][0]
+            self.wrong.check()
+        pairs = truth.astype(np.intp) * classes + predicted[heeded]
+        counts = np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
+        if not param.reset and self.counts is not None:
+            counts = counts + self.counts
+        self.counts = counts
+        hits, of_truth, of_predictions = np.diag(counts), counts.sum(1), counts.sum(0)
+        union = of_truth + of_predictions - hits
+        there = of_truth > 0
+        recall = (hits[there] / of_truth[there]).mean() if there.any() else 0
+        iou = np.where(union > 0, hits / np.maximum(union, 1), 1).mean()
+        top[0].data[...] = [hits.sum() / max(1, counts.sum()), recall, iou]
+
+
 class ItemLoss(LossLayer):
     """A loss over items (N, C) with one label each."""
 

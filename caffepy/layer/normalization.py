@@ -14,7 +14,9 @@ from caffepy.layer.neuron import SameShape, is_in_place
 from caffepy.layer.pooling import check_padded
 from caffepy.proto.caffe_pb2 import (
     TEST,
+    TRAIN,
     BatchNormParameter,
+    BNParameter,
     FillerParameter,
     LRNParameter,
     ScaleParameter,
@@ -254,6 +256,128 @@ class BatchNorm(SameShape):
             self.ops.batch_norm_backward(self.kept.data.reshape(self.view), mean, inverse, dy, dx)
 
 
+SEGNET, PSPNET = (
+    ("scale_filler", "shift_filler", "bn_mode"),
+    (
+        "slope_filler",
+        "bias_filler",
+        "momentum",
+        "eps",
+        "frozen",
+    ),
+)
+
+
+@layer("BN")
+class BN(SameShape):
+    """y = (x - mean) / sqrt(variance + eps) * scale + shift per channel of (N, C, ...).
+
+    All blobs have the shape (1, C, 1, 1); the variance is the biased one. SegNet's, told by
+    scale_filler, shift_filler or bn_mode, has scale and shift; LEARN takes the statistics of the
+    batch in every phase, which tops 1 and 2 give, and INFERENCE 0 and 1. PSPNet's, told by any
+    other field of bn_param, has a running mean and variance besides, which each batch of TRAIN
+    moves by 1 - momentum, and which TEST and `frozen` take.
+    """
+
+    tops = (1, 3)
+    reads_input = True
+    backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.bn_param
+        if len(bottom[0].shape) < 2:
+            raise ConfigError(f"BN needs a bottom of at least 2 axes, not {list(bottom[0].shape)}")
+        of_segnet, of_pspnet = (list(filter(param.HasField, names)) for names in (SEGNET, PSPNET))
+        if of_segnet and of_pspnet:
+            raise ConfigError(
+                f"bn_param has {of_segnet[0]} of SegNet and {of_pspnet[0]} of PSPNet, whose layers "
+                "differ"
+            )
+        self.runs = not of_segnet and (bool(of_pspnet) or len(self.blobs) != 2)
+        if self.runs and len(top) > 1:
+            raise ConfigError("only SegNet's BN, with scale_filler, has tops for mean and variance")
+        c = bottom[0].shape[1]
+        names = ["slope", "bias", "mean", "variance"] if self.runs else ["scale", "shift"]
+        zero, one = FillerParameter(), FillerParameter(value=1)
+        if self.runs:
+            stored = [zero, one if param.frozen else zero]
+            fillers = [_from_one(param, "slope_filler"), param.bias_filler, *stored]
+        else:
+            fillers = [param.scale_filler, param.shift_filler]
+        self.make_params(dict.fromkeys(names, (1, c, 1, 1)), fillers)
+        self.frozen = self.runs and param.frozen
+        if self.runs:
+            self.learns = self.phase == TRAIN and not self.frozen
+            self.eps, self.momentum = param.eps, param.momentum
+            self.statistics = self.blobs[2:]
+            while len(self.param.param) < 4:
+                self.param.param.add()
+            for i, spec in enumerate(self.param.param):
+                if i >= 2 or self.frozen:  # as PSPNet does, whatever the prototxt says
+                    spec.lr_mult = spec.decay_mult = 0
+        else:
+            self.learns = param.bn_mode == BNParameter.LEARN
+            self.eps = 1e-9
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        n, c, *rest = bottom[0].shape
+        if c != self.blobs[0].count:
+            raise ConfigError(f"{c} channels do not fit the {self.blobs[0].count} scales")
+        self.view = (n, c, prod(rest))
+        self.numbers = self.buffer([3, c])
+        self.normalized = self.buffer_like(bottom[0])
+        for blob in top[1:]:
+            blob.reshape((1, c, 1, 1))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y = (a.reshape(self.view) for a in (self.keep_input(bottom), top[0].data))
+        mean, variance, inverse = self.numbers.data
+        if self.learns:
+            self.ops.batch_norm_statistics(x, mean, variance)
+            if self.runs:
+                for blob, new in zip(self.statistics, (mean, variance), strict=True):
+                    stored = blob.data.reshape(-1)
+                    self.ops.scaled(self.momentum, stored, stored)
+                    self.ops.axpy(1 - self.momentum, new, stored)
+        elif self.runs:
+            for blob, stored in zip(self.statistics, (mean, variance), strict=True):
+                self.ops.copy(blob.data.reshape(-1), stored)
+        else:
+            mean.fill(0)
+            variance.fill(1 - self.eps)
+        for blob, value in zip(top[1:], (mean, variance), strict=False):
+            self.ops.copy(value, blob.data.reshape(-1))
+        np.add(variance, self.eps, out=inverse)
+        np.divide(1, np.sqrt(inverse), out=inverse)
+        normalized = self.normalized.data.reshape(self.view)
+        self.ops.batch_norm_forward(x, mean, inverse, normalized)
+        scale, shift = (blob.data.reshape(-1) for blob in self.blobs[:2])
+        self.ops.scale_forward(normalized, scale, shift, y)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dscale += sum of dy * (x - mean) / deviation, dshift += sum of dy; dx as BatchNorm's of
+        dy * scale, without the means of dy where the statistics are stored.
+        """
+        dy = top[0].diff.reshape(self.view)
+        dx = dy if top[0].diff is bottom[0].diff else bottom[0].diff.reshape(self.view)
+        wanted = zip(self.blobs[:2], self.param_propagate_down, strict=False)
+        dscale, dshift = (
+            b.diff.reshape(-1) if want and not self.frozen else None for b, want in wanted
+        )
+        scale, normalized = self.blobs[0].data.reshape(-1), self.normalized.data.reshape(self.view)
+        wanted_dx = dx if propagate_down[0] else None
+        if wanted_dx is not None or dscale is not None or dshift is not None:
+            self.ops.scale_backward(normalized, scale, dy, wanted_dx, dscale, dshift)
+        if propagate_down[0]:
+            mean, _, inverse = self.numbers.data
+            if self.learns:
+                x = self.kept.data.reshape(self.view)
+                self.ops.batch_norm_backward(x, mean, inverse, dx, dx)
+            else:
+                self.ops.scale_forward(dx, inverse, None, dx)
+
+
 @layer("MVN")
 class MVN(SameShape):
     """y = (x - mean) / (sqrt(variance) + eps), over each plane of (N, C, H, W) or, across_channels,
@@ -358,7 +482,9 @@ class Broadcast(SameShape):
         return dy, dx, doperand
 
 
-def _from_one(param: BatchNormParameter | ScaleParameter, filler: str) -> FillerParameter:
+def _from_one(
+    param: BatchNormParameter | BNParameter | ScaleParameter, filler: str
+) -> FillerParameter:
     """Return this filler of the prototxt, by default one that fills with 1."""
     given: FillerParameter = getattr(param, filler)
     return given if param.HasField(filler) else FillerParameter(value=1)

@@ -48,9 +48,9 @@ def check_padded(size: Sequence[int], pad: Sequence[int], what: str = "inputs") 
 class Pooling(Drawing):
     """(N, C, H, W) -> (N, C, Ho, Wo); a second top of MAX is the index h*W + w of each maximum.
 
-    Ho = ceil((H + 2*pad - kernel) / stride) + 1, or floor by round_mode. AVE counts padding in its
-    divisor. STOCHASTIC takes an element by its share of the sum, at TEST the mean with these shares
-    (Zeiler and Fergus 2013).
+    Ho = ceil((H + 2*pad - kernel) / stride) + 1, or floor by round_mode, or by ceil_mode: false,
+    its name in forks. AVE counts padding in its divisor. STOCHASTIC takes an element by its share
+    of the sum, at TEST the mean with these shares (Zeiler and Fergus 2013).
     """
 
     on_gpu = True
@@ -94,6 +94,11 @@ class Pooling(Drawing):
     def draws(self) -> bool:
         return super().draws and self.method == PoolingParameter.STOCHASTIC
 
+    @property
+    def rounds_up(self) -> bool:
+        param = self.param.pooling_param
+        return param.ceil_mode and param.round_mode == PoolingParameter.CEIL
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         if len(bottom[0].shape) != 4:
             raise ConfigError(
@@ -105,7 +110,7 @@ class Pooling(Drawing):
         # A larger stride steps over the whole image, too.
         h, w = (n + 2 * p + k for n, p, k in zip(size, self.pad, self.kernel, strict=True))
         self.stride = min(self.given_stride[0], h), min(self.given_stride[1], w)
-        up = self.param.pooling_param.round_mode == PoolingParameter.CEIL
+        up = self.rounds_up
         axes = zip(size, self.kernel, self.stride, self.pad, strict=True)
         out = [pooled_size(*axis, any_pad=any(self.pad), up=up) for axis in axes]
         if min(out) < 1:

@@ -381,6 +381,14 @@ class Ops(Protocol):
     def stochastic_pool_mean(self, x: Array, y: Array, window: Window) -> None:
         """Write the mean of `stochastic_pool_forward`: sum of squares / sum, 0 if that is <= 0."""
 
+    # Resizing of planes: x, dx (P, H, W), y, dy (P, Ho, Wo)
+
+    def interp_forward(self, x: Array, y: Array) -> None:
+        """Write y, bilinear, corners on corners: y[i] reads x at i * (H - 1) / (Ho - 1)."""
+
+    def interp_backward(self, dy: Array, dx: Array) -> None:
+        """Write dx, the transpose of `interp_forward`."""
+
     # Rows and the largest values
 
     def take_rows(self, x: Array, index: Array, cut: bool, y: Array, wrong: Array) -> None:

@@ -43,6 +43,7 @@ NO_GRADIENT = {
     "HDF5Output": "has no top; its backward leaves diffs alone, as its own test says",
     "Input": "has no bottom",
     "Parameter": "has no bottom; its gradient is the top's, as its own test says",
+    "SegAccuracy": "counts",
     "Silence": "has no top; its gradient is 0, as its own test says",
     "Threshold": "is constant but for a step",
 }
@@ -52,6 +53,7 @@ LOOPS = {
     "Accuracy": "test_loss.py::test_accuracy_against_a_loop",
     "ArgMax": "test_selection.py::test_argmax_against_sorting",
     "Axpy": "test_eltwise.py::test_axpy",
+    "BN": "test_normalization.py::test_bn_against_numpy",
     "BatchNorm": "test_normalization.py::test_batch_norm_normalizes_and_collects_statistics",
     "BatchReindex": "test_selection.py::test_against_numpy",
     "Bias": "test_normalization.py::test_scale_and_bias_against_numpy",
@@ -74,6 +76,7 @@ LOOPS = {
     "HingeLoss": "test_loss.py::test_hinge_loss_against_a_loop",
     "Im2col": "test_deconvolution.py::test_im2col_times_the_weights_is_convolution",
     "InnerProduct": "test_inner_product.py::test_formula",
+    "Interp": "test_resize.py::test_interp_against_a_loop",
     "Input": "test_shape.py::test_input_takes_its_shapes_and_keeps_what_a_user_makes_of_them",
     "L1Loss": "test_metric_loss.py::test_l1_loss_against_a_loop",
     "LRN": "test_normalization.py::test_lrn_across_against_a_loop",
@@ -88,6 +91,7 @@ LOOPS = {
     "SPP": "test_pooling.py::test_spp_levels",
     "Scale": "test_normalization.py::test_scale_and_bias_against_numpy",
     "SigmoidCrossEntropyLoss": "test_loss.py::test_sigmoid_loss_against_a_loop",
+    "SegAccuracy": "test_loss.py::test_seg_accuracy_against_a_loop",
     "ShuffleChannel": "test_shape.py::test_shuffled_channels",
     "Silence": "test_shape.py::test_silence_gives_zero",
     "Slice": "test_shape.py::test_against_numpy",
@@ -95,6 +99,7 @@ LOOPS = {
     "SoftmaxWithLoss": "test_loss.py::test_softmax_loss_against_a_loop",
     "Split": "test_shape.py::test_against_numpy",
     "Tile": "test_shape.py::test_against_numpy",
+    "Upsample": "test_resize.py::test_upsample_against_a_loop",
     "TripletLoss": "test_metric_loss.py::test_triplet_loss_against_a_loop",
 }
 # Types -> the test that holds them on a GPU to the CPU.
@@ -102,6 +107,7 @@ ON_GPU = {
     **{name.split()[0]: "test_neuron.py::test_on_a_gpu" for name in NEURONS},
     "ArgMax": "test_selection.py::test_argmax_on_gpu",
     "Axpy": "test_eltwise.py::test_axpy_on_gpu",
+    "BN": "test_normalization.py::test_bn_on_gpu",
     "BatchNorm": "test_fused_normalization.py::test_layers_on_a_gpu",
     "BatchReindex": "test_selection.py::test_batch_reindex_on_gpu",
     "CenterLoss": "test_metric_loss.py::test_on_gpu",
@@ -116,6 +122,7 @@ ON_GPU = {
     "HingeLoss": "test_loss.py::test_on_gpu",
     "InfogainLoss": "test_loss.py::test_on_gpu",
     "InnerProduct": "test_fused_inner_product.py::test_the_same_numbers_on_a_gpu",
+    "Interp": "test_resize.py::test_interp_on_gpu",
     "L1Loss": "test_metric_loss.py::test_on_gpu",
     "MultinomialLogisticLoss": "test_loss.py::test_on_gpu",
     "Pooling": "test_pooling.py::test_on_gpu_in_all_formats",
@@ -125,6 +132,7 @@ ON_GPU = {
     "Slice": "test_shape.py::test_on_gpu_in_all_formats",
     "Split": "test_shape.py::test_on_gpu_in_all_formats",
     "TripletLoss": "test_metric_loss.py::test_on_gpu",
+    "Upsample": "test_resize.py::test_upsample_on_gpu",
 }
 OPERATIONS = "its operations are held to the CPU's in tests/ops/cuda"
 NO_GPU_CASES = {

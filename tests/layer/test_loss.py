@@ -421,3 +421,44 @@ def test_label_outside_is_named_on_gpu(type_, label):
     check_problem_on_gpu(
         f'name: "l" type: "{type_}"', probabilities(3, 3), np.array([0, label, 7]), *matrix
     )
+
+
+def seg_counts(scores, labels, ignored=()):
+    """Counts of (truth, prediction); of equal scores the higher class."""
+    counts = np.zeros((scores.shape[1],) * 2)
+    for n, h, w in np.ndindex(labels.shape[0], *labels.shape[2:]):
+        truth, column = int(labels[n, 0, h, w]), scores[n, :, h, w]
+        if truth not in ignored:
+            counts[truth, max(range(len(column)), key=lambda k: (column[k], k))] += 1
+    return counts
+
+
+def seg_scores(counts):
+    hits, union = np.diag(counts), counts.sum(0) + counts.sum(1) - np.diag(counts)
+    recall = [h / n for h, n in zip(hits, counts.sum(1), strict=True) if n]
+    iou = [h / n if n else 1 for h, n in zip(hits, union, strict=True)]
+    return [hits.sum() / counts.sum(), np.mean(recall), np.mean(iou)]
+
+
+@pytest.mark.parametrize("ignored", [(), (1,), (0, 3)])
+def test_seg_accuracy_against_a_loop(ignored):
+    x, y = random(2, 5, 3, 4).round(), labels(2, 1, 3, 4, classes=4)
+    param = " ".join(f"ignore_label: {k}" for k in ignored)
+    (got,) = Single(f'type: "SegAccuracy" seg_accuracy_param {{ {param} }}', x, y).forward()
+    np.testing.assert_allclose(got.ravel(), seg_scores(seg_counts(x, y, ignored)))
+
+
+def test_seg_accuracy_sums_batches_without_reset():
+    x, y = random(2, 3, 3, 4), labels(2, 1, 3, 4)
+    single = Single('type: "SegAccuracy" seg_accuracy_param { reset: false }', x, y)
+    total = seg_counts(x, y)
+    single.forward()
+    single.bottom[0].data[...] = x2 = random(2, 3, 3, 4, seed=5)
+    single.layer.forward(single.bottom, single.top)
+    np.testing.assert_allclose(single.tops[0].ravel(), seg_scores(total + seg_counts(x2, y)))
+
+
+def test_seg_accuracy_names_a_label_outside():
+    y = np.full((1, 1, 2, 2), 255.0)
+    with pytest.raises(DataError, match="label 255 is not one of the 3 classes"):
+        Single('type: "SegAccuracy"', random(1, 3, 2, 2), y).forward()

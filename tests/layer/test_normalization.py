@@ -6,6 +6,7 @@ from caffepy.proto.caffe_pb2 import TEST, TRAIN
 from tests.net.nets import net_of
 
 from .harness import Single, check_golden, check_gradient, random
+from .on_gpu import check_plain_on_gpu
 
 GOLDEN = [
     "batchnorm_global",
@@ -359,3 +360,85 @@ def test_absurd_windows():
         for size in (4294967295, 7)
     )
     np.testing.assert_allclose(wide, enough)
+
+
+SEGNET = 'scale_filler { type: "gaussian" std: 1 } shift_filler { type: "gaussian" std: 1 }'
+PSPNET = 'slope_filler { type: "gaussian" std: 1 } bias_filler { type: "gaussian" std: 1 }'
+BN = {
+    "SegNet learns": (SEGNET, TRAIN),
+    "SegNet learns in TEST": (SEGNET, TEST),
+    "SegNet infers": (SEGNET + " bn_mode: INFERENCE", TRAIN),
+    "PSPNet": (PSPNET, TRAIN),
+    "PSPNet in TEST": (PSPNET, TEST),
+    "PSPNet frozen": (PSPNET + " frozen: true", TRAIN),
+}
+
+
+def bn(case):
+    return f'type: "BN" bn_param {{ {BN[case][0]} }}'
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("case", BN)
+def test_bn_against_numpy(case, in_place):
+    x = 3 + random(4, 3, 2, 5)
+    single = Single(bn(case), x, phase=BN[case][1], in_place=in_place)
+    blobs = [blob.data.reshape(-1) for blob in single.layer.blobs]
+    if "PSPNet" in case and BN[case][1] == TEST:
+        blobs[3][:] = 1
+    stored = [blob.copy() for blob in blobs[2:]]
+    (y,) = single.forward()
+    mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3))
+    if stored and case == "PSPNet":
+        part = 1 - float(np.float32(0.9))  # momentum is a float of the prototxt
+        np.testing.assert_allclose(blobs[2], part * mean)
+        np.testing.assert_allclose(blobs[3], part * variance)
+    elif stored:
+        mean, variance = stored
+        np.testing.assert_array_equal(blobs[2:], stored)
+    elif "infers" in case:
+        mean, variance = np.zeros(3), np.ones(3)
+    eps = 1e-5 if stored else 0 if "infers" in case else 1e-9
+    inverse = 1 / np.sqrt(variance + eps)
+    expected = (x.swapaxes(1, 3) - mean) * inverse * blobs[0] + blobs[1]
+    np.testing.assert_allclose(y, expected.swapaxes(1, 3), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", ["SegNet learns", "SegNet infers", "PSPNet"])
+def test_bn_gradient(case):
+    check_gradient(bn(case), random(4, 2, 3), phase=BN[case][1])
+
+
+def test_frozen_bn_leaves_its_parameters():
+    single = Single(bn("PSPNet frozen"), random(4, 2, 3))
+    single.forward()
+    (dx,), params = single.backward([np.ones((4, 2, 3))])
+    slope = single.params[0].reshape(1, 2, 1)
+    np.testing.assert_allclose(dx, np.broadcast_to(slope / np.sqrt(1 + 1e-5), dx.shape), rtol=1e-6)
+    assert not any(diff.any() for diff in params)
+    assert [spec.lr_mult for spec in single.layer.param.param] == [0, 0, 0, 0]
+
+
+def test_segnets_bn_gives_its_statistics():
+    x = random(4, 3, 2, 5)
+    _, mean, variance = Single(bn("SegNet learns"), x, tops=3).forward()
+    np.testing.assert_allclose(mean.reshape(-1), x.mean((0, 2, 3)))
+    np.testing.assert_allclose(variance.reshape(-1), x.var((0, 2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("param", "tops", "message"),
+    [
+        ("scale_filler { } frozen: true", 1, "scale_filler of SegNet and frozen of PSPNet"),
+        ("frozen: true", 3, "only SegNet's BN, with scale_filler, has tops"),
+    ],
+)
+def test_bn_of_two_forks_is_refused(param, tops, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(f'type: "BN" bn_param {{ {param} }}', random(2, 3), tops=tops)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["SegNet learns", "SegNet infers", "PSPNet", "PSPNet frozen"])
+def test_bn_on_gpu(case):
+    check_plain_on_gpu(bn(case), random(4, 3, 2, 5), propagate_down=[True])

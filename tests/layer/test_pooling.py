@@ -48,6 +48,12 @@ def test_gradient(case, method):
     check_gradient(text(f"{CASES[case]} pool: {method}"), distinct(2, 2, 5, 6))
 
 
+@pytest.mark.parametrize("rounds", ["round_mode: FLOOR", "ceil_mode: false"])
+def test_rounding_down_has_two_names(rounds):
+    (y,) = Single(text(f"kernel_size: 3 stride: 2 {rounds}"), distinct(1, 1, 5, 6)).forward()
+    assert y.shape == (1, 1, 2, 2)
+
+
 @pytest.mark.parametrize("case", GOLDEN)
 def test_as_caffe(case):
     check_golden(case)

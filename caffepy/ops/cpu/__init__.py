@@ -78,6 +78,7 @@ from caffepy.ops.cpu.pooling import (
     stochastic_pool_mean,
 )
 from caffepy.ops.cpu.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
+from caffepy.ops.cpu.resize import interp_backward, interp_forward
 from caffepy.ops.cpu.selection import add_rows, take_rows, top_values
 from caffepy.ops.cpu.staging import Staging
 from caffepy.ops.cpu.timers import PhaseTimer, Stopwatch

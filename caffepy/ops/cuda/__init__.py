@@ -91,6 +91,7 @@ from caffepy.ops.cuda.pooling import (
     stochastic_pool_mean,
 )
 from caffepy.ops.cuda.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
+from caffepy.ops.cuda.resize import interp_backward, interp_forward
 from caffepy.ops.cuda.selection import add_rows, take_rows, top_values
 from caffepy.ops.cuda.staging import Staging
 from caffepy.ops.cuda.timers import PhaseTimer, Stopwatch

@@ -1,0 +1,184 @@
+"""Layers of forks that make images larger or smaller: Interp, and the two Upsample."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.device.blob import Array
+from caffepy.layer.base import Blobs, Layer, layer
+
+
+@layer("Interp")
+class Interp(Layer):
+    """(N, C, H, W) -> (N, C, Ho, Wo), bilinear with aligned corners (PSPNet, DeepLab).
+
+    pad_beg and pad_end, 0 or less, crop both axes first. The size is height and width, or
+    (size - 1) / shrink_factor + 1, then size + (size - 1) * (zoom_factor - 1).
+    """
+
+    on_gpu = True
+    backward_reads_bottom = backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.interp_param
+        if param.pad_beg > 0 or param.pad_end > 0:
+            raise ConfigError("interp_param: pad_beg and pad_end crop; they must be 0 or less")
+        if param.shrink_factor < 1 or param.zoom_factor < 1:
+            raise ConfigError("interp_param: shrink_factor and zoom_factor must be 1 or more")
+        factor = param.HasField("shrink_factor") or param.HasField("zoom_factor")
+        if not factor and not (param.HasField("height") and param.HasField("width")):
+            raise ConfigError(
+                "interp_param needs height and width, a shrink_factor or a zoom_factor"
+            )
+
+    def target(self, size: int, given: int) -> int:
+        """Return the size of the top for this size of the cropped bottom."""
+        param = self.param.interp_param
+        shrinks, zooms = param.HasField("shrink_factor"), param.HasField("zoom_factor")
+        if param.HasField("height") and param.HasField("width") and shrinks == zooms:
+            return given
+        if shrinks:
+            size = (size - 1) // param.shrink_factor + 1
+        return size + (size - 1) * (param.zoom_factor - 1) if zooms else size
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.interp_param
+        if len(bottom[0].shape) != 4:
+            raise ConfigError(f"Interp needs (N, C, H, W), not {list(bottom[0].shape)}")
+        n, c, *size = bottom[0].shape
+        self.cropped = [s + param.pad_beg + param.pad_end for s in size]
+        given = param.height, param.width
+        out = [self.target(*pair) for pair in zip(self.cropped, given, strict=True)]
+        if min(*self.cropped, *out) < 1:
+            raise ConfigError(
+                f"interp_param makes {out[0]}x{out[1]} of {size[0]}x{size[1]}, cropped to "
+                f"{self.cropped[0]}x{self.cropped[1]}"
+            )
+        top[0].reshape((n, c, *out))
+        self.crops = self.cropped != size
+        if self.crops:
+            self.inside = self.buffer((n, c, *self.cropped))
+            start = -param.pad_beg
+            self.window: tuple[Any, ...] = (
+                ...,
+                *(slice(start, start + s) for s in self.cropped),
+            )
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y = bottom[0].data, top[0].data
+        if self.crops:
+            self.ops.copy(x[self.window], self.inside.data)
+            x = self.inside.data
+        if x.shape == y.shape:
+            self.ops.copy(x, y)
+        else:
+            self.ops.interp_forward(self.planes(x), self.planes(y))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx is the transpose of forward."""
+        if not propagate_down[0]:
+            return
+        dy, dx = top[0].diff, bottom[0].diff
+        inside = self.inside.data if self.crops else dx
+        if inside.shape == dy.shape:
+            self.ops.copy(dy, inside)
+        else:
+            self.ops.interp_backward(self.planes(dy), self.planes(inside))
+        if self.crops:
+            dx.fill(0)
+            self.ops.copy(inside, dx[self.window])
+
+    @staticmethod
+    def planes(x: Array) -> Array:
+        return x.reshape(-1, *x.shape[2:])
+
+
+@layer("Upsample")
+class Upsample(Layer):
+    """(N, C, H, W) -> (N, C, Ho, Wo).
+
+    With one bottom each element becomes scale x scale (MobileNet-YOLO). With two, SegNet's: the
+    second has the place h * Wo + w of each value in its plane, as the second top of a Pooling layer
+    gives it; the rest is 0. Ho x Wo is upsample_h x upsample_w, or scale * size - pad_out.
+    """
+
+    on_gpu = True
+    bottoms = (1, 2)
+    backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.upsample_param
+        self.by_place = len(bottom) > 1
+        scale = param.scale if param.HasField("scale") else 2 if self.by_place else 1
+        self.scales = [
+            getattr(param, name) if param.HasField(name) else scale
+            for name in ("scale_h", "scale_w")
+        ]
+        if min(self.scales) < 1:
+            raise ConfigError("upsample_param: scale must be 1 or more")
+        given = (param.upsample_h, param.upsample_w)
+        self.given = list(given) if self.by_place and min(given) > 1 else None
+        self.pads = [int(param.pad_out_h), int(param.pad_out_w)]
+        if any(self.pads) and self.scales != [2, 2]:
+            raise ConfigError("upsample_param: pad_out_h and pad_out_w are for a scale of 2")
+        self.outside = self.error_flag(
+            lambda place: DataError(f"place {place:g} lies outside the plane of the top")
+        )
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape = bottom[0].shape
+        if len(shape) != 4:
+            raise ConfigError(f"Upsample needs (N, C, H, W), not {list(shape)}")
+        n, c, *size = shape
+        if self.by_place and bottom[1].shape != shape:
+            raise ConfigError(
+                f"bottom 1 has shape {list(bottom[1].shape)}, bottom 0 has {list(shape)}"
+            )
+        scaled = [s * f - p for s, f, p in zip(size, self.scales, self.pads, strict=True)]
+        top[0].reshape((n, c, *(self.given or scaled)))
+        if self.by_place:
+            planes = n * c
+            self.rows = self.buffer((planes, 1), np.int64)
+            self.rows.host_data[...] = np.arange(planes)[:, None]
+
+    def places(self, bottom: Blobs) -> tuple[Array, Array]:
+        """Return (rows, places) of the values in planes, to index the flat planes of the top."""
+        rows = self.rows.data
+        return rows, bottom[1].data.reshape(len(rows), -1).astype(np.int64)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y = bottom[0].data, top[0].data
+        if not self.by_place:
+            n, c, h, w = x.shape
+            down, right = self.scales
+            y.reshape(n, c, h, down, w, right)[...] = x[:, :, :, None, :, None]
+            return
+        places, end = bottom[1].data, prod(y.shape[2:])
+        wrong, bad = self.outside.found, ~((places >= 0) & (places < end))
+        largest = np.max(np.where(bad, places, -np.inf))
+        wrong[1:] = np.where(np.any(bad), largest, wrong[1:])
+        wrong[:1] = np.maximum(wrong[:1], np.any(bad))
+        self.outside.check()
+        y.fill(0)
+        rows, columns = self.places(bottom)
+        y.reshape(len(rows), -1)[rows, np.clip(columns, 0, end - 1)] = x.reshape(len(rows), -1)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx is dy at the value's place, also where two values share one, as SegNet's; 0 for the
+        places. With one bottom it is the sum over the block.
+        """
+        if self.by_place and propagate_down[1]:
+            bottom[1].diff.fill(0)
+        if not propagate_down[0]:
+            return
+        dy, dx = top[0].diff, bottom[0].diff
+        if self.by_place:
+            rows, columns = self.places(bottom)
+            dx.reshape(len(rows), -1)[...] = dy.reshape(len(rows), -1)[rows, columns]
+        else:
+            n, c, h, w = dx.shape
+            down, right = self.scales
+            np.sum(dy.reshape(n, c, h, down, w, right), axis=(3, 5), out=dx)

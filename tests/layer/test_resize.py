@@ -1,0 +1,132 @@
+"""Interp and Upsample against loops, numerical gradients, and a GPU."""
+
+import numpy as np
+import pytest
+
+from caffepy.core.errors import ConfigError, DataError
+
+from .harness import Single, check_gradient, random
+from .on_gpu import check_plain_on_gpu
+
+X = random(2, 3, 5, 4)
+INTERP = {
+    "larger": ("height: 8 width: 11", (8, 11)),
+    "smaller": ("height: 3 width: 2", (3, 2)),
+    "one row": ("height: 1 width: 4", (1, 4)),
+    "as it is": ("height: 5 width: 4", (5, 4)),
+    "zoomed": ("zoom_factor: 3", (13, 10)),
+    "shrunk": ("shrink_factor: 2", (3, 2)),
+    "shrunk, then zoomed": ("shrink_factor: 2 zoom_factor: 4", (9, 5)),
+    "cropped": ("height: 4 width: 4 pad_beg: -1 pad_end: -1", (4, 4)),
+}
+UPSAMPLE = {
+    "blocks": ("scale: 3", [X], (15, 12)),
+    "as it is": ("", [X], (5, 4)),
+    "places": ("", [X, np.argsort(random(2, 3, 5, 4), axis=-1) + 20.0], (10, 8)),
+    "places, padded": ("pad_out_h: 1", [X, np.zeros(X.shape) + np.arange(4)], (9, 8)),
+    "places, given": ("upsample_h: 6 upsample_w: 7", [X, np.zeros(X.shape) + np.arange(4)], (6, 7)),
+}
+
+
+def interp(case):
+    return f'type: "Interp" interp_param {{ {INTERP[case][0]} }}'
+
+
+def upsample(case):
+    return f'type: "Upsample" upsample_param {{ {UPSAMPLE[case][0]} }}'
+
+
+def place(i, size, out):
+    """The neighbours that output i reads and the share of the second."""
+    at = i * (size - 1) / (out - 1) if out > 1 else 0
+    first = int(at)
+    return first, min(first + 1, size - 1), at - first
+
+
+@pytest.mark.parametrize("case", INTERP)
+def test_interp_against_a_loop(case):
+    x = X[:, :, 1:-1, 1:-1] if case == "cropped" else X
+    (h, w), (rows, columns) = x.shape[2:], INTERP[case][1]
+    if "then" in case:
+        h, w = 5, 4
+    (y,) = Single(interp(case), X).forward()
+    assert y.shape == (2, 3, rows, columns)
+    for i, j in np.ndindex(rows, columns):
+        (a, b, down), (c, d, right) = place(i, h, rows), place(j, w, columns)
+        top = (1 - right) * x[:, :, a, c] + right * x[:, :, a, d]
+        bottom = (1 - right) * x[:, :, b, c] + right * x[:, :, b, d]
+        np.testing.assert_allclose(y[:, :, i, j], (1 - down) * top + down * bottom, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", INTERP)
+def test_interp_gradient(case):
+    check_gradient(interp(case), X)
+
+
+@pytest.mark.parametrize("case", UPSAMPLE)
+def test_upsample_against_a_loop(case):
+    _, bottoms, size = UPSAMPLE[case]
+    (y,) = Single(upsample(case), *bottoms).forward()
+    want = np.zeros((2, 3, *size))
+    for n, c, i, j in np.ndindex(X.shape):
+        if len(bottoms) > 1:
+            want[n, c].reshape(-1)[int(bottoms[1][n, c, i, j])] = X[n, c, i, j]
+        else:
+            s = size[0] // 5
+            want[n, c, s * i : s * (i + 1), s * j : s * (j + 1)] = X[n, c, i, j]
+    np.testing.assert_array_equal(y, want)
+
+
+def test_upsample_gradient():
+    check_gradient(upsample("blocks"), X)
+    places = np.arange(40.0).reshape(1, 1, 5, 8)[..., ::2]
+    check_gradient('type: "Upsample"', random(1, 1, 5, 4), places, propagate_down=[True, False])
+
+
+def test_values_that_share_a_place_share_its_gradient():
+    x, places = random(1, 1, 1, 2), np.full((1, 1, 1, 2), 3.0)
+    single = Single('type: "Upsample"', x, places)
+    (y,) = single.forward()
+    np.testing.assert_array_equal(y.ravel(), [0, 0, 0, x[0, 0, 0, 1], 0, 0, 0, 0])
+    (dx, dplaces), _ = single.backward([np.arange(8.0).reshape(y.shape)])
+    np.testing.assert_array_equal(dx.ravel(), [3, 3])
+    np.testing.assert_array_equal(dplaces, 0)
+
+
+@pytest.mark.parametrize("wrong", [-1, 8])
+def test_a_place_outside_is_named(wrong):
+    single = Single('type: "Upsample"', random(1, 1, 1, 2), np.array([[[[0.0, wrong]]]]))
+    with pytest.raises(DataError, match=f"place {wrong} lies outside the plane"):
+        single.forward()
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "message"),
+    [
+        ('type: "Interp"', [(1, 1, 2, 2)], "needs height and width, a shrink_factor or a zoom"),
+        ('type: "Interp" interp_param { zoom_factor: 2 pad_beg: 1 }', [(1, 1, 2, 2)], "0 or less"),
+        (
+            'type: "Interp" interp_param { zoom_factor: 2 pad_beg: -2 }',
+            [(1, 1, 2, 3)],
+            "makes -1x1 of 2x3, cropped to 0x1",
+        ),
+        ('type: "Upsample"', [(1, 1, 2, 2), (1, 1, 2, 3)], r"bottom 1 has shape \[1, 1, 2, 3\]"),
+        ('type: "Upsample" upsample_param { scale: 0 }', [(1, 1, 2, 2)], "must be 1 or more"),
+    ],
+)
+def test_what_does_not_fit_is_refused(text, shapes, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(text, *(random(*shape) for shape in shapes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", INTERP)
+def test_interp_on_gpu(case):
+    check_plain_on_gpu(interp(case), X, propagate_down=[True])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", UPSAMPLE)
+def test_upsample_on_gpu(case):
+    bottoms = UPSAMPLE[case][1]
+    check_plain_on_gpu(upsample(case), *bottoms, propagate_down=[True, False][: len(bottoms)])
