@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from caffepy.core.errors import CaffeError
 from caffepy.device.blob import Array
 from caffepy.parallel.parameter_server.filters import Packed, Payload, decode, nbytes, write
-from caffepy.parallel.parameter_server.leases import Lease
+from caffepy.parallel.parameter_server.leases import KEPT, Lease
 from caffepy.parallel.parameter_server.messages import (
     COORDINATOR,
     DeadPeerError,
@@ -33,10 +33,6 @@ BEAT = 0.5
 
 RETRY = 0.02
 """Seconds before a call is tried again."""
-
-
-RECALLED = 32
-"""Clocks of which a worker tells a coordinator that was started again what it was dealt."""
 
 
 class _Held(NamedTuple):
@@ -130,7 +126,7 @@ class Client:
     def lease(self, clock: int) -> Lease:
         """Return the batches of this worker at a clock."""
         lease: Lease = self._ask("lease", self.worker, clock)
-        newest = {c: own for c, own in self._leases.items() if c > clock - RECALLED}
+        newest = {c: own for c, own in self._leases.items() if c > clock - KEPT}
         self._leases = {**newest, clock: lease}
         return lease
 

@@ -27,7 +27,13 @@ from typing import Any
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
 from caffepy.parallel.parameter_server.leases import Dealer, Lease
-from caffepy.parallel.parameter_server.messages import DeadPeerError, Engine, Rule, View
+from caffepy.parallel.parameter_server.messages import (
+    DeadPeerError,
+    Engine,
+    LeftOutError,
+    Rule,
+    View,
+)
 from caffepy.parallel.parameter_server.ranges import KeyRange, Ring
 
 log = logging.getLogger(__name__)
@@ -103,6 +109,7 @@ class Coordinator:
         """
         await self._started.wait()
         self._dealer.shares[worker], self._beats[worker] = share, time.monotonic()
+        await self._dealer.knows.wait()
         await self._change(joining=worker)
         return await self.current(), self._state
 
@@ -130,8 +137,12 @@ class Coordinator:
         return self._ended, self.view.epoch
 
     async def lease(self, worker: int, clock: int) -> Lease:
-        """Return the batches of a worker at a clock, see `Dealer`."""
+        """Return the batches of a worker at a clock, see `Dealer`; LeftOutError unless it is a
+        member.
+        """
         await self._dealer.knows.wait()
+        if worker not in self.view.members:
+            raise LeftOutError(f"worker {worker} is no member")
         return self._dealer.lease(self.view, worker, clock)
 
     async def cut(self) -> tuple[list[Array], int]:
@@ -272,7 +283,12 @@ class Coordinator:
                 except SyncError as error:
                     self.lost = error
                     return
+                joined = view.members.keys() - self.view.members.keys()
                 self.view = view
+                for worker in joined:
+                    self._dealer.join(worker, view.members[worker])
+                for worker in leaving or ():
+                    self._dealer.leave(worker, view.left.get(worker, 0))
                 answers = await self._each(servers, "install", view, seconds=TRANSFER)
                 if not any(isinstance(answer, Exception) for answer in answers.values()):
                     return

@@ -298,8 +298,10 @@ class ServedWorkers(WorkerGroup):
                     device.upload(self._own.pop(), params.data)
 
     def state(self) -> dict[str, Any]:
-        """Return how many batches the pushes of the last cut are ahead of this worker's data."""
-        return {"ahead": self._dealt - self._leases.after(self._taken)}
+        """Return how many batches the pushes of the last cut are ahead of this worker's data; data
+        do not go back to those that are behind, in the hands of slower workers.
+        """
+        return {"ahead": max(0, self._dealt - self._leases.after(self._taken))}
 
     @property
     def _taken(self) -> int:

@@ -13,6 +13,7 @@ import pytest
 
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
+from caffepy.parallel.parameter_server.leases import Lease
 from caffepy.parallel.parameter_server.messages import COORDINATOR, Push, Rule, View
 from caffepy.parallel.parameter_server.ranges import Blob, key_ranges
 from tests.parallel.parameter_server.threads_engine import ThreadsEngine, serving
@@ -272,7 +273,53 @@ def test_no_batch_is_dealt_twice_when_the_coordinator_dies(slack: float) -> None
         engine.respawn(COORDINATOR, lambda: Coordinator(engine, 3, 2, deadline=1.0))
         dealt += [clients[i].lease(1) for i in (0, 2)]
         dealt += [client.lease(2) for client in clients]
-        batches = [lease.first + i * lease.stride for lease in dealt for i in range(2)]
-        assert sorted(batches) == list(range(18))
+        assert sorted(batch for lease in dealt for batch in lease) == list(range(18))
         if slack == 0:
-            assert [lease.first for lease in dealt] == [0, 1, 2, 7, 6, 8, 12, 13, 14]
+            assert [lease[0] for lease in dealt] == [0, 1, 2, 7, 6, 8, 12, 13, 14]
+
+
+@pytest.mark.parametrize("slack", [0, 2, inf])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_each_batch_is_learned_from_once_when_workers_join_leave_and_die(
+    slack: float, seed: int
+) -> None:
+    """Also those that a worker had in its hands when it died, and had read ahead when it left."""
+    dice = random.Random(seed)
+    with servers(Rule(slack), watch=False) as engine:
+        learned: dict[int, list[int]] = {}
+
+        def work(worker: int, clocks: int, ahead: int, share: int, end: str) -> Client:
+            client = Client(engine, worker, patience=10)
+            client.join(share)
+            leases, first = dict[int, Lease](), client.clock
+            own = learned[worker] = []
+            while client.clock < first + clocks:
+                for clock in range(client.clock, client.clock + 1 + ahead):
+                    leases.setdefault(clock, client.lease(clock))
+                client.push(split(np.zeros(SIZE, np.float32)))
+                own += leases[client.clock - 1]
+                if end == "last" and own[-1] >= fresh:
+                    break
+                client.pull()
+            assert sorted(set(own)) == own  # data layers read forwards only
+            if end == "dies":
+                client._left.set()  # it beats no more
+                engine.call(COORDINATOR, "leave", worker).result(10)
+            else:
+                client.leave()
+            return client
+
+        def one_after_the_other(first: int) -> Callable[[], None]:
+            given = [
+                (dice.randrange(1, 15), dice.randrange(4), dice.choice([2, 2, 3]), end)
+                for end in ("dies", "leaves", "dies", "dies", "leaves")
+            ]
+            return lambda: [work(first + i, *of) for i, of in enumerate(given)]
+
+        dealer = engine.actors[COORDINATOR].object._dealer
+        run([one_after_the_other(10 * k) for k in range(3)])
+        fresh = dealer._next
+        work(40, 1000, 0, 1, "last")  # takes what is to be dealt again
+        batches = sorted(batch for own in learned.values() for batch in own)
+        assert len(batches) > 100
+        assert batches == list(range(len(batches)))
