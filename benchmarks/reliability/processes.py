@@ -147,6 +147,9 @@ class Fault(NamedTuple):
 TO_MISS = 5.0
 """Seconds that it may take longer to miss a process that died before MPI_Init was over."""
 
+SET_UP_WAIT = r"(?:made no progress|did not answer) for ([\d.]+) s"
+"""How a message tells the wait of the set-up, which has a deadline of its own."""
+
 DEADLINE = 3.0
 """Seconds without progress; one second is the least that --deadlines takes."""
 WHERE = r"node VICTIM \(host \S+, universal rank VICTIM\)"
@@ -398,8 +401,8 @@ def judge(ended: Ended, place: Path, fault: Fault, phase: str, victim: int) -> I
     limit = fault.seconds
     if phase == "launch":
         limit += TO_MISS
-    elif not started and (waited := re.search(r"made no progress for ([\d.]+) s", ended.said)):
-        limit += float(waited[1]) - DEADLINE  # the set-up has a deadline of its own
+    elif not started and (waited := re.search(SET_UP_WAIT, ended.said)):
+        limit += float(waited[1]) - DEADLINE
     if limit < (ended.nodes if fault.cuts else ended.last) < math.inf:
         yield f"late: more than {limit:g} s"
     if ended.code not in fault.codes if fault.codes else ended.code == 0:
@@ -414,6 +417,8 @@ def judge(ended: Ended, place: Path, fault: Fault, phase: str, victim: int) -> I
         if not started:  # the solvers are not counted yet, or iterations have not begun
             says = says.replace(rf", universal rank {victim}", rf"(, universal rank {victim})?")
             says = says.replace(r", iteration \d+", r"(, iteration \d+)?")
+            if "made no progress" in says:
+                says += rf"|node {victim} \(host [^)]*\) did not answer for"
         if len(messages) != 1:
             yield f"{len(messages)} messages"
         if not any(re.search(says, message) for message in messages):

@@ -153,7 +153,7 @@ class P2PManager(WorkerGroup):
             def progress() -> object:
                 members, left = list(self._threads.members.values()), self._threads.left
                 done = [solver.update_state.done for solver in (root, *members)]
-                return self.group.phase, root.iter, done, left, list(self._turns.next_ranks)
+                return self.group.phase, root.iter, done, left, self._turns.taken
 
             with self._ranks.starting(progress):
                 self._sync.join(root, 0)
@@ -264,7 +264,7 @@ class P2PManager(WorkerGroup):
 
     def begin_test(self, k: int) -> None:
         self.statistics.copy()
-        self._turns.begin_test(k)
+        self._turns.begin_test(k, self.root.param.test_iter[k])
         self._threads.give(partial(WorkerSolver.begin_test, k=k))
         self._sync.bring_params()
 
@@ -278,7 +278,7 @@ class P2PManager(WorkerGroup):
     def totals(self, k: int, own: Totals) -> list[Totals]:
         self._threads.give(partial(WorkerSolver.end_test, k=k))
         self._threads.wait_idle()
-        self._turns.end_test(k, self.root.param.test_iter[k])
+        self._turns.end_test(k)
         return gather(self.group, [own, *(worker.totals for worker in self.workers)])
 
     @contextmanager

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 from caffepy.collectives.rank_group import RankGroup
@@ -18,6 +19,14 @@ from caffepy.solver.worker_group import EndedGroup
 log = logging.getLogger(__name__)
 
 Deal = Sequence[Turn] | None
+
+
+@dataclass
+class _Test:
+    """A test of a net: its batches, and how many of them were dealt."""
+
+    batches: int
+    taken: int = 0
 
 
 class Turns:
@@ -36,17 +45,15 @@ class Turns:
         self._group, self._devices, self._wait_workers = group, devices, wait_workers
         self._nets: list[tuple[Net, Deal]] = []  # the root's, and what they get of all batches
         self._alone = False  # a script has run nets of the root since the last step or test
-        # The ranks share the data layers of test nets, so the next batch of a net is always of the
-        # rank after the one that had the last, in later tests as well.
-        self.next_ranks: list[int] = []
+        self._tests: list[_Test] = []
 
     def join(self, solver: Solver, rank: int) -> None:
         """Give turns to the nets of a rank's solver; waits of the train net are timed."""
         self.share(solver.net, rank, solver.phase_timer.mark)
         for net, batches in zip(solver.test_nets, solver.param.test_iter, strict=True):
             self.share(net, rank, batches=batches)
-        if rank == 0:
-            self.next_ranks = [0] * len(solver.test_nets)
+            if rank == 0:
+                self._tests.append(_Test(batches))
 
     def share(
         self,
@@ -72,38 +79,55 @@ class Turns:
 
         net.set_forward_mutex(forward_mutex, self._alone_at)
         if rank == 0:
-            world = self._group.world
-            deal: Deal = None  # one batch to each rank in turn
-            if world.nodes > 1:
-                deal = deal_of(world.first_rank, self._group.size, world.size, batches)
+            deal = self._deal_of(batches)
             self._nets.append((net, deal))
-            if world.size > 1:
+            if self._group.world.size > 1:
                 _serve(net, self._devices, deal)
                 _warn_of_unshared(net)
 
-    def begin_test(self, k: int) -> None:
-        """Over several nodes each test of net `k` begins with universal rank 0."""
-        if self._group.world.nodes > 1:
-            self.next_ranks[k] = 0
-            self._group.restart_turns(self._nets[1 + k][0].shared_layers)
+    def _deal_of(self, batches: int | None) -> Deal:
+        """Return what this node gets of the batches of a test or, with None, of training."""
+        world = self._group.world
+        if world.nodes == 1 and batches is None:
+            return None  # one batch to each rank in turn
+        return deal_of(world.first_rank, self._group.size, world.size, batches)
+
+    @property
+    def taken(self) -> list[int]:
+        """Batches that were dealt in the last test of each net."""
+        return [test.taken for test in self._tests]
+
+    def begin_test(self, k: int, batches: int) -> None:
+        """Begin a test of net `k` with universal rank 0: layers that are not shared then give each
+        rank the same batches on however many nodes the ranks are.
+        """
+        test, (net, _) = self._tests[k], self._nets[1 + k]
+        if test.batches != batches or 0 < test.taken < batches:  # the last one was interrupted
+            deal = self._deal_of(batches)
+            self._nets[1 + k] = net, deal
+            _serve(net, self._devices, deal)
+        self._tests[k] = _Test(batches)
+        self._group.restart_turns(net.shared_layers)
 
     def deal(self, k: int, batches: int) -> list[int]:
         """Return the ranks of this node whose turn it is for so many batches of test net `k`."""
-        first, world = self.next_ranks[k], self._group.world
-        self.next_ranks[k] = (first + batches) % world.size
-        ranks = [(first + i) % world.size - world.first_rank for i in range(batches)]
+        test, world = self._tests[k], self._group.world
+        every = range(test.taken, test.taken + batches)
+        test.taken += batches
+        ranks = [batch % world.size - world.first_rank for batch in every]
         return [rank for rank in ranks if 0 <= rank < self._group.size]
 
-    def end_test(self, k: int, batches: int) -> None:
+    def end_test(self, k: int) -> None:
         """Skip a test of net `k` of which this node had no batch."""
         net, deal = self._nets[1 + k]
         if deal == []:
             for layer in net.shared_layers:
-                layer.skip(batches)
+                layer.skip(self._tests[k].batches)
 
     def restart(self) -> None:
         """Make it the root's turn everywhere; no rank may be at work."""
-        self.next_ranks = [0] * len(self.next_ranks)
+        for test in self._tests:
+            test.taken = 0
         self._group.restart_turns()
 
     def _alone_at(self, layer: Layer) -> AbstractContextManager[object]:

@@ -41,6 +41,8 @@ LAYERS = {
     'data_filler { type: "gaussian" } data_filler { type: "uniform" } }',
     "Python": 'python_param { module: "counting" layer: "Counting" share_in_parallel: true }',
 }
+TESTED = 5
+"""Batches of a test."""
 ONCE = ("Data", "HDF5Data", "ImageData", "MemoryData", "Python")  # their labels tell the records
 
 MODULE = """
@@ -83,9 +85,7 @@ def root_solver(kind: str, folder: Path, interval: int, more: str) -> Solver:
         f'layer {{ name: "in" type: "{kind}" top: "data" top: "label" {LAYERS[kind]} }} {more} '
         'layer { name: "end" type: "Silence" bottom: "data" bottom: "label" }'
     )
-    settings = (
-        f"{SETTINGS} iter_size: 2 test_iter: 5 test_interval: {interval} net_param {{ {text} }}"
-    )
+    settings = f"{SETTINGS} iter_size: 2 test_iter: {TESTED} test_interval: {interval} net_param {{ {text} }}"
     param = text_format.Parse(settings, SolverParameter())
     solver = Solver(param, device=Device(seed=1), path=str(folder / "solver.prototxt"))
     give_images(solver, kind, folder)
@@ -118,8 +118,8 @@ def watch(net: Net) -> list[Batch]:
 def batches_of(
     size: int, kind: str, folder: Path, iterations: int, interval: int = 3, more: str = ""
 ) -> tuple[list[Batch], list[Batch]]:
-    """The batches of a run of so many solvers, dealt out again in turn: those of the train and of
-    the test net.
+    """The batches of a run of so many solvers, in their order: those of the train and of the test
+    net, each test of which begins with the root.
     """
     root = root_solver(kind, folder, interval, more)
     devices = [root.device, *(Device() for _ in range(size - 1))]
@@ -128,8 +128,11 @@ def batches_of(
         seen = [[watch(s.net) for s in solvers], [watch(s.test_nets[0]) for s in solvers]]
         root.step(iterations)
     root.close()
-    train, test = ([per[k % size][k // size] for k in range(sum(map(len, per)))] for per in seen)
-    return train, test
+    train, test = ([iter(batches) for batches in per] for per in seen)
+    return (
+        [next(train[k % size]) for k in range(sum(map(len, seen[0])))],
+        [next(test[k % TESTED % size]) for k in range(sum(map(len, seen[1])))],
+    )
 
 
 @pytest.mark.parametrize("kind", LAYERS)

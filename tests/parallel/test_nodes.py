@@ -136,6 +136,42 @@ def test_the_split_changes_no_bit(sync: str, case: str, split: tuple[int, ...]) 
         np.testing.assert_array_equal(data[rank], array)
 
 
+OWN_DATA = """
+layer { name: "own" type: "Python" top: "own" python_param { module: "own" layer: "Counter" }
+  include { phase: TEST } }
+"""
+COUNTER = """
+class Counter:
+    count = 0
+    def setup(self, bottom, top):
+        pass
+    def reshape(self, bottom, top):
+        top[0].reshape(1)
+    def forward(self, bottom, top):
+        top[0].data[...] = self.count = self.count + 1
+"""
+
+
+def test_scores_from_layers_of_each_solvers_own_do_not_depend_on_the_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests of 5 batches by 4 solvers, then of 6: the first solvers have one more in each."""
+    (tmp_path / "own.py").write_text(COUNTER)
+    monkeypatch.chdir(tmp_path)
+
+    def tests(root: Solver, node: int) -> None:
+        for batches in (5, 5, 6):
+            root.param.test_iter[0] = batches
+            root.test_all()
+
+    for split in (SPLITS[0], SPLITS[2]):
+        nodes = whole(run(split, OWN_DATA + net(3, NET), SETTINGS, tests))
+        own = [float(scores["own"][0]) for scores in nodes[0].tests]
+        # each solver counts its own batches
+        want = [(1 + 2) + 1 + 1 + 1, (3 + 4) + 2 + 2 + 2, (5 + 6) + (3 + 4) + 3 + 3]
+        assert own == pytest.approx(np.divide(want, [5, 5, 6]))
+
+
 @pytest.mark.parametrize("split", SPLITS[1:])
 @pytest.mark.parametrize("sync", ["auto", "tree", "flat"])
 def test_gradients_in_16_bits_keep_all_solvers_alike(
