@@ -14,7 +14,6 @@ _FIELDS = {
         "ImageDataParameter": "min_height min_width",
         "InnerProductParameter": "relu negative_slope",
         "LayerParameter": "split_param spatial_dropout_param",
-        "LossParameter": "pre_fixed_normalizer",
         "NetParameter": "bn_stats_batch_size",
         "PoolingParameter": "pad_3d kernel_size_3d stride_3d avg_include_pad axis",
         "ReshapeParameter": "pixelshuffler",
@@ -69,7 +68,6 @@ _FIELDS = {
     },
     "R-FCN": {
         "DropoutParameter": "scale_train",
-        "LossParameter": "pre_fixed_normalizer",
     },
     "SegNet": {
         "DropoutParameter": "sample_weights_test",
@@ -111,9 +109,7 @@ _LAYERS = {
     "NVCaffe": "DetectNetTransformation TRT",
     "SSD": "AnnotatedData DetectionEvaluate DetectionOutput MultiBoxLoss Normalize Permute "
     "PriorBox VideoData",
-    "Intel Caffe": "BoxData MnActivation SoftmaxWithLossOHEM SpatialDropout",
-    "Fast R-CNN": "ROIPooling SmoothL1Loss",
-    "R-FCN": "PSROIPooling BoxAnnotatorOHEM SmoothL1LossOHEM",
+    "Intel Caffe": "BoxData MnActivation SpatialDropout",
     "PSPNet": "BiasChannel DenseCRF DomainTransform ImageSegData MatRead MatWrite UniqueLabel",
     "SegNet": "DenseImageData",
     "FlowNet": "Accum BlackAugmentation ChannelNorm Correlation Correlation1D CustomData "

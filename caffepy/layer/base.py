@@ -329,7 +329,6 @@ def check_counts(layer: Layer, bottoms: int, tops: int) -> None:
 class LossLayer(Layer):
     """Base of the losses: predictions and labels, a scalar top, a loss weight by default."""
 
-    default_weight: ClassVar[float] = 1
     bottoms: ClassVar[int | tuple[int, int | None]] = 2
     tops: ClassVar[int | tuple[int, int | None]] = 1
     auto_top_blobs = True
@@ -337,6 +336,11 @@ class LossLayer(Layer):
     constant_bottoms: Mapping[int, str] = {
         1: "{type} cannot differentiate its labels; the layer that makes them needs no gradient"
     }
+
+    @property
+    def default_weight(self) -> float:
+        """The weight of the first top where the prototxt gives none."""
+        return 1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

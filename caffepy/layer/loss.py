@@ -72,12 +72,14 @@ class ClassLoss(LossLayer):
 
     def divisor(self, outer: int, inner: int) -> float | None:
         """The divisor of the sum, at least 1; FULL: outer * inner, VALID: None for the number of
-        labels that are not ignored, BATCH_SIZE: outer, NONE: 1.
+        labels that are not ignored, BATCH_SIZE: outer, NONE: 1, PRE_FIXED (R-FCN's): as given.
         """
         if self.normalization == LossParameter.VALID:
             return None
         full, batch_size = LossParameter.FULL, LossParameter.BATCH_SIZE
-        sizes = {full: outer * inner, batch_size: outer, LossParameter.NONE: 1}
+        fixed = self.param.loss_param.pre_fixed_normalizer
+        sizes: dict[int, float] = {full: outer * inner, batch_size: outer, LossParameter.NONE: 1}
+        sizes[LossParameter.PRE_FIXED] = fixed
         return max(1, sizes[self.normalization])
 
 
@@ -151,6 +153,15 @@ class SoftmaxWithLoss(ClassLoss):
             _, differentiate = self.passes()
             differentiate(self.prob.data, *given, top[0].diff, self.norm.data, dx)
 
+    def of_label(self, bottom: Blobs) -> tuple[Array, Array, Array]:
+        """Return, as (outer, 1, inner): the classes of the labels, what counts, p of the label."""
+        labels, ignore = self.given(bottom)
+        labels = labels[:, None]
+        counts = labels == labels if ignore is None else labels != ignore
+        classes = np.where(counts, labels, 0).astype(np.intp)
+        p = np.take_along_axis(self.prob.data, classes, axis=1)
+        return classes, counts, np.maximum(p, np.finfo(np.float32).tiny)
+
 
 @layer("InfogainLoss")
 class InfogainLoss(SoftmaxWithLoss):
@@ -222,15 +233,6 @@ class FocalLoss(SoftmaxWithLoss):
         super().reshape(bottom, top)
         self.places = self.buffer((1, self.view[1], 1))
         self.places.host_data[...] = np.arange(self.view[1])[:, None]
-
-    def of_label(self, bottom: Blobs) -> tuple[Array, Array, Array]:
-        """Return, as (outer, 1, inner): the classes of the labels, what counts, p of the label."""
-        labels, ignore = self.given(bottom)
-        labels = labels[:, None]
-        counts = labels == labels if ignore is None else labels != ignore
-        classes = np.where(counts, labels, 0).astype(np.intp)
-        p = np.take_along_axis(self.prob.data, classes, axis=1)
-        return classes, counts, np.maximum(p, np.finfo(np.float32).tiny)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         super().forward(bottom, top)  # finds the softmax, the divisor, and labels that are none

@@ -93,7 +93,9 @@ class CenterLoss(LossLayer):
     multiplied by the loss weight, which is 0 unless the prototxt gives one.
     """
 
-    default_weight = 0
+    @property
+    def default_weight(self) -> float:
+        return 0
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.center_loss_param

@@ -389,6 +389,24 @@ class Ops(Protocol):
     def interp_backward(self, dy: Array, dx: Array) -> None:
         """Write dx, the transpose of `interp_forward`."""
 
+    # Boxes of maps: x, dx (N, C, H, W), rois (R, 5) = image, x1, y1, x2, y2, times scale
+
+    def roi_pool_forward(self, x: Array, rois: Array, y: Array, index: Array, scale: float) -> None:
+        """Write the maximum of each part of each box, y (R, C, h, w), and its place a * W + b in
+        the plane, int32; 0 and -1 for a part without elements.
+        """
+
+    def roi_pool_backward(
+        self, dy: Array, rois: Array, index: Array, dx: Array, scale: float
+    ) -> None:
+        """Write dx, the sums of dy at the places of the maxima."""
+
+    def psroi_pool_forward(self, x: Array, rois: Array, y: Array, scale: float) -> None:
+        """Write the mean of part (i, j) of each box in channel (k g + i) g + j, y (R, K, g, g)."""
+
+    def psroi_pool_backward(self, dy: Array, rois: Array, dx: Array, scale: float) -> None:
+        """Write dx, the sums of dy / elements of the part."""
+
     # Rows and the largest values
 
     def take_rows(self, x: Array, index: Array, cut: bool, y: Array, wrong: Array) -> None:

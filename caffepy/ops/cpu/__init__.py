@@ -79,6 +79,12 @@ from caffepy.ops.cpu.pooling import (
 )
 from caffepy.ops.cpu.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cpu.resize import interp_backward, interp_forward
+from caffepy.ops.cpu.roi import (
+    psroi_pool_backward,
+    psroi_pool_forward,
+    roi_pool_backward,
+    roi_pool_forward,
+)
 from caffepy.ops.cpu.selection import add_rows, take_rows, top_values
 from caffepy.ops.cpu.staging import Staging
 from caffepy.ops.cpu.timers import PhaseTimer, Stopwatch

@@ -9,13 +9,16 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN
 
+_exact = partial(kernel, fastmath=set())
+"""Each operation is rounded by itself: the cells of a box must not depend on the processor."""
+
 
 def _ratio(size: int, out: int) -> np.float32:
     """Return the step in the input for a step in the output."""
     return np.float32(size - 1) / np.float32(out - 1) if out > 1 else np.float32(0)
 
 
-@kernel
+@_exact
 def _interp(x: Array, y: Array, down: float, right: float, lo: int, hi: int) -> None:
     h, w = x.shape[1:]
     one = y.dtype.type(1)
@@ -35,7 +38,7 @@ def _interp(x: Array, y: Array, down: float, right: float, lo: int, hi: int) -> 
                 v[i, j] += below * ((one - behind) * u[i1, j0] + behind * u[i1, j1])
 
 
-@kernel
+@_exact
 def _interp_transposed(dy: Array, dx: Array, down: float, right: float, lo: int, hi: int) -> None:
     h, w = dx.shape[1:]
     one = dx.dtype.type(1)

@@ -92,6 +92,12 @@ from caffepy.ops.cuda.pooling import (
 )
 from caffepy.ops.cuda.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cuda.resize import interp_backward, interp_forward
+from caffepy.ops.cuda.roi import (
+    psroi_pool_backward,
+    psroi_pool_forward,
+    roi_pool_backward,
+    roi_pool_forward,
+)
 from caffepy.ops.cuda.selection import add_rows, take_rows, top_values
 from caffepy.ops.cuda.staging import Staging
 from caffepy.ops.cuda.timers import PhaseTimer, Stopwatch

@@ -1,0 +1,122 @@
+"""Layers that pool boxes of feature maps: those of Fast R-CNN and R-FCN.
+
+Boxes are rois (R, 5) = image, x1, y1, x2, y2 in pixels of the net's input.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.device.blob import Array
+from caffepy.layer.base import Blobs, Layer, layer
+
+
+class RoiLayer(Layer):
+    """Base: bottoms x (N, C, H, W) and rois (R, 5); the boxes have no gradient."""
+
+    on_gpu = True
+    bottoms = 2
+    backward_reads_bottom = backward_reads_top = False
+    constant_bottoms: Mapping[int, str] = {
+        1: "{type} cannot differentiate its boxes; give them propagate_down: false"
+    }
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.no_image = self.error_flag(
+            lambda image: DataError(
+                f"a box is of image {image:g}, but there are {bottom[0].shape[0]}"
+            )
+        )
+
+    def check(self, bottom: Blobs) -> None:
+        """ConfigError unless the bottoms have 4 axes, and 5 numbers a box."""
+        x, rois = (b.shape for b in bottom)
+        if len(x) != 4:
+            raise ConfigError(f"{self.type} needs features (N, C, H, W), not {list(x)}")
+        if not rois or bottom[1].count != 5 * rois[0]:
+            raise ConfigError(f"{self.type} needs boxes (R, 5), not {list(rois)}")
+        self.rois = self.buffer((rois[0], 5))
+
+    def boxes(self, bottom: Blobs) -> Array:
+        """Return the boxes (R, 5), after a look at their images."""
+        rois, wrong = self.rois.data, self.no_image.found
+        self.ops.copy(bottom[1].data.reshape(rois.shape), rois)
+        if len(rois):
+            image, last = rois[:, 0], bottom[0].shape[0] - 1
+            bad = ~((image > -1) & (image < last + 1))
+            wrong[1:] = np.where(np.any(bad), np.max(np.where(bad, image, -np.inf)), wrong[1:])
+            wrong[:1] = np.maximum(wrong[:1], np.any(bad))
+            self.no_image.check()
+            image[...] = np.where(bad, 0, image)  # a GPU goes on until the error is seen
+        return rois
+
+
+@layer("ROIPooling")
+class ROIPooling(RoiLayer):
+    """(R, C, pooled_h, pooled_w): the maximum of each of pooled_h x pooled_w parts of each box, 0
+    for a part outside the map (Girshick 2015).
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        param = self.param.roi_pooling_param
+        self.size, self.scale = (param.pooled_h, param.pooled_w), param.spatial_scale
+        if min(self.size) < 1:
+            raise ConfigError("roi_pooling_param: pooled_h and pooled_w must be 1 or more")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self.check(bottom)
+        top[0].reshape((bottom[1].shape[0], bottom[0].shape[1], *self.size))
+        self.index = self.buffer(top[0].shape, np.int32)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        rois = self.boxes(bottom)
+        self.ops.roi_pool_forward(bottom[0].data, rois, top[0].data, self.index.data, self.scale)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx is the sum of dy over the parts whose maximum the element is."""
+        self.refuse_constants(propagate_down)
+        if propagate_down[0]:
+            given = top[0].diff, self.rois.data, self.index.data
+            self.ops.roi_pool_backward(*given, bottom[0].diff, self.scale)
+
+
+@layer("PSROIPooling")
+class PSROIPooling(RoiLayer):
+    """(R, output_dim, g, g): the mean of part (i, j) of each box in channel (k g + i) g + j of the
+    map, 0 for a part outside; g is group_size (R-FCN: Dai et al. 2016).
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        param = self.param.psroi_pooling_param
+        self.outputs, self.group, self.scale = (
+            param.output_dim,
+            param.group_size,
+            param.spatial_scale,
+        )
+        if self.outputs < 1 or self.group < 1 or self.scale <= 0:
+            raise ConfigError(
+                "psroi_pooling_param needs spatial_scale, output_dim and group_size above 0"
+            )
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self.check(bottom)
+        needed = self.outputs * self.group**2
+        if bottom[0].shape[1] != needed:
+            raise ConfigError(
+                f"psroi_pooling_param needs {needed} channels (output_dim {self.outputs} times "
+                f"{self.group} x {self.group}), not {bottom[0].shape[1]}"
+            )
+        top[0].reshape((bottom[1].shape[0], self.outputs, self.group, self.group))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        rois = self.boxes(bottom)
+        self.ops.psroi_pool_forward(bottom[0].data, rois, top[0].data, self.scale)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx is the sum of dy / elements over the parts that the element lies in."""
+        self.refuse_constants(propagate_down)
+        if propagate_down[0]:
+            self.ops.psroi_pool_backward(top[0].diff, self.rois.data, bottom[0].diff, self.scale)

@@ -1,0 +1,144 @@
+"""Pooling of regions of interest: rois (R, 5) = image, x1, y1, x2, y2. Places are reckoned in
+float32, as the forks do.
+"""
+
+from functools import partial
+from math import ceil, floor
+
+import numpy as np
+
+from caffepy.device.blob import Array
+from caffepy.device.threads import parallel
+from caffepy.ops.cpu.compiler import inlined, kernel
+
+_exact, _inside = partial(kernel, fastmath=set()), partial(inlined, fastmath=set())
+"""Each operation is rounded by itself: the cells of a box must not depend on the processor."""
+
+
+@_inside
+def _rounded(x: float) -> float:
+    """The nearest whole number, of two the one farther from 0."""
+    return floor(x + np.float32(0.5)) if x >= 0 else -floor(-x + np.float32(0.5))
+
+
+@_inside
+def _cut(place: float, size: int) -> int:
+    return min(max(int(place), 0), size)
+
+
+@_inside
+def _span(begin: float, end: float, scale: float, bins: int) -> tuple[int, np.float32]:
+    """The first cell of a box along an axis, and the length of a bin."""
+    first = int(_rounded(np.float32(begin) * scale))
+    last = int(_rounded(np.float32(end) * scale))
+    return first, np.float32(max(last - first + 1, 1)) / np.float32(bins)
+
+
+@_exact
+def _roi_pool(
+    x: Array, rois: Array, y: Array, index: Array, scale: float, lo: int, hi: int
+) -> None:
+    h, w = x.shape[2:]
+    rows, columns = y.shape[2:]
+    for r in range(y.shape[0]):
+        n = int(rois[r, 0])
+        left, across = _span(rois[r, 1], rois[r, 3], scale, columns)
+        top, down = _span(rois[r, 2], rois[r, 4], scale, rows)
+        for i in range(rows):
+            y0 = _cut(floor(np.float32(i) * down) + top, h)
+            y1 = _cut(ceil(np.float32(i + 1) * down) + top, h)
+            for j in range(columns):
+                x0 = _cut(floor(np.float32(j) * across) + left, w)
+                x1 = _cut(ceil(np.float32(j + 1) * across) + left, w)
+                for c in range(lo, hi):
+                    best, place = y.dtype.type(0), -1
+                    for a in range(y0, y1):
+                        for b in range(x0, x1):
+                            if place < 0 or x[n, c, a, b] > best:
+                                best, place = x[n, c, a, b], a * w + b
+                    y[r, c, i, j] = best
+                    index[r, c, i, j] = place
+
+
+@_exact
+def _roi_pool_gradient(dy: Array, rois: Array, index: Array, dx: Array, lo: int, hi: int) -> None:
+    w = dx.shape[3]
+    dx[:, lo:hi] = 0
+    for r in range(dy.shape[0]):
+        n = int(rois[r, 0])
+        for c in range(lo, hi):
+            for i in range(dy.shape[2]):
+                for j in range(dy.shape[3]):
+                    place = index[r, c, i, j]
+                    if place >= 0:
+                        dx[n, c, place // w, place % w] += dy[r, c, i, j]
+
+
+def roi_pool_forward(x: Array, rois: Array, y: Array, index: Array, scale: float) -> None:
+    parallel(partial(_roi_pool, x, rois, y, index, np.float32(scale)), x.shape[1])
+
+
+def roi_pool_backward(dy: Array, rois: Array, index: Array, dx: Array, scale: float) -> None:
+    parallel(partial(_roi_pool_gradient, dy, rois, index, dx), dx.shape[1])
+
+
+@_inside
+def _part(begin: float, end: float, scale: float, bins: int) -> tuple[np.float32, np.float32]:
+    """Where a box starts along an axis, and the length of a bin."""
+    start = np.float32(_rounded(np.float32(begin))) * scale
+    stop = np.float32(_rounded(np.float32(end)) + np.float32(1)) * scale
+    return start, max(stop - start, np.float32(0.1)) / np.float32(bins)
+
+
+@_exact
+def _psroi_pool(x: Array, rois: Array, y: Array, scale: float, lo: int, hi: int) -> None:
+    h, w = x.shape[2:]
+    bins = y.shape[2]
+    for r in range(y.shape[0]):
+        n = int(rois[r, 0])
+        left, across = _part(rois[r, 1], rois[r, 3], scale, bins)
+        top, down = _part(rois[r, 2], rois[r, 4], scale, bins)
+        for i in range(bins):
+            y0 = _cut(floor(np.float32(i) * down + top), h)
+            y1 = _cut(ceil(np.float32(i + 1) * down + top), h)
+            for j in range(bins):
+                x0 = _cut(floor(np.float32(j) * across + left), w)
+                x1 = _cut(ceil(np.float32(j + 1) * across + left), w)
+                area = max((y1 - y0) * (x1 - x0), 1)
+                for k in range(lo, hi):
+                    total = y.dtype.type(0)
+                    for a in range(y0, y1):
+                        for b in range(x0, x1):
+                            total += x[n, (k * bins + i) * bins + j, a, b]
+                    y[r, k, i, j] = total / y.dtype.type(area)
+
+
+@_exact
+def _psroi_pool_gradient(dy: Array, rois: Array, dx: Array, scale: float, lo: int, hi: int) -> None:
+    h, w = dx.shape[2:]
+    bins = dy.shape[2]
+    dx[:, lo * bins * bins : hi * bins * bins] = 0
+    for r in range(dy.shape[0]):
+        n = int(rois[r, 0])
+        left, across = _part(rois[r, 1], rois[r, 3], scale, bins)
+        top, down = _part(rois[r, 2], rois[r, 4], scale, bins)
+        for i in range(bins):
+            y0 = _cut(floor(np.float32(i) * down + top), h)
+            y1 = _cut(ceil(np.float32(i + 1) * down + top), h)
+            for j in range(bins):
+                x0 = _cut(floor(np.float32(j) * across + left), w)
+                x1 = _cut(ceil(np.float32(j + 1) * across + left), w)
+                area = max((y1 - y0) * (x1 - x0), 1)
+                for k in range(lo, hi):
+                    share = dy[r, k, i, j] / dy.dtype.type(area)
+                    for a in range(y0, y1):
+                        for b in range(x0, x1):
+                            dx[n, (k * bins + i) * bins + j, a, b] += share
+
+
+def psroi_pool_forward(x: Array, rois: Array, y: Array, scale: float) -> None:
+    parallel(partial(_psroi_pool, x, rois, y, np.float32(scale)), y.shape[1])
+
+
+def psroi_pool_backward(dy: Array, rois: Array, dx: Array, scale: float) -> None:
+    parallel(partial(_psroi_pool_gradient, dy, rois, dx, np.float32(scale)), dy.shape[1])
