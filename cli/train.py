@@ -42,7 +42,8 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     "--cluster",
     metavar="local|auto|HOST:PORT",
     help="Train by a parameter server on a cluster of Ray with --nodes N workers: each trains by "
-    "itself, and pushes what it learned to servers. local: N processes of this machine.",
+    "itself, with the GPUs of --gpu or the solvers of --cpu in step, and pushes what it learned to "
+    "servers. local: N processes of this machine, to which its GPUs are dealt.",
 )
 @click.option(
     "--consistency",

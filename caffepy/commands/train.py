@@ -5,8 +5,8 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -65,8 +65,10 @@ class TrainOptions:
     on_divergence: "stop", or "rollback:FACTOR": a run whose loss is not finite goes on from its
         last snapshot, or starts anew, with the learning rate times FACTOR, at most three times;
         "rollback:FACTOR:N": at most N times.
-    gpu: numbers of GPUs such as "0,1", or "all"; one solver each, which train as one.
-    cpu: number of solvers on the CPU, even if the file says solver_mode: GPU.
+    gpu: numbers of GPUs such as "0,1", or "all"; one solver each, which train as one. With a
+        `cluster` each worker has as many; of a local one they are dealt to the workers.
+    cpu: number of solvers on the CPU, even if the file says solver_mode: GPU; with a `cluster` of
+        each worker.
     sync: how several solvers average gradients: "auto", "nccl", "tree", "muji" or "flat"; or "ps",
         by the parameter server of a `cluster`.
     cluster: the workers and servers of a cluster of Ray.
@@ -184,11 +186,13 @@ def _train_as_node(options: TrainOptions, monitor: Monitor, world: World | None)
         gpu = gpus_of_process(options.gpu, world)
         devices = choose_for_training(gpu, options.cpu, param, options.solver)
         if options.cluster:
-            del devices[1:]  # those of other workers
+            if devices[0].is_cuda:
+                devices = list(options.cluster.dealt(devices))
             if not options.threads:
                 ops.backend(devices[0]).set_num_threads(options.cluster.threads())
         if world is None:
-            ends = bool(options.deadlines) or len(devices) > 1
+            together = len(devices) > 1 and not options.cluster  # who may wait for long
+            ends = bool(options.deadlines) or together
             monitor.begin({**DEADLINES, **options.deadlines}, ends)
         else:
             _meet(options, param, devices, world)
@@ -293,23 +297,33 @@ def _train(
         return result
 
 
+@contextmanager
 def _joined(
     solver: Solver,
     options: TrainOptions,
     devices: Sequence[Device],
     signals: Signals,
     world: World | None,
-) -> AbstractContextManager[object]:
-    """Return a context in which the solver trains with others, if there are some."""
-    if options.cluster:
-        gpu, precision = options.gpu, options.precision
+) -> Iterator[None]:
+    """A block in which the solver trains with others, if there are some."""
+    cluster, last_resort = options.cluster, options.last_resort
+    way = AUTO if cluster else options.sync
+    sync = SyncOptions(way, options.bn_stats, options.deadlines, options.wire)
+    known = _baseline(solver, world.size if world else len(devices)) if not cluster else None
+    with p2p_manager(solver, devices, sync, signals, last_resort, known, world):
+        if cluster is None:
+            yield
+            return
         worker = options_of_worker(
-            solver, options.cluster, gpu=gpu, precision=precision, threads=num_threads()
+            solver,
+            cluster,
+            gpu=options.gpu,
+            precision=options.precision,
+            threads=num_threads(),
+            cpu=options.cpu or 1,
         )
-        return served(solver, options.cluster, worker)
-    sync = SyncOptions(options.sync, options.bn_stats, options.deadlines, options.wire)
-    known = _baseline(solver, world.size if world else len(devices))
-    return p2p_manager(solver, devices, sync, signals, options.last_resort, known, world)
+        with served(solver, cluster, worker):
+            yield
 
 
 def _check_cluster(options: TrainOptions, cluster: ClusterOptions, world: World | None) -> None:
@@ -317,7 +331,6 @@ def _check_cluster(options: TrainOptions, cluster: ClusterOptions, world: World 
     cluster.rule()
     refused = {
         "mpirun and srun": world is not None,
-        "--cpu above 1": (options.cpu or 1) > 1,
         "--bn-stats sync": options.bn_stats == "sync",
         "--batch-mode global": options.batch_mode == "global",
         "--on-divergence rollback": on_divergence(options.on_divergence) is not None,

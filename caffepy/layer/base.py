@@ -113,6 +113,7 @@ class Layer:
         self.param_propagate_down: list[bool] = []
         self.loss_weights: list[float] = []
         self.forward_lock = threading.Lock()
+        self._leased: Iterator[Turn] | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Read and check the parameters, create `blobs`; called once, before the first reshape."""
@@ -176,22 +177,24 @@ class Layer:
         state as this one whenever the deal is over. It starts anew after `set_state`.
         """
         self.deal = deal or [Turn(0, rank, 0) for rank in range(len(devices))]
-        self.turn = 0
+        self.turn, self._leased = 0, None
 
-    def lease(self, turns: Callable[[int], Iterator[Turn]]) -> bool:
-        """Give the batches of `turns(taken)` from now on: those after so many that were given.
-
-        False if the layer reads nothing ahead: whoever calls forward calls `skip`, too.
+    def lease(self, turns: Callable[[int], Iterator[Turn]]) -> None:
+        """Give the batches of `turns(taken)`, those after so many that were given, until `serve` is
+        called: a deal that nobody knows in advance.
         """
-        return False
+        self._leased = turns(0)
 
     def begin_turn(self) -> None:
         """Skip what the deal skips before the next forward; called before it if nets take turns."""
-        if before := self.deal[self.turn].before:
-            self.skip(before)
+        turn = self.deal[self.turn] if self._leased is None else next(self._leased)
+        if turn.before:
+            self.skip(turn.before)
 
     def end_turn(self) -> None:
         """Skip what the deal skips after the last forward."""
+        if self._leased is not None:
+            return
         if after := self.deal[self.turn].after:
             self.skip(after)
         self.turn = (self.turn + 1) % len(self.deal)

@@ -102,10 +102,9 @@ class Prefetching(Feed):
         if self._reader:
             self._reader.serve([device.scope for device in devices], deal)
 
-    def lease(self, turns: Callable[[int], Iterator[Turn]]) -> bool:
+    def lease(self, turns: Callable[[int], Iterator[Turn]]) -> None:
         if self._reader:
             self._reader.lease(turns)
-        return self._reader is not None
 
     def begin_turn(self) -> None:
         """The reading thread skips."""

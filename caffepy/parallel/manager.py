@@ -37,10 +37,11 @@ from typing import Any
 
 from caffepy.collectives import peers
 from caffepy.collectives.rank_group import DEADLINES
-from caffepy.collectives.synchronizer import FLOAT32
+from caffepy.collectives.synchronizer import FLOAT32, Synchronizer
 from caffepy.collectives.topology import Topology, all_joined
 from caffepy.collectives.world import World
 from caffepy.core.errors import CaffeError, ConfigError, LostDeviceError
+from caffepy.data.reader import Turn
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads
 from caffepy.parallel.batch_norm import RunningStatistics
@@ -59,6 +60,7 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Action, Signals, Solver
 from caffepy.solver.faults import rescue
+from caffepy.solver.step import Synchronizer as SolversSynchronizer
 from caffepy.solver.test_pass import Totals
 from caffepy.solver.worker_group import WorkerGroup
 
@@ -215,6 +217,26 @@ class P2PManager(WorkerGroup):
         """Return the seconds that each solver's iterations took so far, by part; of all nodes."""
         own = [solver.phase_timer.read() for solver in (self.root, *self.workers)]
         return gather(self.group, own)
+
+    # what a worker of a parameter server needs whose solvers these are, see `ServedWorkers`
+
+    def each(self, work: Callable[[Solver, int], object]) -> None:
+        """Call this with each solver and its rank in its thread; return when all are done."""
+        self._threads.give(lambda worker: work(worker, worker.rank - self._first))
+        work(self.root, 0)
+        self._threads.wait_idle()
+
+    def surround(self, outer: Callable[[Synchronizer, int], SolversSynchronizer]) -> None:
+        """Let solvers call what `outer` makes of their synchronizers and ranks, in their place."""
+        self.each(lambda _, rank: self._sync.surround(rank, lambda own: outer(own, rank)))
+
+    def lease(self, turns: Callable[[int], Iterator[Turn]] | None) -> None:
+        """Train on the batches of these turns, see `Turns.lease`."""
+        self._turns.lease(turns)
+
+    def away(self) -> AbstractContextManager[object]:
+        """Return a block in which the root waits for other processes, as long as that takes."""
+        return self.group.among_nodes()
 
     # what the root calls, see WorkerGroup
 

@@ -120,7 +120,7 @@ def follow_first(root: Solver, group: RankGroup) -> None:
                 "rate_factor": root.iterations.rate_factor,
                 "control": root.update_state.state(),
                 "shared": [
-                    {name: layer.state() for name, layer in _shared(net).items()}
+                    {name: layer.state() for name, layer in shared(net).items()}
                     for net in root.iterations.nets
                 ],
                 "tick": device.step_count,
@@ -165,7 +165,7 @@ def restored_positions(root: Solver, size: int) -> Sequence[Positions | None]:
 def own_positions(positions: Positions, root: Solver) -> Positions:
     """Return these positions of a root as those of a worker, without layers that are shared."""
     train, *tests = (
-        {name: state for name, state in states.items() if name not in _shared(net)}
+        {name: state for name, state in states.items() if name not in shared(net)}
         for net, states in zip(
             root.iterations.nets, (positions["net"], *positions["test_nets"]), strict=False
         )
@@ -173,7 +173,7 @@ def own_positions(positions: Positions, root: Solver) -> Positions:
     return {**positions, "net": train, "test_nets": tests}
 
 
-def _shared(net: Net) -> dict[str, Layer]:
+def shared(net: Net) -> dict[str, Layer]:
     """Return the layers that the solvers of a node share, by the names of their states."""
     return {
         f"{i}/{node.name}": node.layer for i, node in net.own_nodes if node.layer.share_in_parallel

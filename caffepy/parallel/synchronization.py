@@ -3,7 +3,7 @@ gradients of a solver as they take them.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from time import monotonic
@@ -21,6 +21,7 @@ from caffepy.device.device import Device
 from caffepy.net.gradients import adders, large_products
 from caffepy.parallel import batch_norm
 from caffepy.solver import Solver
+from caffepy.solver.step import Synchronizer as SolversSynchronizer
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,12 @@ class Synchronization:
             solver.synchronize(synchronizer, self._way.root_updates)
             if self._shares_batches:
                 batch_norm.share_batches(solver.net, partial(self._group.all_gather, rank))
+
+    def surround(self, rank: int, outer: Callable[[Synchronizer], SolversSynchronizer]) -> None:
+        """Let the rank's solver call what `outer` makes of its synchronizer, in its place."""
+        solver, synchronizer = self._members[rank]
+        with solver.device.scope():
+            solver.synchronize(outer(synchronizer), self._way.root_updates)
 
     def bring_params(self) -> None:
         """In the root's thread: give its parameters to the ranks that do not update theirs."""

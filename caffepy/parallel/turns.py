@@ -44,6 +44,7 @@ class Turns:
     ) -> None:
         self._group, self._devices, self._wait_workers = group, devices, wait_workers
         self._nets: list[tuple[Net, Deal]] = []  # the root's, and what they get of all batches
+        self._leased = False
         self._alone = False  # a script has run nets of the root since the last step or test
         self._tests: list[_Test] = []
 
@@ -124,6 +125,19 @@ class Turns:
             for layer in net.shared_layers:
                 layer.skip(self._tests[k].batches)
 
+    def lease(self, turns: Callable[[int], Iterator[Turn]] | None) -> None:
+        """Let the layers of the train net give the batches of these turns, see `Layer.lease`; None:
+        those of their deal again. No rank may be at work.
+        """
+        net, deal = self._nets[0]
+        self._leased = turns is not None
+        if turns is None:
+            _serve(net, self._devices, deal)
+        else:
+            for layer in net.shared_layers:
+                layer.lease(turns)
+        self._group.restart_turns(net.shared_layers)
+
     def restart(self) -> None:
         """Make it the root's turn everywhere; no rank may be at work."""
         for test in self._tests:
@@ -137,6 +151,11 @@ class Turns:
                 "solvers that train together take its batches in turn, so a callback cannot run it "
                 f"during a {self._group.phase}; run the net between steps, or only the layers "
                 "behind this one: forward(start=...)"
+            )
+        if self._leased:
+            raise ConfigError(
+                "solvers of a parameter server take its batches in turn: run the net outside of "
+                "the block, or only the layers behind this one: forward(start=...)"
             )
         if not self._alone:
             with self._group.during("step"):

@@ -74,7 +74,8 @@ class Watchdog:
             waited = 0.0  # in polls, not by the clock: a process that was stopped has not hung
             while not (self.group.stopped or self.stopped.wait(POLL)):
                 now = progress()
-                known, waited = now, waited + POLL if now == known else 0.0
+                still = now == known and not self.group.root_is_away  # whose wait has an end
+                known, waited = now, waited + POLL if still else 0.0
                 seconds = self.group.deadlines[self.group.phase]
                 if waited > seconds + POLL:  # a thread that waits for a rank names it first
                     self.group.abort_hung([0], seconds)

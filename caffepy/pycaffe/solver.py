@@ -216,6 +216,7 @@ class Solver:
         cluster: str = LOCAL,
         workers: int = 2,
         gpus: Sequence[int] = (),
+        cpus: int = 1,
         consistency: str = "sync",
         every: int = 1,
         servers: int = 2,
@@ -228,9 +229,10 @@ class Solver:
         `with solver.served(workers=4, consistency="ssp:1", every=5): solver.step(1000)`. This
         solver is worker 0, and begins with its weights; the others are processes of Ray with
         solvers of the same `param`, which train until the block ends or max_iter is reached.
-        `cluster`: "local", "auto" or "HOST:PORT"; `gpus`: those of this machine that workers of a
-        local cluster take in turn, this solver's first. After the block this solver has the values
-        of the servers. UsageError says which options do not go together.
+        `cluster`: "local", "auto" or "HOST:PORT"; `gpus`: those of each worker, or those of this
+        machine that are dealt to the workers of a local cluster, this solver's first; `cpus`:
+        solvers of each worker on the CPU. Several of a worker train in step. After the block this
+        solver has the values of the servers. UsageError says which options do not go together.
 
         `update(values, change, state)`, for "sync" and `every` from 2 on, returns the new values of
         a part of the parameters from the mean change of the workers since the last push; `state` is
@@ -240,6 +242,8 @@ class Solver:
         own = device.index if device.kind == "cuda" else None
         if gpus and gpus[0] != own:
             raise UsageError("the first of gpus is the one that the solver was built on")
+        if own is not None and cpus != 1:
+            raise UsageError("this solver is on a GPU: give gpus, not cpus")
         options = ClusterOptions(
             cluster, (workers, workers), consistency, every, servers, replicas, filters, update
         )
@@ -250,8 +254,14 @@ class Solver:
             gpu=numbers or None,
             precision=device.math_mode.precision if numbers else None,
             threads=options.threads(),
+            cpu=cpus,
         )
-        with served(self._solver, options, worker):
+        others: list[Device] = [CudaDevice(index) for index in options.dealt(gpus)[1:]]
+        others += [Device() for _ in range(cpus - 1)]
+        with (
+            p2p_manager(self._solver, [device, *others], SyncOptions()),
+            served(self._solver, options, worker),
+        ):
             yield
 
     def _check_world(self, world: World, solvers: int, sync: str) -> None:

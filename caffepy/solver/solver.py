@@ -202,7 +202,7 @@ class Solver:
 
     def join(self, workers: WorkerGroup, reporter: Reporter) -> None:
         """Train with these workers from now on, and report to `reporter`."""
-        self._own_reporter = self.reporter
+        self._own_reporter = self._own_reporter or self.reporter
         self.workers, self.reporter = workers, reporter
 
     def leave(self, failed: bool = False) -> None:

@@ -15,6 +15,8 @@ root's own; errors of workers are raised where the root waits for them.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from caffepy.core.errors import SyncError
@@ -122,6 +124,35 @@ class WorkerGroup:
     def state(self) -> dict[str, Any]:
         """What a snapshot keeps of the group beside that."""
         return {}
+
+
+class OuterGroup(WorkerGroup):
+    """A group around another, `inner`, which does all that this one does not do itself."""
+
+    def __init__(self, inner: WorkerGroup, writes_files: bool = True) -> None:
+        super().__init__(writes_files)
+        self.inner = inner
+
+    def write(self, files: Callable[[], object]) -> None:
+        """Write files by this call, if both groups do."""
+        if self.writes_files:
+            self.inner.write(files)
+
+
+def _by_inner(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def of_inner(self: OuterGroup, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.inner, method.__name__)(*arguments, **named)
+
+    return of_inner
+
+
+for _name, _method in vars(WorkerGroup).items():
+    if callable(_method) and not _name.startswith("_") and _name not in vars(OuterGroup):
+        setattr(OuterGroup, _name, _by_inner(_method))
+
+for _name in ("size", "phase", "failed", "devices"):
+    setattr(OuterGroup, _name, property(attrgetter(f"inner.{_name}")))
 
 
 class EndedGroup(WorkerGroup):

@@ -8,11 +8,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from caffepy import ops
 from caffepy.core.errors import CaffeError, SyncError, UsageError
@@ -21,6 +21,7 @@ from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
 from caffepy.device.threads import num_threads
+from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.filters import parse as parse_filters
 from caffepy.parallel.parameter_server.messages import (
@@ -40,6 +41,8 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 
 log = logging.getLogger(__name__)
+
+GPU = TypeVar("GPU")
 
 SILENT = 5.0
 """Seconds without a sign of life after which a worker is left out."""
@@ -93,6 +96,21 @@ class ClusterOptions:
         _, most = self.workers
         return max(1, num_threads() // most) if self.cluster == LOCAL else num_threads()
 
+    def dealt(self, gpus: Sequence[GPU], place: int = 0) -> Sequence[GPU]:
+        """Return the GPUs of a worker. Those of one machine are dealt to the workers of a local
+        cluster, or taken in turn if there are fewer; else each worker has as many of its own.
+        """
+        _, most = self.workers
+        if self.cluster != LOCAL or not gpus:
+            return gpus
+        if len(gpus) > most and len(gpus) % most:
+            raise UsageError(
+                f"{len(gpus)} GPUs cannot be dealt to {most} workers: give as many to each"
+            )
+        each = max(1, len(gpus) // most)
+        first = place * each % len(gpus)
+        return gpus[first : first + each]
+
 
 def _update(given: str | ServerUpdate) -> ServerUpdate | None:
     """Return the update that "add" or "nesterov:MOMENTUM[:RATE]" names."""
@@ -115,7 +133,7 @@ def _update(given: str | ServerUpdate) -> ServerUpdate | None:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """The solver of a worker, and how it computes."""
+    """The solvers of a worker, and how they compute: on its GPUs, or `cpu` of them on the CPU."""
 
     param: bytes  # a SolverParameter
     path: str
@@ -129,6 +147,8 @@ class WorkerOptions:
     filters: str
     rule: Rule
     begin_together: int
+    cpu: int = 1
+    deterministic: bool = False
 
 
 def run_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int, float]:
@@ -136,21 +156,26 @@ def run_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int
     if options.folder and os.path.isdir(options.folder):
         os.chdir(options.folder)
     param = SolverParameter.FromString(options.param)
-    device: Device = CudaDevice(gpu_numbers(options.gpu)[0]) if options.gpu else Device()
+    devices: list[Device] = [Device() for _ in range(options.cpu)]
+    if options.gpu:
+        devices = [CudaDevice(index) for index in gpu_numbers(options.gpu)]
+    device = devices[0]
     device.follows, device.writes_files = True, False
+    device.math_mode.deterministic = options.deterministic
     ops.backend(device).set_num_threads(options.threads)
     filters = parse_filters(options.filters)
-    solver = Solver(
-        param, device=device, path=options.path, precision=options.precision, rank=number
-    )
+    if param.random_seed >= 0:
+        param.random_seed += number * len(devices)
+    solver = Solver(param, device=device, path=options.path, precision=options.precision)
     with closing(solver):
         solver.capture, solver.fuse = options.capture, options.fuse
         client = Client(engine, number, bf16=filters.bf16)
-        workers = ServedWorkers(
-            solver, client, options.rule, options.every, options.begin_together, filters
-        )
-        with workers:
-            solver.step(param.max_iter - solver.iter)
+        with p2p_manager(solver, devices, SyncOptions()):
+            workers = ServedWorkers(
+                solver, client, options.rule, options.every, options.begin_together, filters
+            )
+            with workers:
+                solver.step(param.max_iter - solver.iter)
         return client.clock, workers.waited
 
 
@@ -231,7 +256,8 @@ class _Processes:
 
 @contextmanager
 def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> Iterator[None]:
-    """A block in which a solver is worker 0 of a parameter server, which starts and ends with it.
+    """A block in which a solver, with those that train in step with it, is worker 0 of a parameter
+    server, which starts and ends with it.
 
     `worker` are the options of the others. UsageError and SyncError say why there is no cluster.
     """
@@ -245,18 +271,20 @@ def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> It
         gpus = gpu_numbers(worker.gpu) if worker.gpu else []
 
         def device_of(place: int) -> tuple[str | None, dict[str, float]]:
-            if not gpus:
-                return None, {} if options.cluster == LOCAL else {"CPU": 1}
+            own = options.dealt(gpus, place)
             if options.cluster == LOCAL:
-                return str(gpus[place % len(gpus)]), {}
-            return "0", {"GPU": 1}
+                return ",".join(map(str, own)) or None, {}
+            if not own:
+                return None, {"CPU": 1}
+            return ",".join(map(str, range(len(own)))), {"GPU": len(own)}
 
         processes = _Processes(engine, worker, most, device_of)
         client = Client(engine, 0, poll=processes.check, watch=processes.follow, bf16=filters.bf16)
         workers = ServedWorkers(solver, client, worker.rule, worker.every, fewest, filters)
         log.info(
-            "%d workers, %d servers, replicas %d, %s, a push every %d iterations",
-            *(most, options.servers, options.replicas, worker.rule.name, worker.every),
+            "%d workers of %d solver(s), %d servers, replicas %d, %s, a push every %d iterations",
+            *(most, solver.workers.size, options.servers, options.replicas),
+            *(worker.rule.name, worker.every),
         )
         begun = time.monotonic()
         with workers:
@@ -289,6 +317,7 @@ def options_of_worker(
     gpu: str | None,
     precision: str | None,
     threads: int,
+    cpu: int = 1,
 ) -> WorkerOptions:
     """Return the options of the workers beside this one."""
     param = SolverParameter()
@@ -310,4 +339,6 @@ def options_of_worker(
         options.filters,
         options.rule(),
         begin_together=options.workers[0],
+        cpu=cpu,
+        deterministic=solver.device.math_mode.deterministic,
     )

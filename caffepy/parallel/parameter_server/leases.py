@@ -21,27 +21,36 @@ Lease = Sequence[int]
 
 
 class Leases:
-    """The leases of a worker from `clock` on, of `share` batches each; `ask` returns that of a
-    clock. Data layers stand at batch `position` now, which may be below 0.
+    """The leases of a worker from `clock` on; `ask` returns that of a clock. Data layers stand at
+    batch `position` now, which may be below 0.
+
+    A worker of several `solvers` takes as many batches at a time, one for each: what is leased is
+    `share` times so many, and all workers have as many solvers.
 
     Any thread may ask: those of data layers are ahead of the solver.
     """
 
     def __init__(
-        self, ask: Callable[[int], Lease], share: int, clock: int, position: int = 0
+        self,
+        ask: Callable[[int], Lease],
+        share: int,
+        clock: int,
+        position: int = 0,
+        solvers: int = 1,
     ) -> None:
-        self.share = share
+        self.share, self.solvers = share, solvers
         self._ask, self._clock, self._position = ask, clock, position
         self._leases: list[Lease] = []
         self._lock = threading.Lock()
 
     def number(self, i: int) -> int:
         """Return the number of the worker's batch `i`, counted from 0."""
-        k, j = divmod(i, self.share)
+        times, solver = divmod(i, self.solvers)
+        k, j = divmod(times, self.share)
         with self._lock:
             while k >= len(self._leases):
                 self._leases.append(self._ask(self._clock + len(self._leases)))
-            return self._leases[k][j]
+            return self._leases[k][j] * self.solvers + solver
 
     def after(self, taken: int) -> int:
         """Return the number of the batch at which data layers stand after so many were taken."""
@@ -52,7 +61,7 @@ class Leases:
         position = self.after(taken)
         for i in count(taken):
             number = self.number(i)
-            yield Turn(number - position, 0, 0)
+            yield Turn(number - position, i % self.solvers, 0)
             position = number + 1
 
 

@@ -9,33 +9,43 @@ With changes, every `every` iterations, at a clock:
 Momentum and history stay the worker's own. With gradients, with slack 0, each iteration pushes its
 gradient before the update and pulls the mean, and each worker updates its parameters itself: as
 training in step does, to the bit.
+
+A worker is a node: a solver, or several that train in step (`P2PManager`) and push once. Their
+parameters are equal, so the root's change is pushed, and all get what was pulled. Of gradients
+their mean is pushed, of running statistics the mean of what each has.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import inf, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from caffepy.collectives.synchronizer import Synchronizer
 from caffepy.core.errors import SyncError, UsageError
 from caffepy.device.blob import Array
 from caffepy.layer import Layer
 from caffepy.layer.inner_product import InnerProduct
+from caffepy.layer.selection import Embed
+from caffepy.parallel.manager import P2PManager
+from caffepy.parallel.nodes import shared
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.filters import Filters
 from caffepy.parallel.parameter_server.leases import Leases
 from caffepy.parallel.parameter_server.messages import Rule
 from caffepy.parallel.parameter_server.ranges import Blob, KeyRange, key_ranges
+from caffepy.parallel.worker import WorkerSolver
 from caffepy.solver import Action, Solver
 from caffepy.solver.iteration import due
 from caffepy.solver.policy import next_step
-from caffepy.solver.positions import data_layers, take_positions
-from caffepy.solver.worker_group import GroupStatistics, WorkerGroup
+from caffepy.solver.positions import take_positions
+from caffepy.solver.statistics import mean
+from caffepy.solver.worker_group import GroupStatistics, OuterGroup, WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +60,7 @@ def ranges_of(solver: Solver, gradients: bool) -> list[KeyRange]:
         if learnable.blob in statistics:
             continue
         node, shape = solver.net.nodes[learnable.layer], learnable.blob.shape
-        row = shape[1] if isinstance(node.layer, InnerProduct) and len(shape) == 2 else 0
+        row = shape[1] if isinstance(node.layer, InnerProduct | Embed) and len(shape) == 2 else 0
         blobs.append(Blob(f"{node.name}:{offset}", offset, count, row=row))
     size = params.reduced_diff.size
     if gradients:
@@ -64,28 +74,34 @@ def ranges_of(solver: Solver, gradients: bool) -> list[KeyRange]:
 class PulledStatistics(GroupStatistics):
     """The running statistics of all workers, as their means were pulled last."""
 
-    def __init__(self, solver: Solver) -> None:
+    def __init__(self, solvers: Sequence[Solver], inner: WorkerGroup) -> None:
         self.means: list[Array] = []
-        self._solver = solver
+        self._solvers, self._inner = solvers, inner
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """A block in which the worker has the means, to test with."""
-        statistics = self._solver.iterations.statistics
+        """A block in which the solvers of this worker have the means, to test with."""
         if not self.means:
-            yield
+            with self._inner.statistics.averaged():
+                yield
             return
-        statistics.hold()
-        with statistics.replaced(self.means):
+        self._inner.raise_worker_error()
+        with ExitStack() as stack:
+            for solver in self._solvers:
+                statistics = solver.iterations.statistics
+                statistics.hold()
+                stack.enter_context(statistics.replaced(self.means))
             yield
+            self._inner.raise_worker_error()
 
     def each(self, own: list[Array]) -> list[list[Array]]:
         """Return the means, which a snapshot has, if there are some."""
-        return [self.means or own]
+        return [self.means] if self.means else self._inner.statistics.each(own)
 
 
-class ServedWorkers(WorkerGroup):
-    """A context in which a solver is one of the workers of a parameter server.
+class ServedWorkers(OuterGroup):
+    """A context in which a solver, with those that train in step with it, is one of the workers of
+    a parameter server. All workers have the same number of solvers.
 
     every: iterations between two pushes; 1 for a rule with gradients.
     workers: number of workers that begin together.
@@ -103,11 +119,13 @@ class ServedWorkers(WorkerGroup):
         workers: int = 1,
         filters: Filters | None = None,
     ) -> None:
-        super().__init__(writes_files=client.worker == 0)
+        super().__init__(solver.workers, writes_files=client.worker == 0)
         if rule.gradients and every != 1:
             raise UsageError("gradients are pushed in each iteration: give --every 1")
         self.solver, self.client = solver, client
-        self.statistics: PulledStatistics = PulledStatistics(solver)
+        self._node = solver.workers if isinstance(solver.workers, P2PManager) else None
+        self.solvers: list[Solver] = [solver, *(self._node.workers if self._node else ())]
+        self.statistics: PulledStatistics = PulledStatistics(self.solvers, self.inner)
         self.filters = filters or Filters()
         self._rule, self._every, self._workers = rule, every, workers
         self._ranges = ranges_of(solver, rule.gradients)
@@ -130,25 +148,19 @@ class ServedWorkers(WorkerGroup):
         begun = client.join(share)
         client.await_members(self._workers)
         self._follow(begun)
-        self._leases = Leases(client.lease, share, client.clock, -begun["ahead"])
+        solvers = len(self.solvers)
+        self._leases = Leases(client.lease, share, client.clock, -begun["ahead"], solvers)
         self._begun_at = solver.iter
-        skipped = {
-            id(layer): self._leases.turns(0)
-            for layer in solver.net.layers
-            if layer.is_data and not layer.lease(self._leases.turns)
-        }
-
-        @contextmanager
-        def skipping(layer: Layer) -> Iterator[None]:
-            with layer.forward_lock:
-                if id(layer) in skipped:
-                    layer.skip(next(skipped[id(layer)]).before)
-                yield
-
-        solver.net.set_forward_mutex(skipping)
+        if self._node:
+            self._node.lease(self._leases.turns)
+            poll, check = client.poll, self.inner.check
+            client.poll = lambda: (poll(), check())
+        else:
+            for layer in solver.net.shared_layers:
+                layer.lease(self._leases.turns)
+            solver.net.set_forward_mutex(_in_turn)
         if gradients:
-            solver.run_eagerly("gradients go through the host")
-            solver.synchronize(GradientPush(self))
+            self._synchronize()
         else:
             self._take(client.pull())
             if self._rule.slack:
@@ -159,10 +171,7 @@ class ServedWorkers(WorkerGroup):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None and not self._rule.gradients:
             self._end_with_newest()
-        self.solver.leave(failed=error is not None)
-        if self._rule.gradients:
-            self.solver.synchronize(None)
-        self.solver.net.set_forward_mutex(None)
+        self._detach(failed=error is not None)
         try:
             if self.client.worker == 0:
                 self.client.end()
@@ -170,6 +179,49 @@ class ServedWorkers(WorkerGroup):
                 self.client.await_end()
         finally:
             self.client.leave()
+
+    def _synchronize(self) -> None:
+        """Average gradients with the other workers, after the solvers of this one."""
+        self.solver.run_eagerly("gradients go through the host")
+        if self._node is None:
+            self.solver.synchronize(GradientPush(self))
+            return
+
+        def run_eagerly(solver: Solver, rank: int) -> None:
+            solver.capture = solver.fuse = False
+
+        self._node.each(run_eagerly)
+        self._node.surround(lambda own, rank: GradientPush(self, rank, own))
+
+    def _detach(self, failed: bool) -> None:
+        """Let the solvers of this worker train without the others."""
+        solver = self.solver
+        if failed and self._node:
+            solver.leave(failed)  # the node's manager ends the others
+            return
+        if self._node:
+            if self._rule.gradients:
+                self._node.surround(lambda own, rank: own)
+            self._node.lease(None)
+            solver.join(self._node, solver.reporter)
+            return
+        solver.leave(failed)
+        for layer in solver.net.shared_layers if not failed else ():
+            layer.serve([solver.device])
+        if self._rule.gradients:
+            solver.synchronize(None)
+        solver.net.set_forward_mutex(None)
+
+    def each(self, work: Callable[[Solver, int], object]) -> None:
+        """Call this with each solver of this worker and its rank, in its thread."""
+        if self._node:
+            self._node.each(work)
+        else:
+            work(self.solver, 0)
+
+    def _away(self) -> AbstractContextManager[object]:
+        """A block in which the root waits for servers."""
+        return self._node.away() if self._node else nullcontext()
 
     def _end_with_newest(self) -> None:
         """Push what the last iterations changed; worker 0 has the servers' values then."""
@@ -185,11 +237,11 @@ class ServedWorkers(WorkerGroup):
         """Return what the other workers begin with, beside the values of the servers."""
         solver, device = self.solver, self.solver.device
         positions = take_positions(solver.iterations.nets, device)["net"]
-        shared = data_layers(solver.net).keys() & positions.keys()
+        data = shared(solver.net).keys() & positions.keys()
         return {
             "iteration": solver.iter,
             "rate_factor": solver.iterations.rate_factor,
-            "data": {name: positions[name] for name in shared},
+            "data": {name: positions[name] for name in data},
             "ahead": solver.resume_state.group.get("ahead", 0),
             "history": [device.on_host(flat).copy() for flat in solver.history],
             "parameters": self._pulled if self._rule.gradients else None,
@@ -218,6 +270,12 @@ class ServedWorkers(WorkerGroup):
             if self._rule.gradients:
                 device.upload(begun["parameters"][: solver.params.data.size], solver.params.data)
 
+        def follow(worker: Solver, rank: int) -> None:
+            if isinstance(worker, WorkerSolver):
+                worker.follow(solver, None)
+
+        self.each(follow)
+
     # between iterations
 
     def iterated(self) -> None:
@@ -228,12 +286,14 @@ class ServedWorkers(WorkerGroup):
         last = self.solver.iter == self.solver.param.max_iter
         if not self._rule.gradients and (self._since == self._every or last):
             self.solver.iterations.collect(wait=True)
-            self._exchange(last)
+            self.inner.raise_worker_error()
+            with self._away():
+                self._exchange(last)
 
     def vote(self, action: Action) -> Action:
         """Return the action; stop when worker 0 has ended the run."""
         ended = self.client.worker > 0 and self.client.ended.is_set()
-        return Action.STOP if ended else action
+        return Action.STOP if ended else self.inner.vote(action)
 
     def _exchange(self, last: bool) -> None:
         """Push the change since the last push, and go on from what was pulled: now with slack 0,
@@ -266,16 +326,17 @@ class ServedWorkers(WorkerGroup):
     # tests and snapshots
 
     @contextmanager
-    def _during(self, phase: str) -> Iterator[None]:
+    def during(self, phase: str) -> Iterator[None]:
         """In tests and snapshots the first worker has the values of a cut; in a snapshot its own,
         if there is none.
         """
-        with super()._during(phase):
+        with self.inner.during(phase):
             if phase not in ("test", "snapshot") or self.client.worker or self._own:
                 yield
                 return
             try:
-                values, self._dealt = self.client.cut()
+                values, times = self.client.cut()
+                self._dealt = times * len(self.solvers)
             except SyncError as error:
                 if phase == "test":
                     raise
@@ -295,7 +356,7 @@ class ServedWorkers(WorkerGroup):
                 try:
                     yield
                 finally:
-                    device.upload(self._own.pop(), params.data)
+                    self._upload(self._own.pop())
 
     def state(self) -> dict[str, Any]:
         """Return how many batches the pushes of the last cut are ahead of this worker's data; data
@@ -305,35 +366,48 @@ class ServedWorkers(WorkerGroup):
 
     @property
     def _taken(self) -> int:
-        return (self.solver.iter - self._begun_at) * self.solver.param.iter_size
+        iterations = self.solver.iter - self._begun_at
+        return iterations * self.solver.param.iter_size * len(self.solvers)
 
-    def exchange_gradients(self) -> None:
-        """Push the gradient, and put the mean of all workers' in its place."""
-        device, diff = self.solver.device, self.solver.params.reduced_diff
-        flat = self._with_statistics(device.on_host(diff))
-        self.push(flat, flat)
-        means = self._filled(self.client.pull())
-        device.upload(means[: diff.size], diff)
-        self.statistics.means = self._means(means)
+    def exchange_gradients(self, rank: int, updates: bool) -> None:
+        """Push the gradient, and put the mean of all workers' in its place. All solvers of this
+        worker call it together, in their threads; those that update get the mean.
+        """
+        solver, means = self.solvers[rank], None
+        statistics = self._gathered(rank, solver.iterations.statistics.present)
+        diff = solver.params.reduced_diff
+        if rank == 0:
+            flat = self._with_statistics(solver.device.on_host(diff), mean(statistics))
+            with self._away():
+                self.push(flat, flat)
+                means = self._filled(self.client.pull())
+            self.statistics.means = self._means(means)
+        (means, *_) = self._gathered(rank, means)
+        if updates:
+            solver.device.upload(means[: diff.size], diff)
+
+    def _gathered(self, rank: int, value: Any) -> list[Any]:
+        """Return the values of all solvers of this worker, each of which calls it with its own."""
+        return self._node.group.local_gather(rank, value) if self._node else [value]
 
     # arrays
 
     def _flat(self) -> Array:
         """Return a copy of the parameters and statistics, on the host."""
         solver = self.solver
-        return self._with_statistics(solver.device.on_host(solver.params.data_with_scale))
+        flat = solver.device.on_host(solver.params.data_with_scale)
+        return self._with_statistics(flat, self.own_means())
 
     @property
     def size_of_flat(self) -> int:
         """Elements of the flat array that the ranges are parts of."""
         return self._pulled.size
 
-    def means_of_worker(self) -> Array:
-        """Return the worker's own running statistics, as they stand in the flat array."""
-        return self._with_statistics(np.empty(0, np.float32))
+    def own_means(self) -> list[Array]:
+        """Return the mean of the running statistics of this worker's solvers, which are idle."""
+        return mean([solver.iterations.statistics.present for solver in self.solvers])
 
-    def _with_statistics(self, array: Array) -> Array:
-        statistics = self.solver.iterations.statistics.present
+    def _with_statistics(self, array: Array, statistics: Sequence[Array]) -> Array:
         return np.concatenate([array, *(own.reshape(-1) for own in statistics)])
 
     def _filled(self, values: Sequence[Array]) -> Array:
@@ -360,9 +434,14 @@ class ServedWorkers(WorkerGroup):
         self._upload(self._pulled)
 
     def _upload(self, flat: Array) -> None:
-        solver, data = self.solver, self.solver.params.data
-        with solver.iterations.statistics.kept(), solver.device.scope():
-            solver.device.upload(flat[: data.size], data)
+        """Give the solvers of this worker these parameters; each keeps its running statistics."""
+
+        def upload(solver: Solver, rank: int) -> None:
+            data = solver.params.data
+            with solver.iterations.statistics.kept(), solver.device.scope():
+                solver.device.upload(flat[: data.size], data)
+
+        self.each(upload)
 
     def _means(self, flat: Array) -> list[Array]:
         means, start = list[Array](), self.solver.params.reduced_diff.size
@@ -372,8 +451,25 @@ class ServedWorkers(WorkerGroup):
         return means
 
 
+@contextmanager
+def _in_turn(layer: Layer) -> Iterator[None]:
+    """The forward mutex of a layer whose batches are leased to a solver by itself."""
+    with layer.forward_lock:
+        layer.begin_turn()
+        yield
+        layer.end_turn()
+
+
+class _Arrays(NamedTuple):
+    """What a solver of a worker has on its device, see `_Beside`."""
+
+    begun: Array
+    change: Array
+    pulled: Array
+
+
 class _Beside:
-    """Pushes and pulls of a worker beside its iterations. At a clock, on the device:
+    """Pushes and pulls of a worker beside its iterations. At a clock, on each solver's device:
 
         change     = parameters - begun     what it has learned since the last push
         parameters = pulled + change        pulled after the last push, which it contains
@@ -386,24 +482,25 @@ class _Beside:
 
     def __init__(self, workers: ServedWorkers) -> None:
         self._workers = workers
-        device, params = workers.solver.device, workers.solver.params
-        with device.scope():
-            self._begun, self._change = params.data.copy(), params.data.copy()
-            self._pulled = params.data.copy()
+        self._arrays: dict[int, _Arrays] = {}  # by the rank of the solver
+        workers.each(self._begin)
+        device = workers.solver.device
         self._host = device.host_array(workers.size_of_flat, np.dtype(np.float32))
         self._slack = workers.client.view.rule.slack - 1
         self._pull: Future[None] | None = None
+        self._landed = True  # nothing was pulled yet that the parameters do not have
+
+    def _begin(self, solver: Solver, rank: int) -> None:
+        data = solver.params.data
+        with solver.device.scope():
+            self._arrays[rank] = _Arrays(data.copy(), data.copy(), data.copy())
 
     def exchange(self) -> None:
         """Go on from what was pulled and what was learned since; push that, beside what follows."""
-        device, data = self._workers.solver.device, self._workers.solver.params.data
-        with device.scope():
-            self._change[...] = data
-            self._change -= self._begun
-            self.land()
-            self._begun[...] = data
-            device.synchronize()
-        means = self._workers.means_of_worker()
+        self.await_pull()
+        self._workers.each(self._go_on)
+        self._landed = False
+        means = np.concatenate([np.empty(0, np.float32), *map(np.ravel, self._workers.own_means())])
         pull = self._pull = Future()
 
         def push_and_pull() -> None:
@@ -415,16 +512,18 @@ class _Beside:
 
         threading.Thread(target=push_and_pull, name="caffepy-push", daemon=True).start()
 
-    def land(self) -> None:
-        """Wait for the pull that is on its way, if any, and go on from it and the change since."""
-        if self._pull is None:
-            return
-        self.await_pull()
-        solver = self._workers.solver
-        data = solver.params.data
-        with solver.iterations.statistics.kept(), solver.device.scope():
-            data[...] = self._pulled
-            data += self._change
+    def _go_on(self, solver: Solver, rank: int) -> None:
+        data, device = solver.params.data, solver.device
+        begun, change, pulled = self._arrays[rank]
+        with device.scope():
+            change[...] = data
+            change -= begun
+            if not self._landed:
+                with solver.iterations.statistics.kept():
+                    data[...] = pulled
+                    data += change
+            begun[...] = data
+            device.synchronize()
 
     def await_pull(self) -> None:
         """Wait for the pull that is on its way, if any."""
@@ -433,31 +532,41 @@ class _Beside:
             pull.result()
 
     def _push_and_pull(self, means: Array) -> None:
-        workers, host, size = self._workers, self._host, self._change.size
-        device = workers.solver.device
-        device.copy_beside(self._change, host[:size])
+        workers, host, size = self._workers, self._host, self._arrays[0].change.size
+        workers.solver.device.copy_beside(self._arrays[0].change, host[:size])
         host[host.size - means.size :] = means
         workers.push(host, host)
         workers.fill_to_train(host, workers.client.pull(self._slack))
-        device.copy_beside(host[:size], self._pulled)
+        for rank, solver in enumerate(workers.solvers):
+            solver.device.copy_beside(host[:size], self._arrays[rank].pulled)
 
 
 class GradientPush:
-    """The synchronizer of a worker that pushes gradients, see `ServedWorkers`."""
+    """The synchronizer of a worker's solver that pushes gradients, see `ServedWorkers`; `node` is
+    that of the solvers of this worker, if there are several.
+    """
 
     capturable = adds_nothing = False
-    updates = True
-    abort_flag = 0
 
-    def __init__(self, workers: ServedWorkers) -> None:
-        self._workers = workers
+    def __init__(
+        self, workers: ServedWorkers, rank: int = 0, node: Synchronizer | None = None
+    ) -> None:
+        self._workers, self._rank, self._node = workers, rank, node
+        self.updates = node is None or node.updates
+        self.abort_flag = node.abort_flag if node else 0
 
     def on_start(self) -> None:
-        """Nothing: all workers have the same parameters."""
+        """Bring the parameters of this worker's solvers in step: all workers have the same."""
+        if self._node:
+            self._node.on_start()
 
     def after_backward(self, layer: int) -> None:
-        """Nothing: the whole gradient is pushed at once."""
+        """Let this worker's solvers average; the whole gradient is pushed at once."""
+        if self._node:
+            self._node.after_backward(layer)
 
     def on_gradients_ready(self) -> None:
         """Make the gradient the mean of all workers'."""
-        self._workers.exchange_gradients()
+        if self._node:
+            self._node.on_gradients_ready()
+        self._workers.exchange_gradients(self._rank, self.updates)

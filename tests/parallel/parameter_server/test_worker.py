@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.core.errors import SyncError
+from caffepy.core.errors import DataError, SyncError
 from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
+from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
+from caffepy.parallel.parameter_server.filters import parse
 from caffepy.parallel.parameter_server.messages import COORDINATOR, Rule
 from caffepy.parallel.parameter_server.worker import ServedWorkers
+from caffepy.parallel.worker import WorkerSolver
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from tests.nets import library
@@ -28,6 +31,7 @@ from tests.solver import cases
 from tests.solver.cases import Recorder
 
 ITERATIONS = 12
+WEIGHTS = f"weight_filler {{ {library.NARROW} }}"
 NORMALIZED = LOSSY.replace(
     'layer { name: "ip"', library.in_place("BatchNorm", "bn", "pool") + 'layer { name: "ip"'
 )
@@ -35,7 +39,9 @@ TEXTS = {"plain": net(3, NET), "random": LOSSY, "normalized": NORMALIZED}
 
 
 class Served:
-    """Trains `size` workers by servers; has their parameters and what worker 0 reported."""
+    """Trains `size` workers of so many `solvers` by servers; has the parameters of each solver, and
+    what worker 0 reported.
+    """
 
     def __init__(
         self,
@@ -48,6 +54,8 @@ class Served:
         state: str | None = None,
         work: Callable[["Served", Solver, int], object] = lambda served, solver, number: None,
         gpu: bool = False,
+        solvers: int = 1,
+        filters: str = "",
     ) -> None:
         self.recorder, self.data = Recorder(), dict[int, Array]()
         engine = self.engine = ThreadsEngine()
@@ -58,18 +66,26 @@ class Served:
                 settings + f'max_iter: {until} net_param {{ name: "noise" {text} }}',
                 text_format.Parse(cases.SETTINGS, SolverParameter()),
             )
-            device = CudaDevice(0, seed=1) if gpu else Device(seed=1)
-            device.follows = number > 0
+            param.random_seed += number * solvers
+            devices: list[Device] = [Device(seed=1) for _ in range(solvers)]
+            if gpu:
+                devices = [CudaDevice(number * solvers + i, seed=1) for i in range(solvers)]
+            devices[0].follows = number > 0
             recorder = self.recorder if number == 0 else Recorder()
-            solver = Solver(param, device=device, rank=number, reporter=recorder)
+            solver = Solver(param, device=devices[0], reporter=recorder)
             if state and number == 0:
                 solver.restore(state)
-            with ServedWorkers(solver, Client(engine, number), rule, every, size):
-                solver.step(until - solver.iter)
-                if number == 0 and solver.test_nets:
-                    solver.test_all()
-                work(self, solver, number)
-                self.data[number] = device.on_host(solver.params.data).copy()
+            own = parse(filters)
+            with p2p_manager(solver, devices, SyncOptions()):
+                client = Client(engine, number, bf16=own.bf16)
+                with ServedWorkers(solver, client, rule, every, size, own) as workers:
+                    solver.step(until - solver.iter)
+                    if number == 0 and solver.test_nets:
+                        solver.test_all()
+                    work(self, solver, number)
+                    for rank, each in enumerate(workers.solvers):
+                        data = each.device.on_host(each.params.data)
+                        self.data[number * solvers + rank] = data.copy()
             solver.close()
 
         def of(number: int) -> Callable[[], Any]:
@@ -94,6 +110,28 @@ def test_gradients_with_slack_0_are_training_in_step_to_the_bit(case: str, size:
             np.testing.assert_allclose(got[name], value, rtol=1e-5)
 
 
+@pytest.mark.parametrize("case", list(TEXTS))
+@pytest.mark.parametrize(("size", "solvers"), [(2, 2), (1, 4), (2, 3)])
+def test_workers_of_several_solvers_are_training_in_step(
+    size: int, solvers: int, case: str
+) -> None:
+    """To the bit where halves of sums are exact, and the tree adds each worker's solvers first."""
+    want = Run(size * solvers, TEXTS[case], "tree", until=ITERATIONS)
+    served = Served(size, TEXTS[case], Rule(0, gradients=True), solvers=solvers)
+    exact = solvers != 3
+    for number, data in served.data.items():
+        if exact:
+            np.testing.assert_array_equal(data, want.data[number])
+        else:
+            np.testing.assert_allclose(data, want.data[number], atol=1e-5)
+    assert len(served.data) == size * solvers
+    losses = served.recorder.losses
+    assert losses == (want.losses if exact else pytest.approx(want.losses, rel=1e-4))
+    for got, expected in zip(served.recorder.tests, want.tests, strict=True):
+        for name, value in expected.items():
+            np.testing.assert_allclose(got[name], value, rtol=1e-5)
+
+
 def test_changes_with_slack_0_are_training_in_step() -> None:
     """The mean of what each worker's update changes is the update by the mean gradient, if nothing
     is clipped: momentum and weight decay are linear.
@@ -105,9 +143,22 @@ def test_changes_with_slack_0_are_training_in_step() -> None:
         np.testing.assert_allclose(data, want.data[0], atol=2e-6)
 
 
+def test_the_changes_of_a_worker_are_those_of_its_solvers() -> None:
+    """One worker alone trains on, whatever the slack, as its solvers do without servers."""
+    settings = SETTINGS + "snapshot_after_train: false "
+    want = Run(2, TEXTS["random"], settings=settings, until=ITERATIONS)
+    for slack in (0, 1, inf):
+        served = Served(1, TEXTS["random"], Rule(slack), 5, settings, solvers=2)
+        for data in served.data.values():
+            np.testing.assert_allclose(data, want.data[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("solvers", [1, 2])
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("slack", [0, 1, inf])
-def test_all_workers_end_with_the_values_of_the_servers(slack: float, every: int) -> None:
+def test_all_workers_end_with_the_values_of_the_servers(
+    slack: float, every: int, solvers: int
+) -> None:
     ends: dict[int, Array] = {}
 
     def work(served: Served, solver: Solver, number: int) -> None:
@@ -118,10 +169,72 @@ def test_all_workers_end_with_the_values_of_the_servers(slack: float, every: int
             ends[0] = np.concatenate(values)
             assert batches == 3 * 10 * solver.param.iter_size or slack == inf
 
-    served = Served(3, TEXTS["random"], Rule(slack), every, until=10, work=work)
-    own = served.data[0]
-    if slack < inf:  # worker 0 pulls last when all have pushed
-        assert set(ends[0]) <= {*own}
+    text = TEXTS["random"]
+    served = Served(3, text, Rule(slack), every, until=10, work=work, solvers=solvers)
+    for rank in range(solvers):
+        own = served.data[rank]
+        if slack < inf:  # worker 0 pulls last when all have pushed
+            assert set(ends[0]) <= {*own}
+    for number in range(3):  # solvers of a worker are in step
+        of = [served.data[number * solvers + rank] for rank in range(solvers)]
+        assert all(np.array_equal(of[0], each) for each in of)
+
+
+@pytest.mark.parametrize("rule", [Rule(0, gradients=True), Rule(1)])
+def test_an_error_of_one_of_a_workers_solvers_ends_the_worker(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterate = WorkerSolver.iterate
+
+    def fail(worker: WorkerSolver) -> None:
+        if worker.iter == 4:
+            raise DataError("the record is damaged")
+        iterate(worker)
+
+    monkeypatch.setattr(WorkerSolver, "iterate", fail)
+    with pytest.raises(DataError, match="rank 1: the record is damaged"):
+        Served(1, TEXTS["plain"], rule, 1, solvers=2)
+
+
+VOCABULARY, WIDTH = 4000, 64
+
+
+def words(used: int) -> str:
+    """A net that embeds words, of which only the first `used` come."""
+    embed = f"input_dim: {VOCABULARY} num_output: {WIDTH} bias_term: false"
+    return (
+        library.dummies("in", 'type: "gaussian"', 'type: "uniform"', x=(64, used), y=(64, 2))
+        + library.layer("ArgMax", "word", "x", "argmax_param { axis: 1 }")
+        + library.layer("Embed", "embed", "word", f"embed_param {{ {embed} {WEIGHTS} }}")
+        + library.inner_product("ip", "embed", 2, filler=library.NARROW, top="o")
+        + library.euclidean_loss("o", "y")
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "every", "filters"),
+    [(Rule(0, gradients=True), 1, ""), (Rule(0), 3, ""), (Rule(1), 3, ""), (Rule(1), 3, "bf16")],
+)
+def test_rows_that_are_used_are_pushed_and_pulled_and_no_others(
+    rule: Rule, every: int, filters: str
+) -> None:
+    settings = 'base_lr: 0.05 lr_policy: "fixed" momentum: 0.9 '
+    pushed, pulled, clocks = dict[int, int](), dict[int, int](), 12 // every
+
+    def work(served: Served, solver: Solver, number: int) -> None:
+        group = solver.workers
+        assert isinstance(group, ServedWorkers)
+        if number == 0:  # which leaves first: then others may have to pull all again
+            pushed[used] = group.filters.bytes_after
+            pulled[used] = group.client.bytes_after
+
+    for used in (4, 20):
+        Served(2, words(used), rule, every, settings, until=12, work=work, filters=filters)
+    row = WIDTH * (2 if filters else 4)
+    of_more = 16 * row * clocks
+    assert 0.9 * of_more < pushed[20] - pushed[4] < 1.1 * of_more
+    assert 0.8 * of_more < pulled[20] - pulled[4] < 1.1 * of_more
+    assert pushed[20] < 2 * 20 * row * clocks  # of 4000
 
 
 @pytest.mark.parametrize("rule", [Rule(0, gradients=True), Rule(0), Rule(1)])
