@@ -6,7 +6,7 @@ python benchmarks/servers.py kills|stops --of servers|workers [--count 20]
 `rate`: a worker pushes and pulls at three servers, with one copy of each range and with two.
 `kills`: three workers push while servers, or workers, are killed at random, one at a time; a worker
 that died is replaced by one with the next number. `stops`: they are stopped (SIGSTOP), and go on
-(SIGCONT) when the others have gone on without them for a while.
+(SIGCONT) when the others have gone on without them for a while: then they must end.
 
 Each worker adds 1, and the number of its push, to two elements of each range, which are its own: so
 it can be told of each worker whether all its pushes counted once. A push on which its worker died
@@ -176,6 +176,14 @@ def view(engine: RayEngine) -> View:
             return found
 
 
+def is_running(process: int) -> bool:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
 def wait_for(condition: Callable[[], bool]) -> float:
     """Return the seconds until this became true."""
     begun = time.monotonic()
@@ -214,6 +222,7 @@ def faults(what: str, of: str, count: int) -> None:
                 time.sleep(1 + 2 * random.random())
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGCONT)
+                wait_for(lambda process=process: not is_running(process))
         wait_for(lambda: len(view(engine).servers) == 3 and workers.all_push())
         time.sleep(1)
         again = workers.end()

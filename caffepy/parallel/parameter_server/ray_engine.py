@@ -335,6 +335,7 @@ class RayEngine:
             error = self._translate(name, error)
             if isinstance(error, DeadPeerError) and error.peer == name:
                 self.call(COORDINATOR, "leave", number)  # so that others do not wait for it
+                self.kill(name)  # it may have been stopped, and cut off for that
             future.set_exception(error)
 
         try:
