@@ -101,7 +101,9 @@ class Server:
             raise StaleViewError("this primary has been replaced")
         for version, push in pushes:
             state = self._ranges.get(push.range)
-            if state and version == state.version + 1:
+            if state is None or version > state.version + 1:
+                raise StaleViewError("a push before this one did not arrive: the view will change")
+            if version == state.version + 1:
                 state.push(push, decode)
 
     async def adopt(self, states: Mapping[int, RangeState]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
 from caffepy.parallel.parameter_server.leases import Lease
-from caffepy.parallel.parameter_server.messages import COORDINATOR, Push, Rule, View
+from caffepy.parallel.parameter_server.messages import COORDINATOR, Push, Rule, StaleViewError, View
 from caffepy.parallel.parameter_server.ranges import Blob, key_ranges
 from tests.parallel.parameter_server.threads_engine import ThreadsEngine, serving
 
@@ -171,6 +171,17 @@ def test_a_worker_that_dies_within_a_push_holds_up_no_cut(slack: float) -> None:
         engine.call("server-0", "push", now.epoch, part).result(10)  # the others get none
         engine.call(COORDINATOR, "cut").result(12)
         assert 0 not in view(engine).members
+
+
+def test_a_replica_does_not_confirm_a_push_if_it_missed_one_before() -> None:
+    with servers(Rule(inf), watch=False) as engine:
+        engine.call(COORDINATOR, "join", 0, 1).result(10)
+        now = view(engine)
+        _, replica = now.owners[0]
+        version = engine.call(replica, "freeze").result(10)[0][0]
+        later = [(version + 2, Push(0, 0, 1, 1, np.ones(5, np.float32)))]
+        with pytest.raises(StaleViewError, match="did not arrive"):
+            engine.call(replica, "replicate", now.epoch, later).result(10)
 
 
 def test_a_server_that_dies_within_a_cut_costs_no_push() -> None:
