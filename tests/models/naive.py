@@ -45,11 +45,12 @@ def tops(layer: LayerParameter, bottoms: list[Shape], s: Sizes) -> list[Shape]:
         case "Input" | "DummyData":
             shapes = layer.input_param.shape or layer.dummy_data_param.shape
             return [tuple(shape.dim) for shape in shapes]
-        case "Convolution":
+        case "Convolution" | "ConvolutionDepthwise":
             p = layer.convolution_param
             (k,), o = p.kernel_size, p.num_output
             stride, pad = (p.stride or [1])[0], (p.pad or [0])[0]
-            s.params[layer.name] = [(o, x[1] // p.group, k, k)] + [(o,)] * p.bias_term
+            group = x[1] if layer.type == "ConvolutionDepthwise" else p.group
+            s.params[layer.name] = [(o, x[1] // group, k, k)] + [(o,)] * p.bias_term
             return [(x[0], o, *((d + 2 * pad - k) // stride + 1 for d in x[2:]))]
         case "InnerProduct":
             o = layer.inner_product_param.num_output
@@ -57,6 +58,11 @@ def tops(layer: LayerParameter, bottoms: list[Shape], s: Sizes) -> list[Shape]:
             return [(x[0], o)]
         case "Pooling":
             pool = layer.pooling_param
+            if pool.global_pooling:
+                return [(*x[:2], 1, 1)]
+            if not pool.ceil_mode:
+                size = (x[2] + 2 * pool.pad - pool.kernel_size) // pool.stride + 1
+                return [(*x[:2], size, size)]
             return [(*x[:2], *(pooled(d, pool.kernel_size, pool.stride, pool.pad) for d in x[2:]))]
         case "BatchNorm":
             s.params[layer.name + "[kept]"] = [(x[1],), (x[1],), (1,)]
@@ -66,10 +72,17 @@ def tops(layer: LayerParameter, bottoms: list[Shape], s: Sizes) -> list[Shape]:
             return [x]
         case "Concat":
             return [(x[0], sum(b[1] for b in bottoms), *x[2:])]
+        case "Axpy":
+            assert bottoms[0] == (*bottoms[1][:2], 1, 1)
+            assert bottoms[1] == bottoms[2]
+            return bottoms[1:2]
+        case "Slice":
+            (point,) = layer.slice_param.slice_point
+            return [(x[0], point, *x[2:]), (x[0], x[1] - point, *x[2:])]
         case "Eltwise":
             assert len(set(bottoms)) == 1
             return [x]
-        case "ReLU" | "LRN" | "Dropout" | "Softmax":
+        case "ReLU" | "ReLU6" | "Sigmoid" | "ShuffleChannel" | "LRN" | "Dropout" | "Softmax":
             return [x]
         case "SoftmaxWithLoss" | "Accuracy":
             return [()]

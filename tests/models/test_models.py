@@ -20,10 +20,14 @@ PARAMETERS = {
     "alexnet": 60_965_224,
     "caffenet": 60_965_224,
     "cifar10_quick": 145_578,
+    "densenet121": 7_978_856,
     "digits": 13_706,
     "googlenet": 13_378_280,
     "lenet": 431_080,
+    "mobilenet_v2": 3_504_872,
     "resnet50": 25_557_032,
+    "se_resnet50": 28_088_024,
+    "shufflenet_v2": 2_278_604,
     "vgg16": 138_357_544,
 }
 DEPLOYED = PARAMETERS | {"googlenet": 6_998_552}
@@ -48,6 +52,14 @@ SHAPES = {
         "pool3": (64, 4, 4),
         "ip2": (10,),
     },
+    "densenet121": {
+        "pool1": (64, 56, 56),
+        "concat_2_6": (256, 56, 56),
+        "concat_4_24": (1024, 14, 14),
+        "pool4": (512, 7, 7),
+        "concat_5_16": (1024, 7, 7),
+        "fc6": (1000, 1, 1),
+    },
     "digits": {"pool1": (16, 4, 4), "pool2": (32, 2, 2), "ip2": (10,)},
     "googlenet": {
         "pool1/norm1": (64, 56, 56),
@@ -58,6 +70,15 @@ SHAPES = {
         "loss3/classifier": (1000,),
     },
     "lenet": {"pool1": (20, 12, 12), "pool2": (50, 4, 4), "ip2": (10,)},
+    "mobilenet_v2": {
+        "conv1": (32, 112, 112),
+        "block_3_1": (24, 56, 56),
+        "block_4_2": (32, 28, 28),
+        "conv4_3/dwise": (192, 14, 14),
+        "block_5_2": (96, 14, 14),
+        "conv6_4": (1280, 7, 7),
+        "fc7": (1000, 1, 1),
+    },
     "resnet50": {
         "pool1": (64, 56, 56),
         "res2c": (256, 56, 56),
@@ -65,6 +86,22 @@ SHAPES = {
         "res4f": (1024, 14, 14),
         "res5c": (2048, 7, 7),
         "fc1000": (1000,),
+    },
+    "se_resnet50": {
+        "pool1/3x3_s2": (64, 56, 56),
+        "conv2_3_1x1_down": (16, 1, 1),
+        "conv3_4": (512, 28, 28),
+        "conv5_3_1x1_up": (2048, 1, 1),
+        "conv5_3": (2048, 7, 7),
+        "classifier": (1000,),
+    },
+    "shufflenet_v2": {
+        "pool1": (24, 56, 56),
+        "shuffle4": (116, 28, 28),
+        "branch6_2": (116, 14, 14),
+        "shuffle16": (464, 7, 7),
+        "conv5": (1024, 7, 7),
+        "fc1000": (1000, 1, 1),
     },
     "vgg16": {"pool1": (64, 112, 112), "pool5": (512, 7, 7), "fc8": (1000,)},
 }
@@ -141,8 +178,8 @@ def test_deployed_net_builds(name: str) -> None:
     assert sum(blob.count for blob in learned) == sizes(param, TEST).learned() == DEPLOYED[name]
     assert net.inputs == ["data"]
     assert net.outputs == ["prob"]
-    classes = next(shape for shape in SHAPES[name].values() if len(shape) == 1)
-    assert net.blobs["prob"].shape == (1, *classes)
+    scores = list(SHAPES[name].values())[-1]
+    assert net.blobs["prob"].shape == (1, *scores)
 
 
 @pytest.mark.parametrize("name", NETS)

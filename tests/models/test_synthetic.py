@@ -28,10 +28,14 @@ SHAPES = {
     "alexnet": (3, 227, 227),
     "caffenet": (3, 227, 227),
     "cifar10_quick": (3, 32, 32),
+    "densenet121": (3, 224, 224),
     "digits": (1, 8, 8),
     "googlenet": (3, 224, 224),
     "lenet": (1, 28, 28),
+    "mobilenet_v2": (3, 224, 224),
     "resnet50": (3, 224, 224),
+    "se_resnet50": (3, 224, 224),
+    "shufflenet_v2": (3, 224, 224),
     "vgg16": (3, 224, 224),
 }
 
