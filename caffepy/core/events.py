@@ -6,7 +6,7 @@ after its update.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -30,6 +30,25 @@ class Displayed(NamedTuple):
     iterations_per_s: float
     seconds: float
     display: int
+
+
+class Served(NamedTuple):
+    """What a parameter server has done since the run began, as of an iteration of worker 0.
+
+    pushes: by worker, those that all servers have counted.
+    staleness: how often a worker pulled values without so many pushes of another.
+    sent, on_wire: bytes that worker 0 has pushed and pulled, before and after the filters.
+    waited: seconds in which worker 0 did not train for it.
+    behind: pushes of parts of the parameters that replicas have not counted yet.
+    """
+
+    iteration: int
+    pushes: Mapping[int, int]
+    staleness: Mapping[int, int]
+    sent: int
+    on_wire: int
+    waited: float
+    behind: int
 
 
 class Reporter:
@@ -59,6 +78,9 @@ class Reporter:
         it may be that of a recent iteration; when something is displayed or tested it is that of
         this one.
         """
+
+    def served(self, told: Served) -> None:
+        """Called some time after an iteration to display, if servers have the parameters."""
 
     def snapshotted(self, kind: str, path: str) -> None:
         """Called before a snapshot file is written; `kind` as in "solver state to HDF5"."""

@@ -1,14 +1,19 @@
 """Caffe's log lines as its log parsers expect them, and several reporters as one."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-from caffepy.core.events import Displayed, Output, Reporter
+from caffepy.core.events import Displayed, Output, Reporter, Served
 from caffepy.report.text import number, scalars
 
 log = logging.getLogger(__name__)
+
+
+def counted(values: Mapping[int, object]) -> str:
+    """Return "0: 40, 1: 38" for values by number."""
+    return ", ".join(f"{number}: {value}" for number, value in sorted(values.items()))
 
 
 class LogReporter(Reporter):
@@ -39,6 +44,16 @@ class LogReporter(Reporter):
 
     def lr(self, iteration: int, rate: float) -> None:
         log.info("Iteration %d, lr = %s", iteration, number(rate))
+
+    def served(self, told: Served) -> None:
+        log.info("Pushes by worker: %s", counted(told.pushes))
+        total = sum(told.staleness.values()) or 1
+        shares = {lacking: f"{100 * n / total:.3g} %" for lacking, n in told.staleness.items()}
+        log.info(
+            "Staleness: %s; sent %.1f MB as %.1f MB; waited %.1f s; replicas %d pushes behind",
+            *(counted(shares) or "none", told.sent / 1e6, told.on_wire / 1e6, told.waited),
+            told.behind,
+        )
 
     def snapshotted(self, kind: str, path: str) -> None:
         log.info("Snapshotting %s file %s", kind, path)

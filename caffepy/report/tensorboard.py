@@ -3,7 +3,9 @@
 Tags: `loss`, smoothed as shown; `lr`; `images_per_s`; `train/NAME` and `test/NAME` (`test1/NAME`
 for the second test net and so on), `NAME[i]` if an output has several scalars, a histogram if it
 has many; `weights/LAYER/i` and `gradients/LAYER/i`, histograms; `filters/LAYER`, those of the first
-convolution. A step is the number of an iteration.
+convolution; `servers/...`, see `Served`: `pushes/WORKER`, `mb_sent`, `mb_on_wire`,
+`seconds_waited`, `replicas_behind` and `staleness`, a histogram. A
+step is the number of an iteration.
 """
 
 import errno
@@ -12,13 +14,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 
 from caffepy.core.errors import UsageError, install, reason
+from caffepy.core.events import Served
 from caffepy.core.files import working_directory
 from caffepy.device.blob import Array
 from caffepy.report.display_record import DisplayCollector, DisplayRecord, elements
@@ -110,6 +113,18 @@ class TensorBoard(DisplayCollector):
                     ]
         self._write_values(record.iteration, values)
 
+    def served(self, told: Served) -> None:
+        values = [_scalar(f"servers/pushes/{w}", n) for w, n in sorted(told.pushes.items())]
+        values += [
+            _scalar("servers/mb_sent", told.sent / 1e6),
+            _scalar("servers/mb_on_wire", told.on_wire / 1e6),
+            _scalar("servers/seconds_waited", told.waited),
+            _scalar("servers/replicas_behind", told.behind),
+            *_counts("servers/staleness", told.staleness),
+        ]
+        self._begin_once(told.iteration)
+        self._write_values(told.iteration, values)
+
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
         """Write the record if it is complete, and histograms if they are due."""
         super().iterated(iteration, loss, rate, images)
@@ -178,6 +193,23 @@ class TensorBoard(DisplayCollector):
 
 def _scalar(tag: str, value: float) -> Value:
     return {"tag": tag, "simple_value": value}
+
+
+def _counts(tag: str, counts: Mapping[int, int]) -> list[Value]:
+    """Return a histogram of whole numbers by how often each came; none if there are none."""
+    numbers = sorted(counts)
+    if not numbers:
+        return []
+    histogram = {
+        "min": numbers[0],
+        "max": numbers[-1],
+        "num": sum(counts.values()),
+        "sum": sum(number * times for number, times in counts.items()),
+        "sum_squares": sum(number**2 * times for number, times in counts.items()),
+        "bucket_limit": [number + 0.5 for number in range(numbers[-1] + 1)],
+        "bucket": [counts.get(number, 0) for number in range(numbers[-1] + 1)],
+    }
+    return [{"tag": tag, "histo": histogram}]
 
 
 def _histogram(tag: str, values: Array) -> list[Value]:

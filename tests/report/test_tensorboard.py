@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import UsageError
-from caffepy.core.events import Displayed
+from caffepy.core.events import Displayed, Served
 from caffepy.device.blob import Array
 from caffepy.report import TensorBoard, open_report, tensorboard
 from tests.report import golden
@@ -52,6 +52,23 @@ def run(folder: Path, first: int, last: int, every: int = 0, watch: Weights | No
             board.iterated(i, i / 10, 0.01, 50)
         board.finished(last, 1.5)
         board.done(False)
+
+
+def test_what_a_parameter_server_tells(tmp_path: Path) -> None:
+    with TensorBoard(str(tmp_path)) as board:
+        board.served(Served(20, {0: 4, 1: 3}, {0: 6, 2: 1}, 8_000_000, 4_000_000, 1.5, 2))
+    shown = {tag: steps[20] for tag, steps in values(tmp_path).items()}
+    assert {
+        tag: value.simple_value for tag, value in shown.items() if not value.HasField("histo")
+    } == {
+        "servers/pushes/0": 4,
+        "servers/pushes/1": 3,
+        "servers/mb_sent": 8,
+        "servers/mb_on_wire": 4,
+        "servers/seconds_waited": 1.5,
+        "servers/replicas_behind": 2,
+    }
+    assert list(shown["servers/staleness"].histo.bucket) == [6, 0, 1]
 
 
 def test_the_digits_run(tmp_path: Path) -> None:

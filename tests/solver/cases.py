@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf import text_format
 
-from caffepy.core.events import Displayed, Output, Reporter
+from caffepy.core.events import Displayed, Output, Reporter, Served
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -33,6 +33,7 @@ class Recorder(Reporter):
         self.losses: list[float] = []
         self.rates: list[float] = []
         self.tests: list[dict[str, Array]] = []
+        self.reports: list[Served] = []
 
     def solving(self, net_name: str, lr_policy: str) -> None:
         self.events.append(f"solving {net_name} {lr_policy}")
@@ -57,6 +58,9 @@ class Recorder(Reporter):
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
         self.events.append(f"{iteration} done {images}")
+
+    def served(self, told: Served) -> None:
+        self.reports.append(told)
 
     def snapshotted(self, kind: str, path: str) -> None:
         self.events.append(f"snapshotting {kind} {Path(path).name}")

@@ -5,11 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from math import inf
 from typing import Any, NamedTuple
 
-from caffepy.core.errors import CaffeError
 from caffepy.device.blob import Array
 from caffepy.parallel.parameter_server.filters import Packed, Payload, decode, nbytes, write
 from caffepy.parallel.parameter_server.leases import KEPT, Lease
@@ -20,6 +18,7 @@ from caffepy.parallel.parameter_server.messages import (
     LeftOutError,
     Push,
     RefusedError,
+    Report,
     Rule,
     StaleViewError,
     View,
@@ -107,16 +106,9 @@ class Client:
         """Tell all workers that the run is at its end."""
         self._ask("end")
 
-    def report(self) -> None:
-        """Log the pushes that the servers have counted of each worker, when they have told."""
-
-        def told(answer: "Future[Any]") -> None:
-            with suppress(CaffeError):
-                clocks = sorted(answer.result().items())
-                shown = ", ".join(f"{worker}: {clock}" for worker, clock in clocks)
-                log.info("Pushes by worker: %s", shown)
-
-        self._engine.call(COORDINATOR, "report").add_done_callback(told)
+    def report(self) -> "Future[Report]":
+        """Ask what the servers have seen."""
+        return self._engine.call(COORDINATOR, "report")
 
     def leave(self) -> None:
         """Leave the other workers."""
@@ -158,7 +150,9 @@ class Client:
 
         def call(server: str, ranges: Sequence[int]) -> "Future[Any]":
             since = [self._since(i) for i in ranges]
-            return self._call(server, "pull", self.clock, ranges, slack, since, self._bf16)
+            return self._call(
+                server, "pull", self.worker, self.clock, ranges, slack, since, self._bf16
+            )
 
         def take(ranges: Sequence[int], answer: Sequence[tuple[int, Payload]]) -> None:
             for i, (version, payload) in zip(ranges, answer, strict=True):

@@ -52,6 +52,9 @@ PAUSE = 0.5
 and the others go on first.
 """
 
+LEAST_WAIT = 0.05
+"""Seconds of waiting for another worker that are worth a word."""
+
 HOPELESS = 3
 """Workers that may die one after the other before they have joined."""
 
@@ -291,14 +294,13 @@ def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> It
             log.info("All %d workers have joined", len(client.view.members))
             yield
         seconds = time.monotonic() - begun
+        waits = workers.report.waits if workers.report else {}
         for number, (clock, waited) in sorted(
             {0: (client.clock, workers.waited), **processes.end()}.items()
         ):
             log.info(
-                "Worker %d: %d pushes, %.1f %% of the time waiting",
-                number,
-                clock,
-                100 * waited / seconds,
+                "Worker %d: %d pushes, %.1f %% of the time waiting%s",
+                *(number, clock, 100 * waited / seconds, _waits_of(number, waits)),
             )
         before = filters.bytes_before + client.bytes_before
         after = filters.bytes_after + client.bytes_after
@@ -308,6 +310,13 @@ def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> It
         )
     finally:
         engine.close()
+
+
+def _waits_of(worker: int, waits: Mapping[tuple[int, int], float]) -> str:
+    """Return for whom the pulls of a worker waited longest, the first three."""
+    own = [(-s, other) for (w, other), s in waits.items() if w == worker and s >= LEAST_WAIT]
+    told = ", ".join(f"worker {other} {-seconds:.1f} s" for seconds, other in sorted(own)[:3])
+    return f"; its pulls waited for {told}" if told else ""
 
 
 def options_of_worker(

@@ -19,6 +19,7 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -31,6 +32,7 @@ from caffepy.parallel.parameter_server.messages import (
     DeadPeerError,
     Engine,
     LeftOutError,
+    Report,
     Rule,
     View,
 )
@@ -177,13 +179,18 @@ class Coordinator:
         own = sum(self._dealer.shares.get(w, 0) * max(reached[w] - members[w], 0) for w in marks)
         return own + self.view.of_left
 
-    async def report(self) -> dict[int, int]:
-        """Return the number of pushes of each worker that all ranges have."""
-        clocks: dict[int, int] = {}
-        for answer in (await self._each(self.view.servers, "reached", seconds=ANSWER)).values():
-            for worker, clock in answer.items() if isinstance(answer, dict) else ():
+    async def report(self) -> Report:
+        """Return what all servers have seen that answer."""
+        answers = (await self._each(self.view.servers, "report", seconds=ANSWER)).values()
+        told = [answer for answer in answers if isinstance(answer, Report)]
+        clocks, waits = dict[int, int](), dict[tuple[int, int], float]()
+        for each in told:
+            for worker, clock in each.clocks.items():
                 clocks[worker] = min(clock, clocks.get(worker, clock))
-        return clocks
+            for pair, seconds in each.waits.items():  # a worker pulls from all at one time
+                waits[pair] = max(seconds, waits.get(pair, 0.0))
+        staleness = sum((Counter(each.staleness) for each in told), Counter[int]())
+        return Report(clocks, staleness, waits, sum(each.behind for each in told))
 
     async def ping(self) -> tuple[str, int]:
         """Return the host and the number of the process."""

@@ -133,6 +133,21 @@ class View:
         return [i for i, owners in enumerate(self.owners) if owners[0] == server]
 
 
+class Report(NamedTuple):
+    """What servers have seen since they started.
+
+    clocks: of each worker, the number of its pushes that all ranges have counted.
+    staleness: how often a pull lacked so many pushes of another worker, by that number.
+    waits: seconds that pulls of a worker waited for another, by (worker, other).
+    behind: pushes of ranges that replicas have not counted yet.
+    """
+
+    clocks: Mapping[int, int]
+    staleness: Mapping[int, int]
+    waits: Mapping[tuple[int, int], float]
+    behind: int
+
+
 class Push(NamedTuple):
     """A worker's push of one range at one clock, which is its sequence number: the first of several
     counts. `payload` is what the worker's filters made of the array. With slack, servers add it

@@ -72,6 +72,10 @@ class RangeState:
         """Return the clock that all members have reached."""
         return min(self.clocks.values(), default=0)
 
+    def last(self) -> int:
+        """Return the worker that has pushed least often."""
+        return min(self.clocks, key=self.clocks.__getitem__)
+
     def rows_since(self, version: int) -> Array | None:
         """Return the rows that changed after this version; None, for all, if it is negative or the
         range has no rows.

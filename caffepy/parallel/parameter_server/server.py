@@ -11,6 +11,8 @@ sending to replicas stay in one order without locks.
 import asyncio
 import os
 import socket
+import time
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from caffepy.device.blob import Array
@@ -21,6 +23,7 @@ from caffepy.parallel.parameter_server.messages import (
     Engine,
     Push,
     RefusedError,
+    Report,
     StaleViewError,
     View,
 )
@@ -44,6 +47,8 @@ class Server:
         self._marks: Mapping[int, int] = {}  # clocks of workers up to which a cut counts pushes
         self._changed = asyncio.Condition()
         self._state: object = None  # the coordinator's
+        self._staleness, self._waits = Counter[int](), defaultdict[tuple[int, int], float](float)
+        self._behind = 0  # see Report
 
     # what workers call
 
@@ -62,6 +67,7 @@ class Server:
     async def pull(
         self,
         epoch: int,
+        worker: int,
         clock: int,
         ranges: Sequence[int],
         slack: float | None,
@@ -69,7 +75,7 @@ class Server:
         bf16: bool,
     ) -> list[tuple[int, Payload]]:
         """Return the versions and values of these ranges, when no member is more than the slack
-        behind `clock`, the number of pushes of the worker that asks: of ranges with rows only what
+        behind `clock`, the number of pushes of `worker`, which asks: of ranges with rows only what
         changed after the versions `since`, which are of this epoch, or -1. By default the slack is
         that of the rule.
         """
@@ -77,15 +83,24 @@ class Server:
         slack = self.view.rule.slack if slack is None else slack
         states = [self._primary_state(i) for i in ranges]
 
+        awaited, since_when = worker, time.monotonic()
+
         def may_go() -> bool:
-            if self.view.epoch != epoch:
-                return True
-            return not self._frozen and all(s.slowest() >= clock - slack for s in states)
+            nonlocal awaited, since_when
+            now = time.monotonic()
+            if awaited != worker:
+                self._waits[worker, awaited] += now - since_when
+            late = next((s for s in states if s.slowest() < clock - slack), None)
+            awaited, since_when = late.last() if late else worker, now
+            return self.view.epoch != epoch or not (self._frozen or late)
 
         async with self._changed:
             await self._changed.wait_for(may_go)
         if self.view.epoch != epoch:
             raise StaleViewError("the view has changed while a worker waited")
+        for other, reached in states[0].clocks.items() if states else ():
+            if other != worker:
+                self._staleness[max(0, clock - reached)] += 1
         return [
             (s.version, pack(s.values, s.row, s.rows_since(version), bf16 and not s.is_mean))
             for s, version in zip(states, since, strict=True)
@@ -134,16 +149,15 @@ class Server:
         await self._wake()
         return {i: (state.version, dict(state.clocks)) for i, state in self._ranges.items()}
 
-    async def reached(self) -> dict[int, int]:
-        """Return the pushes of each member that are counted on all ranges of which this server is
-        the primary.
-        """
+    async def report(self) -> Report:
+        """Return what this server has seen, of the ranges of which it is the primary."""
         states = [self._ranges[i] for i in self.view.of_primary(self.name) if i in self._ranges]
-        return {
+        clocks = {
             worker: min(state.clocks[worker] for state in states)
             for worker in self.view.members
             if states
         }
+        return Report(clocks, dict(self._staleness), dict(self._waits), self._behind)
 
     async def give(self, server: str, ranges: Sequence[int]) -> None:
         """Copy the states of ranges to another server."""
@@ -227,9 +241,12 @@ class Server:
             replica: self._engine.call(replica, "replicate", epoch, pushes)
             for replica, pushes in copies.items()
         }
+        self._behind += sum(map(len, copies.values()))
         for replica, call in calls.items():
             try:
                 await asyncio.wait_for(asyncio.wrap_future(call), PATIENCE)
             except (DeadPeerError, TimeoutError):
                 report = self._engine.call(COORDINATOR, "suspect", replica, epoch)
                 await asyncio.wrap_future(report)
+            finally:
+                self._behind -= len(copies[replica])

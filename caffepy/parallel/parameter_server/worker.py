@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy.collectives.synchronizer import Synchronizer
-from caffepy.core.errors import SyncError, UsageError
+from caffepy.core.errors import CaffeError, SyncError, UsageError
+from caffepy.core.events import Served
 from caffepy.device.blob import Array
 from caffepy.layer import Layer
 from caffepy.layer.inner_product import InnerProduct
@@ -37,7 +38,7 @@ from caffepy.parallel.nodes import shared
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.filters import Filters
 from caffepy.parallel.parameter_server.leases import Leases
-from caffepy.parallel.parameter_server.messages import Rule
+from caffepy.parallel.parameter_server.messages import Report, Rule
 from caffepy.parallel.parameter_server.ranges import Blob, KeyRange, key_ranges
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.solver import Action, Solver
@@ -48,6 +49,9 @@ from caffepy.solver.statistics import mean
 from caffepy.solver.worker_group import GroupStatistics, OuterGroup, WorkerGroup
 
 log = logging.getLogger(__name__)
+
+REPORT = 5.0
+"""Seconds that the last report of the servers may take."""
 
 
 def ranges_of(solver: Solver, gradients: bool) -> list[KeyRange]:
@@ -133,6 +137,8 @@ class ServedWorkers(OuterGroup):
         self._pulled = self._flat()
         self._since = 0  # iterations since the last push
         self._dealt = 0  # batches that the last cut has
+        self.report: Report | None = None  # the last of the servers
+        self._asked: tuple[int, Future[Report]] | None = None  # for the next, at an iteration
         self.waited = 0.0  # seconds for pushes and pulls in which the solver did not train
         self._beside: _Beside | None = None
         self._own: list[Array] = []  # parameters while the solver has those of a cut
@@ -171,6 +177,8 @@ class ServedWorkers(OuterGroup):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None and not self._rule.gradients:
             self._end_with_newest()
+        if error is None and self.client.worker == 0:
+            self._tell(self.solver.iter, self.client.report())
         self._detach(failed=error is not None)
         try:
             if self.client.worker == 0:
@@ -281,14 +289,36 @@ class ServedWorkers(OuterGroup):
     def iterated(self) -> None:
         """Push and pull, if a clock is over; worker 0 logs how far all are when it displays."""
         self._since += 1
-        if self.client.worker == 0 and due(self.solver.iter, self.solver.param.display):
-            self.client.report()
+        if self.client.worker == 0:
+            self._report(due(self.solver.iter, self.solver.param.display))
         last = self.solver.iter == self.solver.param.max_iter
         if not self._rule.gradients and (self._since == self._every or last):
             self.solver.iterations.collect(wait=True)
             self.inner.raise_worker_error()
             with self._away():
                 self._exchange(last)
+
+    def _report(self, displays: bool) -> None:
+        """Report what the servers told that were asked at a display; ask them at this one."""
+        if self._asked and self._asked[1].done():
+            self._tell(*self._asked)
+            self._asked = None
+        if displays and not self._asked:
+            self._asked = self.solver.iter, self.client.report()
+
+    def _tell(self, iteration: int, answer: "Future[Report]") -> None:
+        try:
+            self.report = answer.result(REPORT)
+        except (CaffeError, TimeoutError):
+            return
+        filters, client = self.filters, self.client
+        sent, on_wire = (
+            filters.bytes_before + client.bytes_before,
+            filters.bytes_after + client.bytes_after,
+        )
+        pushes, staleness, _, behind = self.report
+        told = Served(iteration, pushes, staleness, sent, on_wire, self.waited, behind)
+        self.solver.reporter.served(told)
 
     def vote(self, action: Action) -> Action:
         """Return the action; stop when worker 0 has ended the run."""
@@ -378,9 +408,11 @@ class ServedWorkers(OuterGroup):
         diff = solver.params.reduced_diff
         if rank == 0:
             flat = self._with_statistics(solver.device.on_host(diff), mean(statistics))
+            begun = time.perf_counter()
             with self._away():
                 self.push(flat, flat)
                 means = self._filled(self.client.pull())
+            self.waited += time.perf_counter() - begun
             self.statistics.means = self._means(means)
         (means, *_) = self._gathered(rank, means)
         if updates:

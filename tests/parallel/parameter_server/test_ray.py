@@ -81,7 +81,7 @@ def test_each_push_counts_once(cluster: RayEngine) -> None:
 
 def test_errors_of_ours_travel_as_they_are(cluster: RayEngine) -> None:
     with pytest.raises(StaleViewError, match="there is a later view"):
-        cluster.call("server-0", "pull", 0, 0, [0], None, [-1], False).result(60)
+        cluster.call("server-0", "pull", 0, 0, 0, [0], None, [-1], False).result(60)
 
 
 def test_a_name_that_nobody_has_is_a_dead_peer(cluster: RayEngine) -> None:

@@ -1,5 +1,7 @@
 """Solvers in threads that train by a parameter server."""
 
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
@@ -18,7 +20,7 @@ from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
 from caffepy.parallel.parameter_server.filters import parse
-from caffepy.parallel.parameter_server.messages import COORDINATOR, Rule
+from caffepy.parallel.parameter_server.messages import COORDINATOR, Report, Rule
 from caffepy.parallel.parameter_server.worker import ServedWorkers
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -258,6 +260,46 @@ def test_when_all_servers_have_died_a_snapshot_has_the_first_workers_values(
         Served(2, TEXTS["plain"], rule, work=work)
     assert "first worker's own parameters: all servers that held" in caplog.text
     assert saved["own"].any()
+
+
+@pytest.mark.parametrize("slack", [0, 2])
+def test_reports_tell_who_waits_for_whom(slack: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 1 pushes after worker 0 has begun to pull, and so never waits for it."""
+    push, pull, pulls = ServedWorkers.push, Client.pull, threading.Semaphore(0)
+    reports: list[Report] = []
+
+    def push_late(workers: ServedWorkers, *arrays: Array) -> None:
+        if workers.client.worker == 1:
+            assert pulls.acquire(timeout=60)
+            time.sleep(0.01)
+        push(workers, *arrays)
+
+    def pull_and_tell(client: Client, slack: float | None = None) -> list[Array]:
+        if client.worker == 0 and client.clock:
+            pulls.release()
+        return pull(client, slack)
+
+    def work(served: Served, solver: Solver, number: int) -> None:
+        group = solver.workers
+        assert isinstance(group, ServedWorkers)
+        if number == 0:
+            reports.append(group.client.report().result(10))
+
+    monkeypatch.setattr(ServedWorkers, "push", push_late)
+    monkeypatch.setattr(Client, "pull", pull_and_tell)
+    served = Served(2, TEXTS["plain"], Rule(slack), work=work)
+    first, *_, last = served.recorder.reports
+    assert 0 < first.iteration <= last.iteration == ITERATIONS
+    assert last.pushes == {0: ITERATIONS, 1: ITERATIONS}
+    assert 0 < last.on_wire <= last.sent
+    assert last.behind == 0
+    if slack:
+        assert last.staleness[1]
+        assert set(last.staleness) <= {0, 1}  # pulls beside the iterations are for a slack of 1
+    else:
+        assert set(last.staleness) == {0}
+        assert {*reports[0].waits} == {(0, 1)}
+        assert reports[0].waits[0, 1] > 0
 
 
 @pytest.mark.gpu
