@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,23 +89,16 @@ def write(
     Path("solver.prototxt").write_text(SETTINGS + settings + "\n")
 
 
-def start(nodes: int, *arguments: str, options: Sequence[str] = ()) -> "subprocess.Popen[str]":
-    program = [sys.executable, "-m", "caffepy", "train", "--solver", "solver.prototxt"]
-    if nodes > 1:
-        assert MPIRUN
-        program = [MPIRUN, "--oversubscribe", *options, "-n", str(nodes), *program]
-    environment = ENVIRONMENT | {"CAFFEPY_AUTOTUNE": "0", "MPLBACKEND": "agg"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen([*program, *arguments], stderr=pipe, text=True, env=environment)
-
-
 def train(
     nodes: int, *arguments: str, options: Sequence[str] = (), cpu: int = 1
 ) -> tuple[int, str]:
     """The exit code of a run of so many processes with so many solvers each, and stderr."""
-    with start(nodes, "--cpu", str(cpu), *arguments, options=options) as process:
-        _, said = process.communicate(timeout=120)
-    return process.returncode, said
+    assert MPIRUN
+    program = [MPIRUN, "--oversubscribe", *options, "-n", str(nodes), sys.executable, "-m"]
+    program += ["caffepy", "train", "--solver", "solver.prototxt", "--cpu", str(cpu), *arguments]
+    environment = ENVIRONMENT | {"CAFFEPY_AUTOTUNE": "0", "MPLBACKEND": "agg"}
+    ended = subprocess.run(program, stderr=subprocess.PIPE, text=True, env=environment, timeout=120)
+    return ended.returncode, ended.stderr
 
 
 def message(said: str) -> str:
@@ -129,29 +123,66 @@ def is_whole(state: str) -> bool:
     return True
 
 
-def test_the_split_changes_nothing_also_when_resumed(folder: Path) -> None:
+class Threads:
+    """Runs a command line in each of two threads, which are nodes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._own, self._capsys = threading.local(), capsys
+        self._environment = partial(monkeypatch.setenv, "OMPI_COMM_WORLD_SIZE")
+        monkeypatch.setitem(sys.modules, "matplotlib", None)  # curves take seconds
+        monkeypatch.setattr("caffepy.commands.nodes.join_launched", lambda *_: self._own.world)
+        monkeypatch.setattr("caffepy.commands.nodes._node", 0)
+
+    def __call__(self, *arguments: Sequence[str]) -> tuple[list[int], str]:
+        """The exit codes of both, and stderr; one that another's message stands for raises its."""
+        self._environment("2")
+
+        def node(world: World) -> int:
+            self._own.world = world
+            return main.run(["train", *arguments[world.node], "--cpu", "1", "--threads", "1"])
+
+        ended = run_nodes(2, node)
+        codes = [end.code if isinstance(end, SystemExit) else end for end in ended]
+        return codes, self._capsys.readouterr().err
+
+    def alone(self, *arguments: str, cpu: int = 1) -> tuple[int, str]:
+        """The exit code of one process with so many solvers, and stderr."""
+        self._environment("1")
+        command = ["train", "--solver", "solver.prototxt", "--cpu", str(cpu), *arguments]
+        return main.run(command), self._capsys.readouterr().err
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Threads:
+    return Threads(monkeypatch, capsys)
+
+
+def test_the_split_changes_nothing_also_when_resumed(folder: Path, threads: Threads) -> None:
+    """One process with 4 solvers, 4 with one, and 2 with 2 solvers that go on."""
     said, models = {}, {}
-    for nodes, cpu in ((1, 4), (2, 2), (4, 1)):
+    for nodes, cpu in ((1, 4), (4, 1)):
         place = folder / f"{nodes}x{cpu}"
         place.mkdir()
         os.chdir(place)
         write(settings="max_iter: 16 snapshot: 7")
-        code, said[nodes] = train(nodes, cpu=cpu)
+        code, said[nodes] = threads.alone(cpu=cpu) if nodes == 1 else train(nodes, cpu=cpu)
         assert code == 0, said[nodes]
         models[nodes] = Path("s_iter_16.caffemodel").read_bytes()
         states = [f"s_iter_{i}.{kind}" for i in (14, 16, 7) for kind in snapshot_kinds()]
         found = sorted(path.name for path in place.glob("s_*"))
         assert found == sorted([*states, "s_metrics.csv"])
     assert results(said[1]), said[1]
-    for nodes in (2, 4):
-        assert models[nodes] == models[1]
-        assert results(said[nodes]) == results(said[1])
+    assert models[4] == models[1]
+    assert results(said[4]) == results(said[1])
     for path in (folder / "4x1").glob("s_iter_1*"):
         path.unlink()
     code, resumed = train(2, "--snapshot", "auto", "--log-dir", "logs", cpu=2)  # what 4x1 saved
     assert code == 0, resumed
     assert "Resuming from s_iter_7.solverstate" in resumed
     assert Path("s_iter_16.caffemodel").read_bytes() == models[1]
+    last = [line for line in results(resumed) if "Test" in line]
+    assert len(last) == 4  # of two tests
+    assert [line for line in results(said[1]) if "Test" in line][-4:] == last
     logs = [path for path in Path("logs").iterdir() if ".INFO." in path.name]
     assert len([path for path in logs if not path.is_symlink()]) == 2
 
@@ -161,7 +192,7 @@ def snapshot_kinds() -> tuple[str, ...]:
 
 
 def test_a_run_without_a_random_seed_is_repeated_by_the_one_it_drew_and_goes_on(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    threads: Threads,
 ) -> None:
     def seeded(seed: str, settings: str) -> None:
         write(settings=settings)
@@ -174,34 +205,33 @@ def test_a_run_without_a_random_seed_is_repeated_by_the_one_it_drew_and_goes_on(
     drawn = said.split("Random numbers begin with ")[1].partition(":")[0]
     model = Path("s_iter_4.caffemodel").read_bytes()
     seeded("", "max_iter: 8")
+    command = ["--solver", "solver.prototxt"]
+    auto = ["--snapshot", "auto", "--nodes", "1:2"]
     for nodes in (2, 1):
-        code, said = train(nodes, "--snapshot", "auto", "--nodes", "1:2")
-        assert code == 0, said
-        assert "Resuming from s_iter_4.solverstate" in said
+        codes, said = threads(*[[*command, *auto]] * 2) if nodes == 2 else threads.alone(*auto)
+        assert codes in ([0, 0], 0), said
         assert "Random numbers begin" not in said
         assert is_whole("s_iter_8.solverstate")
         for path in Path().glob("s_iter_8.*"):
             path.unlink()
 
     seeded(f"random_seed: {drawn}", "max_iter: 4")
-    together = Threads(monkeypatch, capsys)
-    command = ["--solver", "solver.prototxt", "--threads", "1"]
-    codes, said = together(command, command)
+    codes, said = threads(command, command)
     assert codes == [0, 0], said
     assert Path("s_iter_4.caffemodel").read_bytes() == model
 
     seeded("", "max_iter: 2")
     models = []
     for _ in range(2):
-        codes, said = together([*command, "--deterministic"], [*command, "--deterministic"])
+        codes, said = threads(*[[*command, "--deterministic"]] * 2)
         assert codes == [0, 0], said
         models.append(Path("s_iter_2.caffemodel").read_bytes())
     assert models[0] == models[1]
 
 
-def test_a_resumed_run_takes_as_many_images_or_is_asked_for() -> None:
+def test_a_resumed_run_takes_as_many_images_or_is_asked_for(threads: Threads) -> None:
     write({}, "max_iter: 8 snapshot: 4", batch=6)
-    code, whole = train(3, "--batch-mode", "global", "--nodes", "3")
+    code, whole = threads.alone("--batch-mode", "global", cpu=3)
     assert code == 0, whole
     for path in Path().glob("s_iter_8.*"):
         path.unlink()
@@ -223,8 +253,9 @@ def test_a_resumed_run_takes_as_many_images_or_is_asked_for() -> None:
             path.write_bytes(content)
 
     again()
-    code, said = train(2, *auto)
-    assert code == ConfigError.exit_code, said
+    two = ["--solver", "solver.prototxt", *auto]
+    codes, said = threads(two, two)
+    assert codes == [ConfigError.exit_code] * 2, said
     told = message(said)
     assert "3 solvers wrote this snapshot and took 6 images in an iteration; " in told
     assert "now 2 solvers on 2 nodes would take 12: start 3 again, or " in told
@@ -237,9 +268,8 @@ def test_a_resumed_run_takes_as_many_images_or_is_asked_for() -> None:
     assert is_whole("s_iter_8.solverstate")
 
     again()
-    with start(1, "--cpu", "1", *auto) as process:  # as before there were nodes
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 0, said
+    code, said = threads.alone(*auto)  # as before there were nodes
+    assert code == 0, said
 
 
 def figures(said: str) -> dict[tuple[str, int], float]:
@@ -254,13 +284,12 @@ def figures(said: str) -> dict[tuple[str, int], float]:
     return found
 
 
-@pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.usefixtures("ulfm")
-def test_a_killed_process_ends_the_others_with_a_snapshot(victim: int) -> None:
-    write({(victim, 6): "os.kill(os.getpid(), signal.SIGKILL)"}, "max_iter: 5000 snapshot: 5000")
+def test_a_killed_process_ends_the_others_with_a_snapshot() -> None:
+    write({(1, 6): "os.kill(os.getpid(), signal.SIGKILL)"}, "max_iter: 5000 snapshot: 5000")
     code, said = train(2, options=ULFM)
     assert code == SyncError.exit_code, said
-    assert f"universal rank {victim}) has died, iteration 5" in message(said)
+    assert "universal rank 1) has died, iteration 5" in message(said)
     assert is_whole("s_iter_5.solverstate")
 
 
@@ -271,7 +300,7 @@ def test_a_process_that_dies_before_mpi_init_is_over_is_named() -> None:
     dies = 'test $OMPI_COMM_WORLD_RANK = 1 && kill -9 $$; exec "$@"'
     program = [sys.executable, "-m", "caffepy", "train", "--solver", "solver.prototxt"]
     ended = subprocess.run(
-        [MPIRUN, "--oversubscribe", *ULFM, "-n", "3", "sh", "-c", dies, "sh", *program],
+        [MPIRUN, "--oversubscribe", *ULFM, "-n", "2", "sh", "-c", dies, "sh", *program],
         capture_output=True,
         text=True,
         timeout=60,
@@ -279,7 +308,7 @@ def test_a_process_that_dies_before_mpi_init_is_over_is_named() -> None:
     )
     assert ended.returncode == SyncError.exit_code, ended.stderr
     told = message(ended.stderr)
-    assert told.startswith("process 1 of 3 (host "), told
+    assert told.startswith("process 1 of 2 (host "), told
     assert ") died before MPI_Init was over; process 0 waited " in told
 
 
@@ -348,25 +377,20 @@ def test_an_error_of_a_layer_of_one_process_ends_all() -> None:
     assert is_whole("s_iter_5.solverstate")
 
 
-def test_a_full_disk_of_the_first_process_costs_a_snapshot_only() -> None:
-    write({(0, 3): "limit(300)", (0, 7): "limit(1 << 30)"}, "max_iter: 10 snapshot: 5")
+def test_a_full_disk_of_the_first_process_costs_a_snapshot_and_at_the_end_the_run() -> None:
+    full, free = "limit(300)", "limit(1 << 30)"
+    write({(0, 3): full, (0, 7): free, (0, 11): full}, "max_iter: 12 snapshot: 5")
     code, said = train(2)
-    assert code == 0, said
+    assert code == ConfigError.exit_code, said
     assert said.count("No snapshot of iteration 5: ") == 1
     assert [path.name for path in Path().glob("*.solverstate")] == ["s_iter_10.solverstate"]
     assert is_whole("s_iter_10.solverstate")
+    assert "s_iter_12" in message(said)
 
 
-def test_a_disk_that_stays_full_is_told_once() -> None:
-    write({(0, 3): "limit(300)"}, "max_iter: 10")
-    code, said = train(2)
-    assert code == ConfigError.exit_code, said
-    assert "s_iter_10" in message(said)
-
-
-def test_gradients_in_16_bits_between_processes() -> None:
+def test_gradients_in_16_bits_between_processes(threads: Threads) -> None:
     write()
-    code, exact = train(2, cpu=2)
+    code, exact = threads.alone(cpu=4)
     assert code == 0, exact
     code, said = train(2, "--wire", "bf16", cpu=2)
     assert code == 0, said
@@ -376,70 +400,30 @@ def test_gradients_in_16_bits_between_processes() -> None:
     assert results(said) != results(exact)
 
 
-def test_one_process_with_another_wire_is_named() -> None:
+def test_a_node_with_another_wire_is_named(threads: Threads) -> None:
     write()
-    own = [sys.executable, "-m", "caffepy", "train", "--solver", "solver.prototxt", "--cpu", "1"]
-    other = [":", "-n", "1", *own, "--wire", "bf16"]
-    assert MPIRUN
-    run = subprocess.run(
-        [MPIRUN, "--oversubscribe", "-n", "1", *own, *other],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=120,
-    )
-    assert run.returncode == ConfigError.exit_code, run.stderr
-    assert "the --wire of node 1 (host " in message(run.stderr)
+    command = ["--solver", "solver.prototxt"]
+    codes, said = threads(command, [*command, "--wire", "bf16"])
+    assert codes == [ConfigError.exit_code] * 2, said
+    assert "the --wire of node 1 (host " in message(said)
 
 
-def test_one_process_that_lacks_the_data_is_named() -> None:
-    """Its working directory is another."""
+def test_a_node_that_lacks_the_data_is_named(threads: Threads) -> None:
     write(settings="max_iter: 8")
-    os.mkdir("other")
     text = Path("net.prototxt").read_text()
     assert str(library.DIGITS) in text
-    Path("net.prototxt").write_text(text.replace(str(library.DIGITS), "data"))
-    for name in ("solver.prototxt", "net.prototxt"):
-        shutil.copy(name, "other")
-    shutil.copytree(str(library.DIGITS), "data")
-    own = [sys.executable, "-m", "caffepy", "train", "--solver", "solver.prototxt", "--cpu", "1"]
-    assert MPIRUN
-    run = subprocess.run(
-        [*(MPIRUN, "--oversubscribe", "-n", "1"), *own, *(":", "-n", "1", "-wdir", "other"), *own],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=120,
-    )
-    assert run.returncode == DataError.exit_code, run.stderr
-    assert "node 1 (host " in message(run.stderr)
-    assert "lmdb" in message(run.stderr)
-
-
-class Threads:
-    """Runs a command line in each of two threads, which are nodes, up to an error of both."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._own, self._capsys = threading.local(), capsys
-        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-        monkeypatch.setattr("caffepy.commands.nodes.join_launched", lambda *_: self._own.world)
-        monkeypatch.setattr("caffepy.commands.nodes._node", 0)
-
-    def __call__(self, *arguments: Sequence[str]) -> tuple[list[int], str]:
-        """The exit codes of both, and stderr; one that another's message stands for raises its."""
-
-        def node(world: World) -> int:
-            self._own.world = world
-            return main.run(["train", *arguments[world.node], "--cpu", "1"])
-
-        ended = run_nodes(2, node)
-        codes = [end.code if isinstance(end, SystemExit) else end for end in ended]
-        return codes, self._capsys.readouterr().err
-
-
-@pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Threads:
-    return Threads(monkeypatch, capsys)
+    solvers = []
+    for folder in ("own", "other"):
+        os.mkdir(folder)
+        shutil.copy("solver.prototxt", folder)
+        (Path(folder) / "net.prototxt").write_text(text.replace(str(library.DIGITS), "data"))
+        solvers.append(["--solver", f"{folder}/solver.prototxt"])
+    os.remove("net.prototxt")
+    shutil.copytree(str(library.DIGITS), "own/data")
+    codes, said = threads(*solvers)
+    assert codes == [DataError.exit_code] * 2, said
+    assert "node 1 (host " in message(said)
+    assert "lmdb" in message(said)
 
 
 @pytest.mark.parametrize("what", ["solver", "net"])
@@ -468,11 +452,12 @@ def test_a_node_that_has_another_file_is_named(what: str, threads: Threads) -> N
     ("arguments", "told"),
     [
         (["--max-restarts", "2"], "--max-restarts is for one process"),
+        (["--on-divergence", "rollback:0.1"], "--on-divergence rollback is for one process"),
         (["--weights", "a", "--snapshot", "b"], "not both"),
         (["--nodes", "3:4"], "--nodes 3:4: this run has 2 nodes ("),
         (["--nodes", "1"], "start 1 with mpirun -n 1 or srun -n 1, or give --nodes 2"),
     ],
-    ids=["restarts", "both", "few", "many"],
+    ids=["restarts", "rollback", "both", "few", "many"],
 )
 def test_what_nodes_cannot_do_is_told_once(
     arguments: list[str], told: str, threads: Threads
@@ -481,13 +466,6 @@ def test_what_nodes_cannot_do_is_told_once(
     codes, said = threads(*[["--solver", "solver.prototxt", *arguments]] * 2)
     assert codes == [UsageError.exit_code] * 2, said
     assert told in message(said)
-
-
-def test_what_cannot_be_is_told_once() -> None:
-    write()
-    code, said = train(2, "--on-divergence", "rollback:0.1")
-    assert code == UsageError.exit_code, said
-    assert "--on-divergence rollback is for one process" in message(said)
 
 
 @pytest.mark.parametrize(
@@ -500,11 +478,10 @@ def test_what_cannot_be_is_told_once() -> None:
     ],
     ids=["local", "few", "order", "zero"],
 )
-def test_what_one_process_cannot_do(arguments: list[str], told: str) -> None:
+def test_what_one_process_cannot_do(arguments: list[str], told: str, threads: Threads) -> None:
     write()
-    with start(1, *arguments) as process:
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == UsageError.exit_code
+    code, said = threads.alone(*arguments)
+    assert code == UsageError.exit_code
     assert told in message(said)
 
 
