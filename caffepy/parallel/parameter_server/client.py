@@ -3,11 +3,13 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from math import inf
 from typing import Any, NamedTuple
 
+from caffepy.core.errors import CaffeError
 from caffepy.device.blob import Array
 from caffepy.parallel.parameter_server.filters import Packed, Payload, decode, nbytes, write
 from caffepy.parallel.parameter_server.leases import KEPT, Lease
@@ -66,6 +68,7 @@ class Client:
         self.view = View()
         self.clock = 0  # number of pushes
         self.ended = threading.Event()  # the run is at its end
+        self.state: Callable[[int], object] = lambda clock: None  # at this clock or later, if it is
         self.again = 0  # pushes that were sent again
         self.bytes_before, self.bytes_after = 0, 0  # of the values that were pulled, as sent
         self._engine, self._patience, self._bf16 = engine, patience, bf16
@@ -74,6 +77,7 @@ class Client:
         self._share = 0
         self._leases: dict[int, Lease] = {}  # the newest, by clock
         self._left = threading.Event()
+        self._answered = 0  # the last request for the state
 
     def start(
         self, ranges: Sequence[KeyRange], values: Sequence[Array], rule: Rule, state: object
@@ -93,8 +97,8 @@ class Client:
         return state
 
     def await_members(self, count: int) -> None:
-        """Return when there are so many workers."""
-        while len(self.view.members) < count:
+        """Return when so many workers have joined."""
+        while len(self.view.members.keys() | self.view.left.keys()) < count:
             self._look(self.view.epoch)
 
     def await_end(self) -> None:
@@ -165,6 +169,21 @@ class Client:
         """Return the values of all ranges after the same pushes, and the batches they are of."""
         values, batches = self._ask("cut")
         return values, batches
+
+    def collect(self) -> tuple[dict[int, Any], list[int]]:
+        """Return what a snapshot keeps of the other workers, their `state` by number, and the
+        workers that do not answer. With slack 0 it is that of this worker's clock.
+        """
+        states, missing = self._ask("collect", 0 if self.view.rule.slack else self.clock)
+        return states, missing
+
+    def hand_out(self, states: Mapping[int, object]) -> None:
+        """Give other workers these states, by number, before they join."""
+        self._ask("hand_out", states)
+
+    def take_state(self) -> Any:
+        """Return the state that this worker was given, None if none."""
+        return self._ask("take_state", self.worker)
 
     def _since(self, i: int) -> int:
         held = self._held.get(i)
@@ -264,11 +283,25 @@ class Client:
                 beat = self._engine.call(
                     COORDINATOR, "beat", self.worker, self._share, self._leases
                 )
-                ended, self._epoch = beat.result(self._patience)
+                ended, self._epoch, (request, clock) = beat.result(self._patience)
                 if ended:
                     self.ended.set()
+                if request not in (0, self._answered):
+                    self._hand_in(request, clock)
             except (DeadPeerError, TimeoutError):
                 continue
+
+    def _hand_in(self, request: int, clock: int) -> None:
+        """Hand in the state, if this worker is at the clock, beside the beats."""
+        if (state := self.state(clock)) is None:
+            return
+        self._answered = request
+
+        def hand_in() -> None:
+            with suppress(CaffeError):
+                self._engine.call(COORDINATOR, "hand_in", self.worker, request, state).result()
+
+        threading.Thread(target=hand_in, name="caffepy-state", daemon=True).start()
 
 
 def _log_changes(before: View, now: View) -> None:

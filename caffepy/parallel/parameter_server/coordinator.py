@@ -49,6 +49,12 @@ PING = 0.5
 TELL = 1.5
 """Seconds that a coordinator that was started again hears beats before it deals batches."""
 
+COLLECT = 20.0
+"""Seconds that workers may take to hand in what a snapshot keeps of them."""
+
+LOOK = 0.02
+"""Seconds between looks for what they hand in."""
+
 TRANSFER = 30.0
 """Seconds that servers may take to copy ranges to each other."""
 
@@ -71,6 +77,8 @@ class Coordinator:
         self._beats: dict[int, float] = {}  # when each worker was last heard of
         self._dealer = Dealer()
         self._state: object = None
+        self._states: dict[int, object] = {}  # of workers: handed out or in
+        self._request = (0, 0)  # number and clock of who collects states
         self._started = asyncio.Event()
         self._ended = False
 
@@ -129,14 +137,43 @@ class Coordinator:
         if epoch >= self.view.epoch:
             await self._change(since=epoch)
 
-    async def beat(self, worker: int, share: int, leases: Mapping[int, Lease]) -> tuple[bool, int]:
+    async def hand_out(self, states: Mapping[int, object]) -> None:
+        """Keep states for these workers until they `take_state`."""
+        self._states = dict(states)
+
+    async def take_state(self, worker: int) -> object:
+        """Return the state that was handed out to a worker; None if there is none."""
+        return self._states.pop(worker, None)
+
+    async def collect(self, clock: int) -> tuple[dict[int, object], list[int]]:
+        """Return the states of the workers but the first, at this clock or later, that hand them in
+        within COLLECT seconds, and the workers that do not.
+        """
+        self._request, self._states = (time.time_ns(), clock), {}
+        until = time.monotonic() + COLLECT
+        while (others := self.view.members.keys() - {0}) - self._states.keys():
+            if time.monotonic() > until:
+                break
+            await asyncio.sleep(LOOK)
+        self._request, states, self._states = (0, 0), self._states, {}
+        return {w: states[w] for w in others & states.keys()}, sorted(others - states.keys())
+
+    async def hand_in(self, worker: int, request: int, state: object) -> None:
+        """Take the state of a worker, for whoever collects them by this request."""
+        if request == self._request[0]:
+            self._states[worker] = state
+
+    async def beat(
+        self, worker: int, share: int, leases: Mapping[int, Lease]
+    ) -> tuple[bool, int, tuple[int, int]]:
         """Note that a worker lives, its share, and what it was dealt lately, by clock; return true
-        when the run is at its end, and the epoch.
+        when the run is at its end, the epoch, and the number and clock of the request for states,
+        0 if there is none.
         """
         if worker in self._beats:
             self._beats[worker] = time.monotonic()
             self._dealer.hear(worker, share, leases)
-        return self._ended, self.view.epoch
+        return self._ended, self.view.epoch, self._request
 
     async def lease(self, worker: int, clock: int) -> Lease:
         """Return the batches of a worker at a clock, see `Dealer`; LeftOutError unless it is a

@@ -18,6 +18,7 @@ nothing but the payload.
 """
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite, sqrt
 from typing import NamedTuple
@@ -136,6 +137,15 @@ class Filters:
         to train on: else it learns once more what it does not see. Not for gradients.
         """
         return values + self._rests[i] if i in self._rests else values
+
+    @property
+    def rests(self) -> dict[str, Array]:
+        """Copies of what was kept back, by range."""
+        return {str(i): rest.copy() for i, rest in self._rests.items()}
+
+    @rests.setter
+    def rests(self, rests: Mapping[str, Array]) -> None:
+        self._rests = {int(i): np.array(rest, np.float32) for i, rest in rests.items()}
 
     def _significant(self, i: int, array: Array) -> Payload:
         if i in self._rests:

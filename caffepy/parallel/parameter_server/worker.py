@@ -15,6 +15,7 @@ parameters are equal, so the root's change is pushed, and all get what was pulle
 their mean is pushed, of running statistics the mean of what each has.
 """
 
+import copy
 import logging
 import threading
 import time
@@ -34,7 +35,7 @@ from caffepy.layer import Layer
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.layer.selection import Embed
 from caffepy.parallel.manager import P2PManager
-from caffepy.parallel.nodes import shared
+from caffepy.parallel.nodes import own_positions, shared
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.filters import Filters
 from caffepy.parallel.parameter_server.leases import Leases
@@ -44,11 +45,14 @@ from caffepy.parallel.worker import WorkerSolver
 from caffepy.solver import Action, Solver
 from caffepy.solver.iteration import due
 from caffepy.solver.policy import next_step
-from caffepy.solver.positions import take_positions
+from caffepy.solver.positions import set_positions, take_positions
 from caffepy.solver.statistics import mean
 from caffepy.solver.worker_group import GroupStatistics, OuterGroup, WorkerGroup
 
 log = logging.getLogger(__name__)
+
+_State = dict[str, Any]
+"""What a snapshot keeps of a worker: see `ServedWorkers.keep`."""
 
 REPORT = 5.0
 """Seconds that the last report of the servers may take."""
@@ -137,6 +141,10 @@ class ServedWorkers(OuterGroup):
         self._pulled = self._flat()
         self._since = 0  # iterations since the last push
         self._dealt = 0  # batches that the last cut has
+        self._ahead = 0  # batches that a restored snapshot is ahead of the data
+        self._keeping = threading.Lock()  # of what follows
+        self._kept: _State = {}  # see `keep`
+        self._history: list[Array] = []
         self.report: Report | None = None  # the last of the servers
         self._asked: tuple[int, Future[Report]] | None = None  # for the next, at an iteration
         self.waited = 0.0  # seconds for pushes and pulls in which the solver did not train
@@ -147,13 +155,16 @@ class ServedWorkers(OuterGroup):
 
     def __enter__(self) -> "ServedWorkers":
         solver, client, gradients = self.solver, self.client, self._rule.gradients
+        states = self._restored()
         if client.worker == 0:
+            client.hand_out(dict(enumerate(states)))
             values = [self._pulled[r.start : r.stop] for r in self._ranges]
             client.start(self._ranges, values, self._rule, self._begin_state())
         share = solver.param.iter_size * self._every
         begun = client.join(share)
+        own = None if client.clock else client.take_state()
         client.await_members(self._workers)
-        self._follow(begun)
+        self._follow(begun, own)
         solvers = len(self.solvers)
         self._leases = Leases(client.lease, share, client.clock, -begun["ahead"], solvers)
         self._begun_at = solver.iter
@@ -171,6 +182,8 @@ class ServedWorkers(OuterGroup):
             self._take(client.pull())
             if self._rule.slack:
                 self._beside = _Beside(self)
+        self.keep()
+        client.state = self._handed_in
         solver.join(self, solver.reporter)
         return self
 
@@ -250,13 +263,41 @@ class ServedWorkers(OuterGroup):
             "iteration": solver.iter,
             "rate_factor": solver.iterations.rate_factor,
             "data": {name: positions[name] for name in data},
-            "ahead": solver.resume_state.group.get("ahead", 0),
+            "ahead": self._ahead,
+            "control": solver.update_state.state(),
             "history": [device.on_host(flat).copy() for flat in solver.history],
             "parameters": self._pulled if self._rule.gradients else None,
         }
 
-    def _follow(self, begun: Mapping[str, Any]) -> None:
-        """Begin as the first worker did, or where the others are now."""
+    def _restored(self) -> list[dict[str, Any]]:
+        """Return the states of the workers in the snapshot that worker 0 has restored, if there
+        are as many now. They are used once.
+        """
+        group, self.solver.resume_state.group = self.solver.resume_state.group, {}
+        self._ahead = int(group.get("ahead", 0))
+        states = list(group.get("workers", ()))
+        if states and len(states) != self._workers:
+            told = "The snapshot is of %d workers, not %d: all begin with the momentum of worker 0"
+            log.warning(told, len(states), self._workers)
+            return []
+        return states
+
+    def _follow(self, begun: Mapping[str, Any], own: _State | None) -> None:
+        """Begin as the first worker did, or where the others are now; with the `own` state of an
+        earlier run, if there is one.
+        """
+        positions = own["positions"] if own else []
+        positions = positions if len(positions) == len(self.solvers) else []
+        self._follow_first(begun, own, positions)
+        if not own:
+            return
+        self.filters.rests = own["rests"]
+        for solver, values in zip(self.solvers, own["statistics"], strict=False):
+            solver.iterations.statistics.write(values)
+
+    def _follow_first(
+        self, begun: Mapping[str, Any], own: _State | None, positions: Sequence[dict[str, Any]]
+    ) -> None:
         solver, clock = self.solver, self.client.clock
         iterations, device = solver.iterations, solver.device
         if self.client.worker == 0:
@@ -270,17 +311,21 @@ class ServedWorkers(OuterGroup):
             step = next_step(solver.param, number, step)
         iterations.move_to(iteration, step)
         iterations.rate_factor = begun["rate_factor"]
+        solver.update_state.set_state(begun["control"])
+        if positions:
+            set_positions(positions[0], [solver.net], device)
         solver.net.set_state({**solver.net.state(), **begun["data"]})
         with device.scope():
             if clock == 0:
-                for mine, theirs in zip(solver.history, begun["history"], strict=True):
+                history = (own and own["history"]) or begun["history"]
+                for mine, theirs in zip(solver.history, history, strict=True):
                     device.upload(theirs, mine)
             if self._rule.gradients:
                 device.upload(begun["parameters"][: solver.params.data.size], solver.params.data)
 
         def follow(worker: Solver, rank: int) -> None:
             if isinstance(worker, WorkerSolver):
-                worker.follow(solver, None)
+                worker.follow(solver, positions[rank] if positions else None)
 
         self.each(follow)
 
@@ -297,6 +342,9 @@ class ServedWorkers(OuterGroup):
             self.inner.raise_worker_error()
             with self._away():
                 self._exchange(last)
+        if self._rule.gradients:
+            self.inner.raise_worker_error()
+            self.keep()
 
     def _report(self, displays: bool) -> None:
         """Report what the servers told that were asked at a display; ask them at this one."""
@@ -335,6 +383,7 @@ class ServedWorkers(OuterGroup):
             flat = self._flat()
             self.push(flat - self._pulled, flat)
             self._take(self.client.pull())
+            self.keep()
         else:
             self._beside.exchange()
             if last:
@@ -389,10 +438,59 @@ class ServedWorkers(OuterGroup):
                     self._upload(self._own.pop())
 
     def state(self) -> dict[str, Any]:
-        """Return how many batches the pushes of the last cut are ahead of this worker's data; data
-        do not go back to those that are behind, in the hands of slower workers.
+        """Return how many batches the pushes of the last cut are ahead of this worker's data, which
+        do not go back to those that are behind, in the hands of slower workers; and what `keep`
+        keeps of each worker, in the order of their numbers, if all hand it in.
         """
-        return {"ahead": max(0, self._dealt - self._leases.after(self._taken))}
+        ahead = max(0, self._dealt - self._leases.after(self._taken))
+        if self.client.worker:
+            return {"ahead": ahead}
+        try:
+            states, missing = self.client.collect()
+            why = f"worker(s) {', '.join(map(str, missing))} do not answer" if missing else ""
+        except SyncError as error:
+            states, why = {}, str(error)
+        if why:
+            log.warning("The snapshot has no momentum of other workers: %s", why)
+            return {"ahead": ahead}
+        with self._keeping:
+            own = {**self._kept, "history": []}  # which Caffe's files have
+        return {"ahead": ahead, "workers": [own, *(states[number] for number in sorted(states))]}
+
+    def keep(self) -> None:
+        """Keep what a snapshot needs of this worker at this clock, where all its solvers are idle.
+        Of gradients all workers have the same history.
+        """
+        solver = self.solver
+        positions = []
+        for each in self.solvers:
+            own = own_positions(take_positions([each.net], each.device), solver)
+            positions.append(copy.deepcopy(own))
+        with self._keeping:
+            if not self._rule.gradients and self.client.worker:
+                with solver.device.scope():
+                    self._history = self._history or [flat.copy() for flat in solver.history]
+                    for mine, flat in zip(self._history, solver.history, strict=True):
+                        mine[...] = flat
+                    solver.device.synchronize()
+            self._kept = {
+                "clock": self.client.clock,
+                "positions": positions,
+                "statistics": [each.iterations.statistics.present for each in self.solvers],
+                "rests": self.filters.rests,
+            }
+
+    def _handed_in(self, clock: int) -> _State | None:
+        """Return what is kept, with the history, if it is of this clock or a later one."""
+        with self._keeping:
+            if self._kept["clock"] < clock:
+                return None
+            history = []
+            for flat in self._history:
+                host = np.empty(flat.shape, flat.dtype)
+                self.solver.device.copy_beside(flat, host)
+                history.append(host)
+            return {**self._kept, "history": history}
 
     @property
     def _taken(self) -> int:
@@ -531,6 +629,7 @@ class _Beside:
         """Go on from what was pulled and what was learned since; push that, beside what follows."""
         self.await_pull()
         self._workers.each(self._go_on)
+        self._workers.keep()
         self._landed = False
         means = np.concatenate([np.empty(0, np.float32), *map(np.ravel, self._workers.own_means())])
         pull = self._pull = Future()

@@ -74,6 +74,7 @@ class Served:
                 devices = [CudaDevice(number * solvers + i, seed=1) for i in range(solvers)]
             devices[0].follows = number > 0
             recorder = self.recorder if number == 0 else Recorder()
+            param.snapshot *= number == 0
             solver = Solver(param, device=devices[0], reporter=recorder)
             if state and number == 0:
                 solver.restore(state)
@@ -260,6 +261,47 @@ def test_when_all_servers_have_died_a_snapshot_has_the_first_workers_values(
         Served(2, TEXTS["plain"], rule, work=work)
     assert "first worker's own parameters: all servers that held" in caplog.text
     assert saved["own"].any()
+
+
+@pytest.mark.parametrize("solvers", [1, 2])
+@pytest.mark.parametrize(
+    ("case", "rule", "every", "filters"),
+    [
+        ("random", Rule(0), 3, "significant:1.6"),
+        ("normalized", Rule(0), 3, ""),
+        ("random", Rule(0, gradients=True), 1, ""),
+    ],
+)
+def test_as_many_workers_go_on_from_a_snapshot_to_the_bit(
+    case: str, rule: Rule, every: int, filters: str, solvers: int, tmp_path: Path
+) -> None:
+    """Each with its own momentum, random numbers, running statistics and rests of filters."""
+    settings = SETTINGS + f'snapshot: 6 snapshot_prefix: "{tmp_path}/run" '
+    given = {"settings": settings, "filters": filters, "solvers": solvers}
+    want = Served(2, TEXTS[case], rule, every, **given)
+    state = f"{tmp_path}/run_iter_6.solverstate"
+    got = Served(2, TEXTS[case], rule, every, state=state, **given)
+    for number, data in got.data.items():
+        np.testing.assert_array_equal(data, want.data[number])
+    assert got.recorder.losses[-1] == want.recorder.losses[-1]
+
+
+def test_another_number_of_workers_goes_on_with_the_momentum_of_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = SETTINGS + f'snapshot: 6 snapshot_prefix: "{tmp_path}/run" '
+    Served(2, TEXTS["plain"], Rule(1), 3, settings, until=6)
+    begun: dict[int, Array] = {}
+
+    def work(served: Served, solver: Solver, number: int) -> None:
+        begun[number] = np.concatenate(solver.history)
+
+    state = f"{tmp_path}/run_iter_6.solverstate"
+    Served(3, TEXTS["plain"], Rule(1), 3, settings, until=6, state=state, work=work)
+    for history in begun.values():
+        np.testing.assert_array_equal(history, begun[0])
+    told = "The snapshot is of 2 workers, not 3: all begin with the momentum of worker 0"
+    assert told in caplog.messages
 
 
 @pytest.mark.parametrize("slack", [0, 2])
