@@ -252,7 +252,10 @@ class Client:
             self.poll()
             time.sleep(RETRY)
         if self.worker not in view.members:
-            raise LeftOutError(f"worker {self.worker} was left out: it was silent for too long")
+            raise LeftOutError(
+                f"worker {self.worker} was left out: the others did not hear of it for too long, "
+                "as of a process that is stopped; resume from the last snapshot"
+            )
         if self.worker == 0:
             _log_changes(self.view, view)
         self.view = view
