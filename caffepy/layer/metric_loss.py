@@ -133,7 +133,7 @@ class CenterLoss(LossLayer):
         if self.param_propagate_down[0]:
             labels = bottom[1].data.reshape(-1)
             alike = 1 + np.sum(labels[:, None] == labels, axis=1, keepdims=True)
-            step = np.asarray(difference / -alike, dtype=difference.dtype)
+            step = difference / -alike.astype(difference.dtype)
             self.ops.add_rows(step, labels, self.blobs[0].diff)
         if propagate_down[0]:
             dx = bottom[0].diff.reshape(self.view)
