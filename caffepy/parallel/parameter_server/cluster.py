@@ -52,6 +52,11 @@ PAUSE = 0.5
 and the others go on first.
 """
 
+FEW = 20
+"""Pushes of a run up to which late changes, and momentum of the servers, cost accuracy: of digits,
+with ten, one to four points.
+"""
+
 LEAST_WAIT = 0.05
 """Seconds of waiting for another worker that are worth a word."""
 
@@ -88,8 +93,9 @@ class ClusterOptions:
         update = _update(self.server_update)
         if update and (slack or self.every == 1):
             raise UsageError(
-                "--server-update nesterov is for --consistency sync with --every 2 or more: with "
-                "momentum at the server late changes do not train"
+                "--server-update nesterov, or another update of the servers, is for --consistency "
+                "sync with --every 2 or more: with momentum at the server late changes do not "
+                "train, and --every 1 pushes gradients; workers keep their own momentum always"
             )
         gradients = slack == 0 and self.every == 1
         return Rule(slack, gradients, update)
@@ -289,6 +295,7 @@ def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> It
             *(most, solver.workers.size, options.servers, options.replicas),
             *(worker.rule.name, worker.every),
         )
+        _warn_of_few_pushes(solver, worker.rule, worker.every)
         begun = time.monotonic()
         with workers:
             log.info("All %d workers have joined", len(client.view.members))
@@ -310,6 +317,19 @@ def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> It
         )
     finally:
         engine.close()
+
+
+def _warn_of_few_pushes(solver: Solver, rule: Rule, every: int) -> None:
+    """Warn where what comes late, or momentum of the servers, is a large part of the run."""
+    iterations = solver.param.max_iter - solver.iter
+    pushes = iterations // every
+    if pushes > FEW or not (rule.slack or rule.update) or every == 1:
+        return
+    log.warning(
+        "%d pushes in all are few for %s, which then costs accuracy: give --every %d or less",
+        *(pushes, "an update of the servers" if rule.update else f"--consistency {rule.name}"),
+        max(1, iterations // (2 * FEW)),
+    )
 
 
 def _waits_of(worker: int, waits: Mapping[tuple[int, int], float]) -> str:

@@ -3,13 +3,14 @@
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from caffepy.commands.train import TrainOptions, train
-from caffepy.core.errors import DataError
+from caffepy.core.errors import DataError, UsageError
 from caffepy.device.threads import num_threads, set_num_threads
 from caffepy.parallel.parameter_server import cluster
 from caffepy.parallel.parameter_server.cluster import (
@@ -17,10 +18,19 @@ from caffepy.parallel.parameter_server.cluster import (
     ClusterOptions,
     WorkerOptions,
     _Processes,
+    _warn_of_few_pushes,
 )
-from caffepy.parallel.parameter_server.messages import DeadPeerError, LeftOutError, Rule, View
+from caffepy.parallel.parameter_server.messages import (
+    DeadPeerError,
+    LeftOutError,
+    Nesterov,
+    Rule,
+    View,
+)
+from caffepy.parallel.parameter_server.ray_engine import LOCAL
 from caffepy.solver import Solver
 from tests.parallel.cases import NET, SETTINGS, net
+from tests.solver.cases import solver_of
 
 
 class Engine:
@@ -103,6 +113,32 @@ def test_an_error_of_a_worker_ends_the_run() -> None:
     engine.futures[1].set_exception(DataError("the record is damaged"))
     with pytest.raises(DataError, match="the record is damaged"):
         started.check()
+
+
+@pytest.mark.parametrize(
+    ("rule", "every", "told"),
+    [
+        (Rule(4), 25, "10 pushes in all are few for --consistency ssp:4"),
+        (Rule(0, update=Nesterov(0.9, 0.7)), 25, "10 pushes in all are few for an update of the"),
+        (Rule(4), 5, ""),
+        (Rule(0), 25, ""),
+    ],
+)
+def test_few_pushes_are_warned_of_where_they_cost_accuracy(
+    rule: Rule, every: int, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_of_few_pushes(solver_of("max_iter: 250 "), rule, every)
+    assert told in caplog.text
+    assert ("give --every 6 or less" in caplog.text) == bool(told)
+
+
+def test_gpus_of_a_machine_are_dealt_to_its_workers() -> None:
+    options = ClusterOptions(LOCAL, (2, 2))
+    assert [options.dealt([0, 1, 2, 3], place) for place in (0, 1)] == [[0, 1], [2, 3]]
+    assert [options.dealt([5], place) for place in (0, 1)] == [[5], [5]]
+    assert replace(options, cluster="10.0.0.1:6379").dealt([0, 1, 2], 1) == [0, 1, 2]
+    with pytest.raises(UsageError, match="3 GPUs cannot be dealt to 2 workers"):
+        options.dealt([0, 1, 2])
 
 
 def test_workers_of_a_machine_share_its_threads_once(

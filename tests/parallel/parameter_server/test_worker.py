@@ -71,7 +71,8 @@ class Served:
             param.random_seed += number * solvers
             devices: list[Device] = [Device(seed=1) for _ in range(solvers)]
             if gpu:
-                devices = [CudaDevice(number * solvers + i, seed=1) for i in range(solvers)]
+                first = number * solvers if solvers > 1 else 0
+                devices = [CudaDevice(first + i, seed=1) for i in range(solvers)]
             devices[0].follows = number > 0
             recorder = self.recorder if number == 0 else Recorder()
             param.snapshot *= number == 0
@@ -346,10 +347,18 @@ def test_reports_tell_who_waits_for_whom(slack: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
+    ("size", "solvers"),
+    [
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.gpus(2)),
+        pytest.param(2, 2, marks=pytest.mark.gpus(4)),
+    ],
+)
+@pytest.mark.parametrize(
     ("rule", "every"), [(Rule(0, gradients=True), 1), (Rule(0), 5), (Rule(1), 5), (Rule(inf), 1)]
 )
 def test_workers_on_gpus_learn_what_those_on_the_cpu_do(
-    rule: Rule, every: int, caplog: pytest.LogCaptureFixture
+    rule: Rule, every: int, size: int, solvers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = SETTINGS + "snapshot_after_train: false "
     text = TEXTS["plain"].replace(
@@ -367,10 +376,11 @@ def test_workers_on_gpus_learn_what_those_on_the_cpu_do(
             means.append(solver.workers.statistics.means)
 
     on_gpu, on_cpu = (
-        Served(2, text, rule, every, settings, until=20, gpu=gpu, work=work)
+        Served(size, text, rule, every, settings, until=20, gpu=gpu, work=work, solvers=solvers)
         for gpu in (True, False)
     )
     assert "cannot be captured" not in caplog.text
+    assert len(on_gpu.data) == size * solvers
     losses = on_gpu.recorder.losses, on_cpu.recorder.losses
     if rule.slack == 0:
         for got, expected in zip(*learned, strict=True):
