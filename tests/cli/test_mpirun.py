@@ -105,8 +105,9 @@ def test_what_all_are_wrong_in_is_told_once_and_what_one_is_at_all(
     assert "Traceback" not in ended.stderr
 
     (tmp_path / "mpi4py.py").write_text("raise ImportError('it is not there')")
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}")
-    ended = caffepy(2, "train", "--solver", "digits")
+    with monkeypatch.context() as patched:
+        patched.setitem(ENVIRONMENT, "PYTHONPATH", f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}")
+        ended = caffepy(2, "train", "--solver", "digits")
     assert ended.returncode == 2
     assert ended.stderr.count("which needs mpi4py and MPI (it is not there)") == 1, ended.stderr
     assert "Traceback" not in ended.stderr
