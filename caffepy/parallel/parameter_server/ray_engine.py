@@ -13,10 +13,11 @@ import functools
 import logging
 import os
 import secrets
+import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,13 @@ def connect(cluster: str, name: str, size: int = 0) -> "RayEngine":
             "object_store_memory": max(STORE, 8 * size),
         }
     try:
-        ray.init(
-            **settings,
-            namespace=f"caffepy-{name}",
-            configure_logging=False,
-            log_to_driver=False,
-        )
+        with _own_signals():
+            ray.init(
+                **settings,
+                namespace=f"caffepy-{name}",
+                configure_logging=False,
+                log_to_driver=False,
+            )
     except ray.exceptions.AuthenticationError as error:
         raise UsageError(f"--cluster {cluster}: Ray refuses this process's token: {TOKEN}") from (
             error
@@ -89,6 +91,17 @@ def connect(cluster: str, name: str, size: int = 0) -> "RayEngine":
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise SyncError(f"--cluster {cluster}: no cluster of Ray answers ({error})") from error
     return RayEngine()
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """A block after which SIGTERM does what it did before it: Ray ends the process at once."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 TOKEN = (
