@@ -1,12 +1,17 @@
 """caffepy check"""
 
+import os
+from collections.abc import Sequence
+from typing import Any
+
 import click
 
 from caffepy.cli import options
+from caffepy.core.errors import ConfigError
 
 
 @click.command(short_help="Check a solver or net and show its layers, without training.")
-@click.argument("file", default="", metavar="[FILE|NAME]")
+@click.argument("files", nargs=-1, metavar="[FILE|NAME|FOLDER]...")
 @options.solver
 @options.model
 @options.level
@@ -21,7 +26,7 @@ from caffepy.cli import options
 @options.as_json
 @options.logged(least=1)
 def check(
-    file: str,
+    files: tuple[str, ...],
     solver: options.Definition | None,
     model: options.Definition | None,
     level: int,
@@ -31,13 +36,20 @@ def check(
     gpu: bool,
     precision: str | None,
     as_json: bool,
-) -> None:
+) -> int:
     """Build the nets of a solver, or a net in its phases, and print a table of their layers to
     stdout.
 
     For each layer: name, type, shapes of its tops, parameters, memory of the tops, operations of a
     forward pass (convolutions and inner products only). FILE is recognized as a solver or a net by
     its fields. The code of Python layers runs; no file that a layer names is written.
+
+    Several files, or folders with all prototxts below them, are checked one by one, with a line for
+    each (with --json an object: file, kind, ok, error, layers, parameters); the exit code is 3 if
+    one is wrong. Of a solver whose net is not there its own fields are checked.
+
+    With --synthetic, images and labels have a shape with which the net can be built, if nothing
+    states it.
 
     With --gpu also: the layers that run on the host, fused layers, the formats of the tops and
     their conversions, the memory of data and gradients, and whether a training step can be captured
@@ -48,24 +60,42 @@ def check(
       caffepy check solver.prototxt
       caffepy check --model vgg16 --synthetic
       caffepy check --solver resnet50 --synthetic --gpu --precision bf16
+      caffepy check models/ --synthetic --json
     """
     if precision and not gpu:
         raise click.UsageError("--precision is for --gpu.")
     given = [definition for definition in (solver, model) if definition is not None]
-    if file:
-        given.append(options.find_definition(file, "solver"))
+    wanted: dict[str, Any] = {"level": level, "stages": stages, "image": image}
+    wanted |= {"synthetic": synthetic or image is not None, "gpu": gpu, "precision": precision}
+    if files and (len(files) > 1 or os.path.isdir(files[0])) and not given:
+        return _check_all([options.find_definition(f, "solver") for f in files], wanted, as_json)
+    given.extend(options.find_definition(file, "solver") for file in files)
     if len(given) != 1:
-        raise click.UsageError("Need one definition to check: FILE, --solver FILE or --model FILE.")
+        raise click.UsageError(
+            "Need one definition to check: FILE, --solver FILE or --model FILE; or several files."
+        )
     from caffepy.commands.check import as_json as to_json
     from caffepy.commands.check import inspect
 
-    nets = inspect(
-        given[0].path,
-        level=level,
-        stages=stages,
-        synthetic=synthetic or image is not None,
-        image=image or options.image_of(given[0], synthetic),
-        gpu=gpu,
-        precision=precision,
-    )
+    wanted["image"] = image or options.image_of(given[0], synthetic)
+    nets = inspect(given[0].path, **wanted)
     click.echo(to_json(nets) if as_json else "\n\n".join(net.table() for net in nets))
+    return 0
+
+
+def _check_all(
+    definitions: Sequence[options.Definition], wanted: dict[str, Any], as_json: bool
+) -> int:
+    """Print a line for each file and return the exit code."""
+    from caffepy.commands.check_files import check_files, files_in
+
+    files = list(files_in(definition.path for definition in definitions))
+    shapes = {one.path: options.image_of(one, wanted["synthetic"]) for one in definitions}
+    images = {path: shape for path, shape in shapes.items() if shape and not wanted["image"]}
+    wrong = 0
+    for found in check_files(files, images=images, **wanted):
+        click.echo(found.json() if as_json else found.line())
+        wrong += not found.ok
+    if not as_json:
+        click.echo(f"{len(files):,} files, {wrong:,} with an error")
+    return ConfigError.exit_code if wrong else 0

@@ -1,8 +1,10 @@
-"""Nets that need no data: their data layers make random images and labels, for timings, benchmarks
-and tests.
+"""Nets that need no data: their data layers make random images and labels, for checks, timings,
+benchmarks and tests.
 """
 
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from caffepy.core.errors import ConfigError
 from caffepy.models import path
@@ -14,7 +16,25 @@ _SOURCES = {
     "ImageData": "image_data_param",
     "WindowData": "window_data_param",
     "HDF5Data": "hdf5_data_param",
+    "AnnotatedData": "data_param",
+    "BoxData": "data_param",
+    "CPMData": "data_param",
+    "DenseImageData": "dense_image_data_param",
+    "ImageLabelmapData": "image_data_param",
+    "ImageSegData": "image_data_param",
+    "LaneData": "data_param",
+    "VideoData": "video_data_param",
 }
+"""Layers that read data, and where their batch size stands."""
+
+_DENSE = frozenset({"DenseImageData", "ImageLabelmapData", "ImageSegData"})
+"""Those whose labels are images."""
+
+_BOXES = 8
+"""Boxes of a batch that stand for those of AnnotatedData."""
+
+_REGIONS = 128
+"""Regions of interest that stand for those of an image."""
 
 # Layers whose tops have as many channels as their bottom; others than these and those with
 # num_output end the trace.
@@ -23,36 +43,55 @@ _KEEP_CHANNELS = frozenset(
 )
 
 
+class Guess(NamedTuple):
+    """What to take where a net does not say it: height and width of its images, and whether labels
+    are images, too.
+    """
+
+    side: int
+    dense: bool = False
+
+
 def synthetic(
-    net: NetParameter, batch: int | None = None, image: Sequence[int] | None = None
+    net: NetParameter,
+    batch: int | None = None,
+    image: Sequence[int] | None = None,
+    guess: Guess | None = None,
 ) -> NetParameter:
     """A copy of `net` whose layers that read data are DummyData: gaussian images, labels drawn from
     all classes.
 
     They are drawn once, so that they cost nothing from the second pass on. The first top has the
-    images, others labels. `batch` replaces the batch size of every data layer. `image` is the shape
-    (C, H, W); without it the layer must have a crop_size, or new_height and new_width,
-    else ConfigError. Labels lie in [0, classes) and are whole numbers once a loss has truncated
-    them.
+    images, others labels, boxes or what their names say. `batch` replaces the batch size of every
+    data layer. `image` is the shape (C, H, W); without it the layer must state one, as by its
+    crop_size, else `guess` has it, else ConfigError. With a `guess`, Python layers without bottoms
+    count as layers that read data. Labels lie in [0, classes) and are whole numbers once a loss has
+    truncated them.
     """
     copy = NetParameter()
     copy.CopyFrom(net)
     for layer in copy.layer:
-        if layer.type in _SOURCES:
-            dummy = DummyDataParameter()
-            size = batch or getattr(layer, _SOURCES[layer.type]).batch_size
-            for i, top in enumerate(layer.top):
-                dummy.shape.add(dim=[size] if i else [size, *(image or _image(layer))])
-                if i == 0:
-                    dummy.data_filler.add(type="gaussianstatic", std=1)
-                else:
-                    dummy.data_filler.add(
-                        type="uniformstatic", min=0, max=_classes(net, top) - 0.01
-                    )
-            layer.type = "DummyData"
-            layer.dummy_data_param.CopyFrom(dummy)
-            for field in ("transform_param", *_SOURCES.values()):
-                layer.ClearField(field)
+        reads = layer.type in _SOURCES or _is_python_source(layer)
+        if layer.type not in _SOURCES and not (guess and reads):
+            if guess and layer.type == "Input" and not layer.input_param.shape:
+                sides = [guess.side, guess.side]
+                for _ in layer.top:
+                    layer.input_param.shape.add(dim=[1, *(image or [3, *sides])])
+            continue
+        dummy = DummyDataParameter()
+        source = getattr(layer, _SOURCES.get(layer.type, "data_param"))
+        size = batch or getattr(source, "batch_size", 0) or 1
+        shape = list(image or _image(layer, guess))
+        for i, top in enumerate(layer.top):
+            dummy.shape.add(dim=_top_shape(layer, i, size, shape, guess))
+            if i == 0:
+                dummy.data_filler.add(type="gaussianstatic", std=1)
+            else:
+                dummy.data_filler.add(type="uniformstatic", min=0, max=_classes(net, top) - 0.01)
+        layer.type = "DummyData"
+        layer.dummy_data_param.CopyFrom(dummy)
+        for field in ("transform_param", "python_param", *_SOURCES.values()):
+            layer.ClearField(field)
     return copy
 
 
@@ -64,19 +103,71 @@ def image_shape(name: str) -> tuple[int, ...]:
     return tuple(read_net(deploy).layer[0].input_param.shape[0].dim[1:])
 
 
-def _image(layer: LayerParameter) -> list[int]:
+def _is_python_source(layer: LayerParameter) -> bool:
+    return layer.type == "Python" and not layer.bottom
+
+
+def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
     """The shape (C, H, W) of the images by the layer's own settings."""
     transform, files = layer.transform_param, layer.image_data_param
+    dense, resize = layer.dense_image_data_param, transform.resize_param
+    video = layer.video_data_param
     grey = transform.force_gray or not files.is_color
-    height, width = (
-        (transform.crop_size,) * 2 if transform.crop_size else (files.new_height, files.new_width)
+    sizes = (
+        (transform.crop_size, transform.crop_size),
+        (transform.crop_h, transform.crop_w),
+        (resize.height, resize.width),
+        (files.new_height, files.new_width),
+        (dense.crop_height, dense.crop_width),
+        (dense.new_height, dense.new_width),
+        (video.crop_size, video.crop_size),
+        (video.new_height, video.new_width),
+        (guess.side, guess.side) if guess else (0, 0),
     )
+    height, width = next((size for size in sizes if all(size)), (0, 0))
     if not (height and width):
         raise ConfigError(
             f'layer "{layer.name}" has no crop_size: give the shape of its images, --image '
             "CHANNELS,HEIGHT,WIDTH"
         )
-    return [1 if grey else 3, height, width]
+    length = [video.new_length] if video.new_length else []
+    return [1 if grey else 3, *length, height, width]
+
+
+def _top_shape(
+    layer: LayerParameter, i: int, batch: int, image: list[int], guess: Guess | None
+) -> list[int]:
+    """The shape of a top: images, then what the type or the names of layer and top say."""
+    name, inside = layer.top[i], image[-2:]
+    if _is_python_source(layer):
+        if shape := _region_top(name, layer.python_param.param_str):
+            return shape
+    elif layer.type == "AnnotatedData" and i == 1:
+        return (
+            [batch, 1, 300, 5] if layer.annotated_data_param.yolo_data_type else [1, 1, _BOXES, 8]
+        )
+    elif layer.type == "BoxData" and i:
+        return [batch, 1, 300, 5]
+    if i == 0 and not (guess and guess.dense and "label" in name):
+        return [batch, *image]
+    if layer.type in _DENSE and i == 2:
+        return [batch, 1, 1, 2]
+    if layer.type in _DENSE or (guess and guess.dense):
+        return [batch, 1, *inside]
+    return [batch]
+
+
+def _region_top(name: str, param_str: str) -> list[int] | None:
+    """The shape of a top of Fast or Faster R-CNN's data layer, by its name."""
+    found = re.search(r"num_classes'?\"?\s*:\s*(\d+)", param_str)
+    classes = int(found[1]) if found else 21
+    shapes = {
+        "im_info": [1, 3],
+        "gt_boxes": [_BOXES, 5],
+        "rois": [_REGIONS, 5],
+        "labels": [_REGIONS],
+    }
+    return shapes.get(name) or ([_REGIONS, 4 * classes] if name.startswith("bbox_") else None)
 
 
 def _classes(net: NetParameter, label: str) -> int:

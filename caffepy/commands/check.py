@@ -3,15 +3,18 @@
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from time import monotonic
 
 from caffepy.commands.devices import check_solver_mode
 from caffepy.core.errors import ConfigError, DeviceError
 from caffepy.device.blob import Blob, shape_string
 from caffepy.device.device import Device
 from caffepy.device.math_mode import checked, default
+from caffepy.models.synthetic import Guess
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.net.memory import Usage, lifetimes, plan
@@ -28,6 +31,13 @@ from caffepy.solver.nets import net_sources
 log = logging.getLogger(__name__)
 
 TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+""")
+
+
+GUESSES = [Guess(side, dense) for side in (224, 299, 321, 473, 32) for dense in (False, True)]
+"""What images and labels may be where a net does not state it: first those of ImageNet."""
+
+PATIENCE = 5.0
+"""Seconds for which guesses are tried."""
 
 
 @dataclass(frozen=True)
@@ -140,18 +150,18 @@ def inspect(
     """Build the nets of a prototxt: all of a solver's, or a net in each phase that its layers name.
 
     `synthetic` replaces data by random images, of the shape `image` (C, H, W) if the net does not
-    state it. `gpu` adds the plan for a GPU, in this precision or the net's; the machine needs none.
-    ConfigError and DataError say what is wrong; anything that only prevents snapshots, and
-    a GPU that is not here, is a warning.
+    state it; without `image`, of a shape with which the net can be built. `gpu` adds the plan for
+    a GPU, in this precision or the net's; the machine needs none. ConfigError and DataError say
+    what is wrong; anything that only prevents snapshots, and a GPU that is not here, is a warning.
     """
     infos = []
     for role, param, origin, solver in definitions(path, level, stages, to_train=True):
-        param = without_data(param, image=image) if synthetic else param
         device = ImaginedGpu(seed=0) if gpu else ShapesOnlyDevice(seed=0)
         if gpu:
             wanted = choose_precision(param, precision)
             device.math_mode.precision = checked(wanted or default().precision)
-        with closing(Net(param, device=device, path=origin)) as net:
+        build = partial(Net, device=device, path=origin)
+        with closing(_without_data(param, image, build) if synthetic else build(param)) as net:
             on_gpu = None
             if gpu:
                 # the bytes of blobs while the net runs, without those of its inputs and outputs
@@ -169,6 +179,29 @@ def inspect(
             parameters = sum(blob.count for blob in net.learnable_params)
             infos.append(NetInfo(role, net.name, list(layers_of(net, gpu)), parameters, on_gpu))
     return infos
+
+
+def _without_data(
+    param: NetParameter, image: Sequence[int] | None, build: Callable[[NetParameter], Net]
+) -> Net:
+    """Build a net without its data. What the net does not state of images and labels is the first
+    of GUESSES with which it can be built; ConfigError of the first one if there is none.
+    """
+    tried: list[NetParameter] = []
+    first: ConfigError | None = None
+    begun = monotonic()
+    for guess in GUESSES:
+        if (made := without_data(param, image=image, guess=guess)) in tried:
+            continue
+        tried.append(made)
+        try:
+            return build(made)
+        except ConfigError as error:
+            first = first or error
+        if monotonic() - begun > PATIENCE:
+            break
+    assert first is not None
+    raise first
 
 
 class ImaginedGpu(ShapesOnlyDevice):

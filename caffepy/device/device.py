@@ -76,6 +76,7 @@ class Device:
     index = 0
     is_cuda: ClassVar[bool] = False  # blobs have an array on the device beside that on the host
     follows: bool = False  # its solver is the root of a node that is not the first
+    runs: ClassVar[bool] = True  # False for nets that are never run: parameters get no values
     writes_files: bool = True  # False for nets that are only looked at or timed
 
     def __init__(self, seed: int | None = None) -> None:

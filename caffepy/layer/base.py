@@ -249,7 +249,11 @@ class Layer:
         """
         if not self.blobs:
             for shape, filler in zip(shapes.values(), fillers, strict=False):
-                fill(self.add_blob(shape), filler, self.device.rng)
+                blob = self.add_blob(shape)
+                target: Blob | Array = blob
+                if not self.device.runs and len(shape) > 1:  # only the filler is checked
+                    target = np.empty((shape[0], 1, *shape[2:]), self.dtype)
+                fill(target, filler, self.device.rng)
         if len(self.blobs) != len(shapes):
             raise ConfigError(
                 f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}"

@@ -17,6 +17,7 @@ class ShapesOnlyDevice(Device):
     """The CPU, for nets that are not run."""
 
     kind = "shapes only"
+    runs = False
     writes_files = False
 
 

@@ -276,3 +276,13 @@ def test_json_has_what_a_gpu_would_do_where_that_was_asked(tmp_path: Path) -> No
         "formats": {"c": "float16 NHWC"},
         "converts": {"x": "float32 NCHW to float16 NHWC"},
     }
+
+
+def test_images_that_a_net_does_not_state_have_a_size_that_fits(tmp_path: Path) -> None:
+    data = 'layer { name: "d" type: "Data" top: "x" top: "y" data_param { source: "nowhere" batch_size: 2 } }'
+    window = 'layer { name: "c" type: "Convolution" bottom: "x" top: "z" convolution_param { num_output: 1 kernel_size: %d } }'
+    path = write(tmp_path, data + window % 250)
+    (net,) = inspect(path, synthetic=True)
+    assert net.layers[0].tops["x"] == (2, 3, 299, 299)
+    with pytest.raises(ConfigError, match="224"):  # the first guess says what is wrong
+        inspect(write(tmp_path, data + window % 999), synthetic=True)

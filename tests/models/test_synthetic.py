@@ -5,7 +5,7 @@ import pytest
 
 from caffepy import models
 from caffepy.core.errors import ConfigError
-from caffepy.models.synthetic import image_shape, synthetic
+from caffepy.models.synthetic import Guess, image_shape, synthetic
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
 from caffepy.proto.text import parse
@@ -79,6 +79,51 @@ def test_shape_of_resized_images() -> None:
         layer.image_data_param.new_width,
     ) = 3, 5, 6
     assert data_shapes(synthetic(param)) == [[3, 3, 5, 6], [3]]
+
+
+GUESSED = {
+    "images": ('type: "Data" top: "x" top: "y" data_param { batch_size: 4 }', [[4, 3, 9, 9], [4]]),
+    "boxes": (
+        'type: "AnnotatedData" top: "x" top: "y" data_param { batch_size: 4 } '
+        "transform_param { resize_param { height: 5 width: 6 } }",
+        [[4, 3, 5, 6], [1, 1, 8, 8]],
+    ),
+    "boxes of YOLO": (
+        'type: "AnnotatedData" top: "x" top: "y" data_param { batch_size: 4 } '
+        "annotated_data_param { yolo_data_type: 1 }",
+        [[4, 3, 9, 9], [4, 1, 300, 5]],
+    ),
+    "label images": (
+        'type: "ImageSegData" top: "x" top: "y" top: "z" image_data_param { batch_size: 2 }',
+        [[2, 3, 9, 9], [2, 1, 9, 9], [2, 1, 1, 2]],
+    ),
+    "clips": (
+        'type: "VideoData" top: "x" top: "y" '
+        "video_data_param { batch_size: 2 new_length: 16 crop_size: 7 }",
+        [[2, 3, 16, 7, 7], [2]],
+    ),
+    "regions": (
+        'type: "Python" top: "data" top: "im_info" top: "gt_boxes" top: "bbox_targets" '
+        "python_param { param_str: \"'num_classes': 3\" }",
+        [[1, 3, 9, 9], [1, 3], [8, 5], [128, 12]],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GUESSED)
+def test_shapes_that_no_net_states(case: str) -> None:
+    text, shapes = GUESSED[case]
+    param = parse(f'layer {{ name: "d" {text} }}', NetParameter(), "net.prototxt")
+    assert data_shapes(synthetic(param, guess=Guess(9))) == shapes
+
+
+def test_a_guess_of_labels_that_are_images() -> None:
+    assert data_shapes(synthetic(net(""), guess=Guess(9, dense=True))) == [
+        [4, 3, 9, 9],
+        [4, 1, 9, 9],
+    ]
+    param = parse('layer { name: "d" type: "Input" top: "x" }', NetParameter(), "net.prototxt")
+    assert list(synthetic(param, guess=Guess(9)).layer[0].input_param.shape[0].dim) == [1, 3, 9, 9]
 
 
 def test_windows() -> None:

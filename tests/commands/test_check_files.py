@@ -1,0 +1,115 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from caffepy.cli import main
+from caffepy.commands import check_files
+from caffepy.commands.check_files import FileInfo, check_file, files_in
+from tests.nets import library
+
+NET = """
+layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "y" inner_product_param { num_output: 5 } }
+"""
+SOLVER = 'net: "%s" base_lr: 0.1 lr_policy: "fixed" max_iter: 1'
+FILES = {
+    "a/good.prototxt": NET,
+    "a/wrong.prototxt": NET.replace("InnerProduct", "InnerPrduct"),
+    "b/also.pt": NET,
+    "b/map.prototxt": 'item { name: "dog" label: 1 display_name: "dog" }',
+    "b/odd.ptototxt": "colour: 3",
+    "b/notes.txt": "colour: 3",
+    "solver.prototxt": SOLVER % "nowhere.prototxt",
+    "worse.prototxt": SOLVER.replace("fixed", "fxed"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "torch.pt").write_bytes(b"PK\x03\x04 data.pkl")
+    return tmp_path
+
+
+def told(file: str) -> FileInfo:
+    return check_file(file, lambda kind: None)
+
+
+def test_prototxts_below_folders_are_found_once(folder: Path) -> None:
+    files = list(files_in([str(folder), str(folder / "a/good.prototxt"), str(folder / "none")]))
+    assert [Path(file).relative_to(folder).as_posix() for file in files] == [
+        "solver.prototxt",
+        "worse.prototxt",
+        "a/good.prototxt",
+        "a/wrong.prototxt",
+        "b/also.pt",
+        "b/map.prototxt",
+        "b/odd.ptototxt",
+        "none",
+    ]
+
+
+def test_what_comes_of_a_file(folder: Path) -> None:
+    good = told(str(folder / "a/good.prototxt"))
+    assert good == FileInfo(good.file, "net", True, None, 2, 965)
+    assert good.line() == f"{good.file}: net: ok, 2 layers, 965 parameters"
+    wrong = told(str(folder / "a/wrong.prototxt"))
+    assert not wrong.ok
+    assert f'{wrong.file}:3:1: layer "ip" (InnerPrduct): unknown layer type' in wrong.line()
+    assert told(str(folder / "b/map.prototxt")).kind == "label map"
+    assert "neither a net nor a solver" in str(told(str(folder / "b/odd.ptototxt")).error)
+    assert "no such file" in str(told(str(folder / "none")).error)
+    assert told(str(folder / "worse.prototxt")).error is not None
+    solver = told(str(folder / "solver.prototxt"))
+    assert (solver.kind, solver.ok, solver.layers) == ("solver", True, None)
+    (folder / "own.prototxt").write_text(SOLVER % (folder / "a/good.prototxt"))
+    assert told(str(folder / "own.prototxt")).parameters == 965
+
+
+def test_a_bug_in_one_file_is_no_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(check_files, "inspect", fail)
+    error = str(told(str(folder / "a/good.prototxt")).error)
+    assert error.endswith("a bug of caffepy: ZeroDivisionError: oh")
+
+
+def test_nets_that_hang_or_crash(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os, time\nclass Layer:\n  def setup(self, b, t): print('hm'); %s\n  def reshape(self, b, t): pass\n  def forward(self, b, t): pass\n"
+    for name, line in ("hangs", "time.sleep(600)"), ("crashes", "os._exit(9)"):
+        (folder / f"b/{name}.py").write_text(code % line)
+        layer = library.layer(
+            "Python", "p", "", f'python_param {{ module: "{name}" layer: "Layer" }}'
+        )
+        (folder / f"b/{name}.prototxt").write_text(layer)
+    monkeypatch.setattr(check_files, "SECONDS", 3.0)
+    monkeypatch.setattr(check_files, "cores", lambda: 1)
+    assert main.run(["check", str(folder / "a"), str(folder / "b"), "--json"]) == 3
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert set(lines[0]) == {"file", "kind", "ok", "error", "layers", "parameters"}
+    errors = {Path(line["file"]).name: line["error"] or "" for line in lines}
+    assert [Path(line["file"]).name for line in lines if line["ok"]] == [
+        "good.prototxt",
+        "also.pt",
+        "map.prototxt",
+    ]
+    assert "ends the process (exit code 9)" in errors["crashes.prototxt"]
+    assert "takes more than 3 seconds" in errors["hangs.prototxt"]
+    assert "neither" in errors["odd.ptototxt"]
+
+
+def test_several_files_that_are_right(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_files, "cores", lambda: 1)
+    assert main.run(["check", str(folder / "a/good.prototxt"), "lenet", "--synthetic"]) == 0
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("good.prototxt: net: ok, 2 layers, 965 parameters")
+    assert second.endswith("431,080 parameters")
+    assert last == "2 files, 0 with an error"
