@@ -244,6 +244,8 @@ class Solver:
             raise UsageError("the first of gpus is the one that the solver was built on")
         if own is not None and cpus != 1:
             raise UsageError("this solver is on a GPU: give gpus, not cpus")
+        if cpus < 1:
+            raise UsageError(f"{cpus} solvers on the CPU: give 1 or more")
         options = ClusterOptions(
             cluster, (workers, workers), consistency, every, servers, replicas, filters, update
         )

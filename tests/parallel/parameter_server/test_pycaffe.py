@@ -81,7 +81,7 @@ def test_a_solver_trains_by_servers_in_a_block(solver: caffepy.Solver) -> None:
         solver.step(5)
     assert solver.iter == 5
     np.testing.assert_array_equal(flat(solver), begun)
-    with solver.served(workers=2, consistency="ssp:1", every=2):
+    with solver.served(workers=2, consistency="ssp:1", every=2, cpus=2):
         solver.step(5)
     assert abs(flat(solver) - begun).max() > 1e-3
     solver.step(1)
@@ -95,6 +95,7 @@ def test_a_solver_trains_by_servers_in_a_block(solver: caffepy.Solver) -> None:
         ({"update": half, "every": 2, "consistency": "ssp:1"}, "--consistency sync"),
         ({"replicas": 3}, "give --servers 3 or more"),
         ({"gpus": [0]}, "the one that the solver was built on"),
+        ({"cpus": 0}, "give 1 or more"),
     ],
 )
 def test_options_that_do_not_go_together_are_told(

@@ -58,6 +58,8 @@ class Served:
         gpu: bool = False,
         solvers: int = 1,
         filters: str = "",
+        together: int = 0,
+        begin: Callable[[int], object] = lambda number: None,
     ) -> None:
         self.recorder, self.data = Recorder(), dict[int, Array]()
         engine = self.engine = ThreadsEngine()
@@ -82,7 +84,8 @@ class Served:
             own = parse(filters)
             with p2p_manager(solver, devices, SyncOptions()):
                 client = Client(engine, number, bf16=own.bf16)
-                with ServedWorkers(solver, client, rule, every, size, own) as workers:
+                begin(number)
+                with ServedWorkers(solver, client, rule, every, together or size, own) as workers:
                     solver.step(until - solver.iter)
                     if number == 0 and solver.test_nets:
                         solver.test_all()
@@ -182,6 +185,38 @@ def test_all_workers_end_with_the_values_of_the_servers(
     for number in range(3):  # solvers of a worker are in step
         of = [served.data[number * solvers + rank] for rank in range(solvers)]
         assert all(np.array_equal(of[0], each) for each in of)
+
+
+@pytest.mark.parametrize("slack", [0, 1])
+def test_a_worker_that_joins_late_begins_where_the_others_are(
+    slack: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterated, iterations = ServedWorkers.iterated, dict[int, list[int]]()
+    may_join, joined = threading.Event(), threading.Event()
+
+    def note(workers: ServedWorkers) -> None:
+        iterations.setdefault(workers.client.worker, []).append(workers.solver.iter)
+        if workers.solver.iter == 6 and workers.client.worker == 0:
+            may_join.set()
+            assert joined.wait(60)
+        iterated(workers)
+
+    def begin(number: int) -> None:
+        assert number == 0 or may_join.wait(60)
+
+    def follow(workers: ServedWorkers, *arguments: Any) -> None:
+        follow_begun(workers, *arguments)
+        if workers.client.worker:
+            joined.set()
+
+    follow_begun = ServedWorkers._follow
+    monkeypatch.setattr(ServedWorkers, "iterated", note)
+    monkeypatch.setattr(ServedWorkers, "_follow", follow)
+    served = Served(2, TEXTS["plain"], Rule(slack), 2, solvers=2, together=1, begin=begin)
+    assert iterations[0] == list(range(1, ITERATIONS + 1))
+    assert iterations[1][0] in (3, 5)  # after the pushes that were counted when it joined
+    for first, second in ((0, 1), (2, 3)):  # the solvers of a worker
+        np.testing.assert_array_equal(served.data[first], served.data[second])
 
 
 @pytest.mark.parametrize("rule", [Rule(0, gradients=True), Rule(1)])
