@@ -34,20 +34,25 @@ _loading = threading.RLock()
 class UserCode:
     """A user's module; errors in `code.call(function)` name its file and line.
 
-    `path` is the prototxt that names the module. ConfigError if there is no such module.
+    `path` is the prototxt that names the module. If there is no such module, that named `instead`
+    is taken, which is `ours`: its errors speak for themselves. ConfigError if there is none either.
     """
 
-    def __init__(self, module: str, path: str | None) -> None:
+    def __init__(self, module: str, path: str | None, instead: str | None = None) -> None:
         folders = [os.getcwd()] + ([os.path.dirname(os.path.abspath(path))] if path else [])
         self._folders = list(dict.fromkeys(folders))
         self._home = ""
         self._name = self.file = module
+        self.ours = False
         with _loading:
             _ensure_caffe()
             _beside.enter(self._folders)
             if module not in sys.modules:
                 importlib.invalidate_caches()
                 spec = self.call(_find, module)
+                if spec is None and instead:
+                    self.ours, module = True, instead
+                    spec = importlib.util.find_spec(instead)
                 if spec is None:
                     found = pkgutil.iter_modules([*self._folders, *sys.path])
                     hint = nearest(module, {other.name for other in found})
@@ -75,6 +80,8 @@ class UserCode:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            if self.ours and isinstance(error, CaffeError):
+                raise
             log.info("%s", "".join(traceback.format_exception(error)).rstrip())
             said = f": {error}" if str(error) else ""
             message = f"{self._place(error)}{type(error).__name__}{said}"

@@ -15,6 +15,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     neuron,
     normalization,
     pooling,
+    proposal,
     python,
     recurrent,
     resize,

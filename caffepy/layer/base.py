@@ -64,6 +64,9 @@ class Layer:
     share_in_parallel: bool = False  # workers use the root net's instance, under its forward_lock
     # Reshape before every forward, not only when bottom shapes change.
     always_reshape: ClassVar[bool] = False
+    # The tops are choices or boxes through which nothing learns: no bottom gets a gradient, and
+    # what reads the tops is asked for none.
+    stops_gradient: bool = False
     # The bottoms that can have no gradient, each with the error for asking for one.
     constant_bottoms: Mapping[int, str] = {}
     # Computes on arrays of a GPU too; otherwise on the host, on copies of the blobs.

@@ -14,12 +14,20 @@ from caffepy.layer.loss import ClassLoss, SoftmaxWithLoss, around
 
 
 def check_shapes(bottom: Blobs) -> None:
-    """ConfigError unless all bottoms have one shape."""
+    """ConfigError unless all bottoms have one shape, but for axes of 1 at its end."""
     for i, b in enumerate(bottom):
-        if b.shape != bottom[0].shape:
+        short, long = sorted((b.shape, bottom[0].shape), key=len)
+        if long != short + (1,) * (len(long) - len(short)):
             raise ConfigError(
                 f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(bottom[0].shape)}"
             )
+
+
+def clear_weight_gradients(bottom: Blobs, propagate_down: Sequence[bool]) -> None:
+    """Weights, all bottoms from the third on, have a gradient of 0."""
+    for b, wanted in zip(bottom[2:], propagate_down[2:], strict=True):
+        if wanted:
+            b.diff.fill(0)
 
 
 def smooth_l1(d: Array, square: float) -> Array:
@@ -43,9 +51,7 @@ class SmoothL1Loss(LossLayer):
     """
 
     bottoms = (2, 4)
-    constant_bottoms: Mapping[int, str] = dict.fromkeys(
-        (2, 3), "SmoothL1Loss cannot differentiate its weights; give them propagate_down: false"
-    )
+    constant_bottoms: Mapping[int, str] = {}
 
     @property
     def of_rcnn(self) -> bool:
@@ -70,24 +76,26 @@ class SmoothL1Loss(LossLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         d = self.difference.data
-        np.subtract(bottom[0].data, bottom[1].data, out=d)
-        if len(bottom) > 2:
-            np.multiply(d, bottom[2].data, out=d)
+        a, b, *weights = (blob.data.reshape(d.shape) for blob in bottom)
+        np.subtract(a, b, out=d)
+        if weights:
+            np.multiply(d, weights[0], out=d)
         losses = smooth_l1(d, self.square)
-        if len(bottom) > 3:
-            losses = losses * bottom[3].data
+        if len(weights) > 1:
+            losses = losses * weights[1]
         np.sum(losses, out=top[0].data)
         np.divide(top[0].data, self.items, out=top[0].data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """da = weight / N * f'(d) * inside * outside, db = -da."""
-        self.refuse_constants(propagate_down)
+        clear_weight_gradients(bottom, propagate_down)
+        shape = bottom[0].shape
         slope = smooth_l1_slope(self.difference.data, self.square)
         if len(bottom) > 3:
-            slope = slope * bottom[2].data * bottom[3].data
+            slope = slope * bottom[2].data.reshape(shape) * bottom[3].data.reshape(shape)
         for b, wanted, sign in zip(bottom[:2], propagate_down, (1, -1), strict=False):
             if wanted:
-                np.multiply(slope, top[0].diff * (sign / self.items), out=b.diff)
+                np.multiply(slope, top[0].diff * (sign / self.items), out=b.diff.reshape(shape))
 
 
 @layer("SmoothL1LossOHEM")
@@ -101,9 +109,7 @@ class SmoothL1LossOHEM(ClassLoss):
 
     bottoms = (2, 3)
     tops = (1, 2)
-    constant_bottoms: Mapping[int, str] = {
-        2: "SmoothL1LossOHEM cannot differentiate its weights; give them propagate_down: false"
-    }
+    constant_bottoms: Mapping[int, str] = {}
 
     @property
     def default_weight(self) -> float:
@@ -135,7 +141,7 @@ class SmoothL1LossOHEM(ClassLoss):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """da = weight / divisor * f'(d), db = -da."""
-        self.refuse_constants(propagate_down)
+        clear_weight_gradients(bottom, propagate_down)
         slope = smooth_l1_slope(self.difference.data, 1)
         for b, wanted, sign in zip(bottom[:2], propagate_down, (1, -1), strict=False):
             if wanted:
@@ -182,6 +188,7 @@ class BoxAnnotatorOHEM(Layer):
     on_gpu = True
     bottoms = 4
     tops = 2
+    stops_gradient = True
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

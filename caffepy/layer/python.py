@@ -11,6 +11,7 @@ from caffepy.core.python_modules import UserCode
 from caffepy.device.blob import Blob
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.python_blob import BlobVec, wrap_all
+from caffepy.layer.rpn import OWN
 
 
 @layer("Python")
@@ -20,6 +21,7 @@ class Python(Layer):
     Its object, `instance`, gets param_str, phase and blobs, and is called with lists of blobs as
     pycaffe shows them. It multiplies by its loss weight (`top[0].diff`) and adds to the diffs of
     its parameters itself. ConfigError names the file and the line of user code that raised.
+    Modules of py-faster-rcnn that cannot be imported are replaced by ours (`rpn.OWN`).
     """
 
     bottoms = (0, None)
@@ -41,7 +43,7 @@ class Python(Layer):
                 'python_param needs "module", the name of a Python module, '
                 'and "layer", a class in it'
             )
-        self._code = UserCode(param.module, self.path)
+        self._code = UserCode(param.module, self.path, instead=OWN.get(param.module))
         made_by = self._code.find(param.layer)
         if isinstance(made_by, BuiltinFunctionType):
             raise ConfigError(f'"{param.layer}" ({self._code.file}) is a function, not a class')
@@ -52,6 +54,9 @@ class Python(Layer):
         if not is_class:  # a function may make the object
             self._require_methods(made, f'what "{param.layer}" returns')
         self.instance = made
+        self.stops_gradient = self._code.ours
+        if self._code.ours:
+            self.instance.device = self.device  # whose random numbers it draws
         self.instance.param_str = param.param_str
         self.instance.phase = self.phase
         self.instance.blobs = BlobVec(self.blobs, self.dtype)

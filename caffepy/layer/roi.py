@@ -3,7 +3,7 @@
 Boxes are rois (R, 5) = image, x1, y1, x2, y2 in pixels of the net's input.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,14 +13,11 @@ from caffepy.layer.base import Blobs, Layer, layer
 
 
 class RoiLayer(Layer):
-    """Base: bottoms x (N, C, H, W) and rois (R, 5); the boxes have no gradient."""
+    """Base: bottoms x (N, C, H, W) and rois (R, 5), whose gradient is 0."""
 
     on_gpu = True
     bottoms = 2
     backward_reads_bottom = backward_reads_top = False
-    constant_bottoms: Mapping[int, str] = {
-        1: "{type} cannot differentiate its boxes; give them propagate_down: false"
-    }
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.no_image = self.error_flag(
@@ -76,7 +73,8 @@ class ROIPooling(RoiLayer):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx is the sum of dy over the parts whose maximum the element is."""
-        self.refuse_constants(propagate_down)
+        if propagate_down[1]:
+            bottom[1].diff.fill(0)
         if propagate_down[0]:
             given = top[0].diff, self.rois.data, self.index.data
             self.ops.roi_pool_backward(*given, bottom[0].diff, self.scale)
@@ -117,6 +115,7 @@ class PSROIPooling(RoiLayer):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx is the sum of dy / elements over the parts that the element lies in."""
-        self.refuse_constants(propagate_down)
+        if propagate_down[1]:
+            bottom[1].diff.fill(0)
         if propagate_down[0]:
             self.ops.psroi_pool_backward(top[0].diff, self.rois.data, bottom[0].diff, self.scale)

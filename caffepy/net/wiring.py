@@ -64,6 +64,9 @@ def wire(
                     device.random.state = random  # as in a worker, whose root has this layer
                 node.reshape()
                 log.info("Setting up %s", node.name)
+            if node.layer.stops_gradient:
+                node.need_backward = False
+                node.propagate_down = [False] * len(node.bottoms)
             _set_loss_weights(node)
             memory += sum(top.count for top in node.tops) * dtype.itemsize
             log.info("Memory required for data: %d", memory)

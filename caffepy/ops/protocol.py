@@ -407,6 +407,30 @@ class Ops(Protocol):
     def psroi_pool_backward(self, dy: Array, rois: Array, dx: Array, scale: float) -> None:
         """Write dx, the sums of dy / elements of the part."""
 
+    def decode_proposals(
+        self,
+        scores: Array,
+        deltas: Array,
+        anchors: Array,
+        info: Array,
+        stride: int,
+        least: float,
+        boxes: Array,
+        objects: Array,
+    ) -> None:
+        """Write boxes (N, H W A, 4) = x1, y1, x2, y2, the anchors (A, 4) at each place moved by
+        deltas (N, 4A, H, W) and cut to the image, and objects (N, H W A), the second half of scores
+        (N, 2A, H, W), but 0 for a box with a side under `least` times the scale of the image.
+
+        info = height, width, scale, or a scale for each of the two; places lie stride pixels apart.
+        """
+
+    def suppress_overlaps(self, boxes: Array, threshold: float, kept: Array, counts: Array) -> None:
+        """Write the places, kept (N, most) int32, and the numbers, counts (N) int32, of the boxes
+        (N, P, 4) whose overlap with each kept one before it is threshold or less, at most `most` of
+        each N: intersection over union, both ends of a box inside it.
+        """
+
     # Rows and the largest values
 
     def take_rows(self, x: Array, index: Array, cut: bool, y: Array, wrong: Array) -> None:

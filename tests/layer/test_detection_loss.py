@@ -67,6 +67,19 @@ def test_smooth_l1_loss_of_fast_rcnn_has_weight_0_unless_told():
     assert Single(RCNN, A, B).weights == [2]
 
 
+def test_axes_of_1_at_the_end_do_not_count_and_weights_have_no_gradient():
+    four = [A.reshape(24, 2, 1, 1), B.reshape(24, 2), *np.reshape([INSIDE, OUTSIDE], (2, 24, 2))]
+    for text, bottoms in ((RCNN, four), (OHEM, four[:3])):
+        single, plain = Single(text, *bottoms), Single(text, *(b.reshape(24, 2) for b in bottoms))
+        assert single.forward()[0] == pytest.approx(plain.forward()[0])
+        one, other = (s.backward(propagate_down=[True] * len(bottoms))[0] for s in (single, plain))
+        for got, want, given in zip(one, other, bottoms, strict=True):
+            assert got.shape == given.shape
+            np.testing.assert_array_equal(got.ravel(), want.ravel())
+        assert one[1].any()
+        assert not any(weights.any() for weights in one[2:])
+
+
 def test_gradients_of_weights_of_ssd_and_rfcn_lack_a_factor():
     for kind in ("SmoothL1Loss", "SmoothL1LossOHEM"):
         single = Single(f'type: "{kind}" loss_weight: 1', A, B, np.full(A.shape, 0.25))

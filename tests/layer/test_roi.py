@@ -87,6 +87,12 @@ def test_a_box_of_no_image_is_named(text, image):
         Single(text, X, rois).forward()
 
 
+def test_boxes_have_no_gradient():
+    single = Single(psroi(3), X, ROIS)
+    (_, gradient), _ = single.backward([single.forward()[0]])
+    assert not gradient.any()
+
+
 def test_no_boxes_give_no_top():
     (y,) = Single(roi((2, 2)), X, np.zeros((0, 5))).forward()
     assert y.shape == (0, 18, 2, 2)

@@ -77,6 +77,7 @@ from caffepy.ops.cpu.pooling import (
     stochastic_pool_forward,
     stochastic_pool_mean,
 )
+from caffepy.ops.cpu.proposals import decode_proposals, suppress_overlaps
 from caffepy.ops.cpu.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cpu.resize import interp_backward, interp_forward
 from caffepy.ops.cpu.roi import (

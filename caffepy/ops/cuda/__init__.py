@@ -90,6 +90,7 @@ from caffepy.ops.cuda.pooling import (
     stochastic_pool_forward,
     stochastic_pool_mean,
 )
+from caffepy.ops.cuda.proposals import decode_proposals, suppress_overlaps
 from caffepy.ops.cuda.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cuda.resize import interp_backward, interp_forward
 from caffepy.ops.cuda.roi import (
