@@ -179,13 +179,19 @@ def run_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int
     with closing(solver):
         solver.capture, solver.fuse = options.capture, options.fuse
         client = Client(engine, number, bf16=filters.bf16)
-        with p2p_manager(solver, devices, SyncOptions()):
+        with p2p_manager(solver, devices, SyncOptions(), last_resort=_end_process):
             workers = ServedWorkers(
                 solver, client, options.rule, options.every, options.begin_together, filters
             )
             with workers:
                 solver.step(param.max_iter - solver.iter)
         return client.clock, workers.waited
+
+
+def _end_process(error: BaseException) -> None:
+    """End a worker one of whose solvers hangs, where nothing else does: others go on without it."""
+    log.error("This worker ends: %s", error)
+    os._exit(1)
 
 
 class _Processes:
