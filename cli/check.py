@@ -46,7 +46,7 @@ def check(
 
     Several files, or folders with all prototxts below them, are checked one by one, with a line for
     each (with --json an object: file, kind, ok, error, layers, parameters); the exit code is 3 if
-    one is wrong. Of a solver whose net is not there its own fields are checked.
+    one is wrong. Of a solver its own fields are checked, not the files of its nets.
 
     With --synthetic, images and labels have a shape with which the net can be built, if nothing
     states it.
@@ -68,7 +68,7 @@ def check(
     wanted: dict[str, Any] = {"level": level, "stages": stages, "image": image}
     wanted |= {"synthetic": synthetic or image is not None, "gpu": gpu, "precision": precision}
     if files and (len(files) > 1 or os.path.isdir(files[0])) and not given:
-        return _check_all([options.find_definition(f, "solver") for f in files], wanted, as_json)
+        return _check_all([options.find_definition(f, "train_val") for f in files], wanted, as_json)
     given.extend(options.find_definition(file, "solver") for file in files)
     if len(given) != 1:
         raise click.UsageError(

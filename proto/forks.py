@@ -3,9 +3,6 @@ fork; and fields of forks that are ignored.
 """
 
 _FIELDS = {
-    "NVCaffe": {
-        "SolverParameter": "rampup_interval rampup_lr",
-    },
     "Intel Caffe": {
         "BatchNormParameter": "use_weight_bias bias_term filler stats_batch_size relu",
         "ConvolutionParameter": "relu negative_slope coeff fusion_type",
@@ -17,12 +14,10 @@ _FIELDS = {
         "NetParameter": "bn_stats_batch_size",
         "PoolingParameter": "pad_3d kernel_size_3d stride_3d avg_include_pad axis",
         "ReshapeParameter": "pixelshuffler",
-        "SolverParameter": "stagelr stageiter disabled_update warmup_iter warmup_start_lr "
-        "local_lr_auto local_gw_ratio test_offset",
+        "SolverParameter": "disabled_update local_lr_auto local_gw_ratio test_offset",
         "TransformationParameter": "random_resize_param random_aspect_ratio_param flow bgr2rgb pad",
     },
     "MobileNet-YOLO": {
-        "SolverParameter": "stagelr stageiter",
         "TransformationParameter": "enable_classf_aug min_scaling_factor max_scaling_factor "
         "max_rotation_angle contrast_brightness_adjustment smooth_filtering min_contrast "
         "max_contrast max_brightness_shift max_smooth max_color_shift min_side_min "

@@ -19,9 +19,8 @@ from typing import Any
 
 from caffepy.commands.check import NetInfo, inspect, is_solver, outer_fields
 from caffepy.core.errors import CaffeError, ConfigError
-from caffepy.core.files import locate
 from caffepy.device.threads import cores
-from caffepy.proto.caffe_pb2 import LabelMap, NetParameter, SolverParameter
+from caffepy.proto.caffe_pb2 import LabelMap, NetParameter
 from caffepy.proto.sniff import sniff
 from caffepy.proto.text import read_message, read_solver, read_text
 from caffepy.solver.check import check_param
@@ -168,7 +167,8 @@ def _serve(pipe: Connection) -> None:
 def check_file(file: str, tell: Callable[[str], object], **options: Any) -> FileInfo:
     """Check a file, telling its kind before each of its nets and at the end.
 
-    Of a solver whose nets are not here all else is checked.
+    Of a solver its own fields are checked, and nets inside it; those in files of their own are not
+    its mistakes.
     """
     kind, infos = "net", list[NetInfo]()
     error = None
@@ -180,7 +180,7 @@ def check_file(file: str, tell: Callable[[str], object], **options: Any) -> File
         if kind == "solver":
             solver = read_solver(file, text)
             check_param(solver, file)
-            build = all(os.path.exists(locate(name, file)) for name in _net_files(solver))
+            build = not any((solver.net, solver.train_net, *solver.test_net))
         elif not build and names & set(LabelMap.DESCRIPTOR.fields_by_name):
             kind = "label map"
             read_message(file, LabelMap(), text)
@@ -200,8 +200,3 @@ def check_file(file: str, tell: Callable[[str], object], **options: Any) -> File
     layers = len(largest.layers) if largest else None
     parameters = largest.parameters if largest else None
     return FileInfo(file, kind, error is None, error, layers, parameters)
-
-
-def _net_files(solver: SolverParameter) -> list[str]:
-    """Return the files that a solver names for its nets."""
-    return [name for name in (solver.net, solver.train_net, *solver.test_net) if name]

@@ -116,7 +116,11 @@ def follow_first(root: Solver, group: RankGroup) -> None:
                 send_from_first(flat[start : start + PIECE], device, world)
         news: dict[str, Any] = world.broadcast(
             {
-                "iteration": (root.iter, root.iterations.current_step),
+                "iteration": (
+                    root.iter,
+                    root.iterations.current_step,
+                    root.iterations.plateau.state(),
+                ),
                 "rate_factor": root.iterations.rate_factor,
                 "control": root.update_state.state(),
                 "shared": [
@@ -132,7 +136,7 @@ def follow_first(root: Solver, group: RankGroup) -> None:
             return
     root.iterations.move_to(*news["iteration"])
     root.iterations.rate_factor = news["rate_factor"]
-    state.started_at, _ = news["iteration"]
+    state.started_at, *_ = news["iteration"]
     root.update_state.set_state(news["control"])
     state.workers_positions, state.statistics = news["workers"], news["statistics"]
     restored = restored_positions(root, world.size)[world.first_rank - 1]

@@ -46,8 +46,9 @@ class WorkerSolver(Solver):
         with self.device.scope():
             for mine, theirs in zip(self.arrays, root.arrays, strict=True):
                 self.device.upload(root.device.on_host(theirs), mine)
-        self.iterations.move_to(root.iter, root.iterations.current_step)
-        self.iterations.rate_factor = root.iterations.rate_factor
+        of_root = root.iterations
+        self.iterations.move_to(root.iter, of_root.current_step, of_root.plateau.state())
+        self.iterations.rate_factor = of_root.rate_factor
         self.update_state.set_state(root.update_state.state())
         if positions:
             set_positions(positions, self.iterations.nets, self.device)

@@ -24,6 +24,13 @@ from caffepy.solver.update import rules
 
 log = logging.getLogger(__name__)
 
+_WITHOUT_EFFECT = (
+    *("momentum_policy", "max_momentum", "momentum_power"),
+    *("weight_decay_policy", "weight_decay_power", "max_weight_decay"),
+    *("larc", "larc_policy", "larc_eta", "larc_turbo"),
+)
+"""Fields of NVCaffe that would train otherwise."""
+
 MIB = 1 << 20
 SLACK = 4 << 20
 """Bytes of a snapshot that are neither weights nor history."""
@@ -50,8 +57,15 @@ def check_param(param: SolverParameter, path: str | None) -> None:
             value = getattr(param, field) if param.HasField(field) else "missing"
             problem = f'lr_policy "{name}" needs a {field} above 0; it is {value}'
             raise ConfigError(problem, at_field(path, field))
+    if name == "multifixed" and not len(param.stagelr) == len(param.stageiter) > 0:
+        counts = f"{len(param.stagelr)} and {len(param.stageiter)}"
+        problem = f'lr_policy "multifixed" needs as many stagelr as stageiter, not {counts}'
+        raise ConfigError(problem, at_field(path, "stagelr"))
+    if param.min_lr < 0 or (name == "poly" and param.min_lr > param.base_lr):
+        problem = f"min_lr must lie between 0 and base_lr, not at {param.min_lr:g}"
+        raise ConfigError(problem, at_field(path, "min_lr"))
     for field in fields:
-        if not (param.stepvalue if field == "stepvalue" else param.HasField(field)):
+        if field not in {given.name for given, _ in param.ListFields()}:
             log.warning('lr_policy "%s" reads %s, which is missing and counts as 0', name, field)
     for field in ("average_loss", "iter_size"):
         value = getattr(param, field)
@@ -64,7 +78,10 @@ def check_param(param: SolverParameter, path: str | None) -> None:
         )
     for field, message in rules[param.type].problems(param):
         raise ConfigError(message, at_field(path, field))
-    if not param.HasField("base_lr"):
+    without = [field for field in _WITHOUT_EFFECT if param.HasField(field)]
+    if without:
+        log.warning("%s: of NVCaffe, without effect here", ", ".join(without))
+    if not param.HasField("base_lr") and name != "multifixed":
         log.warning("base_lr is missing and counts as 0: nothing will be learned")
 
 

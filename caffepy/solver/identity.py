@@ -17,8 +17,9 @@ def identity(param: SolverParameter, net: NetParameter) -> dict[str, Any]:
     """
     fields = (*SETTINGS, *FIELDS.get(param.lr_policy, ()))
     values = {field: getattr(param, field) for field in fields if field != "max_iter"}
-    if "stepvalue" in values:
-        values["stepvalue"] = list(param.stepvalue)
+    for field in ("stepvalue", "plateau_winsize", "stagelr", "stageiter"):
+        if field in values:
+            values[field] = list(values[field])
     trained = [
         layer
         for layer in net.layer

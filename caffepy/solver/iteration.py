@@ -34,6 +34,7 @@ from caffepy.net import Net
 from caffepy.ops.update_state import StepResult, StepStatus
 from caffepy.solver.display import Display
 from caffepy.solver.divergence import diverged_before
+from caffepy.solver.plateau import Event, Plateau
 from caffepy.solver.policy import advance, next_step, rate
 from caffepy.solver.positions import completed, take_positions
 from caffepy.solver.runners import CapturedRunner, EagerRunner, Runner
@@ -56,6 +57,7 @@ class PendingStep(NamedTuple):
 
     iteration: int
     current_step: int
+    event: Event
     positions: dict[str, Any]
 
 
@@ -90,6 +92,7 @@ class Iterations:
         self.iter = 0
         self.current_step = 0
         self.rate_factor = 1.0  # of the learning rate, after divergences
+        self.plateau = Plateau(step.param)
         self.display = Display(step.param, step.net)
         self.statistics = Statistics(step.net)
         self.eager = EagerRunner(step, nets, self._before_update)
@@ -105,8 +108,8 @@ class Iterations:
         step.phase_timer.start()
         captured = capture and step.graphs.can_capture()
         runner: Runner = self.captured if captured else self.eager
-        self.collect(wait=runner.waits)
-        pending = PendingStep(self.iter, self.current_step, runner.positions())
+        self.collect(wait=runner.waits or self.plateau.used)
+        pending = PendingStep(self.iter, self.current_step, self.plateau.event, runner.positions())
         self._held = pending.positions
         self.statistics.release()
         learning_rate = self._next_rate()
@@ -141,6 +144,7 @@ class Iterations:
                 self._roll_back(pending, result)
                 return
             self.display.window.add(pending.iteration, result.loss)
+            self.plateau.add(pending.iteration, result.loss)
             self.display.log_overflow(pending.iteration, result)
             self._result = result
         if not self._pending:
@@ -158,13 +162,18 @@ class Iterations:
             step.update_state.mark_enqueued()
             (result,) = step.update_state.step_results(wait=True)
         if result.status is StepStatus.STOPPED:
-            self._roll_back(PendingStep(self.iter, self.current_step, self._held or {}), result)
+            pending = PendingStep(
+                self.iter, self.current_step, self.plateau.event, self._held or {}
+            )
+            self._roll_back(pending, result)
         self.display.log_overflow(self.iter, result)
         self._result = result
         self._finish(learning_rate, log_clipping=True)
 
     def _next_rate(self) -> float:
         param = self.step.param
+        if self.plateau.used:
+            self.current_step = self.plateau.step(self.iter, self.current_step)
         step = next_step(param, self.iter, self.current_step)
         return rate(param, self.iter, step, self.rate_factor)
 
@@ -190,7 +199,7 @@ class Iterations:
         step, workers = self.step, self.trainer.workers
         self._pending.clear()
         self.state = State.ROLLED_BACK
-        self.iter, self.current_step, positions = pending
+        self.iter, self.current_step, self.plateau.event, positions = pending
         self._held = positions or None
         step.restore_stats()
         step.update_state.resume()
@@ -209,9 +218,12 @@ class Iterations:
             device.step_count = device.step_count  # uploads the host's count, which holds
             self.state = State.IDLE
 
-    def move_to(self, iteration: int, current_step: int) -> None:
-        """Continue with this iteration and step of the policy."""
+    def move_to(
+        self, iteration: int, current_step: int, plateau: dict[str, Any] | None = None
+    ) -> None:
+        """Continue with this iteration, step of the policy, and state of the plateau."""
         self.iter, self.current_step = iteration, current_step
+        self.plateau.restore(plateau or {}, iteration)
         self.release_positions()
 
     # positions of data layers and random numbers

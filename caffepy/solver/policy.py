@@ -1,8 +1,9 @@
 """Learning-rate policies: functions (param, iteration, step) -> rate. `iteration` counts the
 updates done so far.
 
-`step` is the solver's current_step, which `advance` moves and snapshots keep; only "step" and
-"multistep" use it.
+`step` is the solver's current_step, which `advance` (for "plateau" the module of that name) moves
+and snapshots keep; only "step", "multistep" and "plateau" use it. Before the policy, in the first
+iterations, comes Intel Caffe's warm-up or NVCaffe's ramp-up; NVCaffe's min_lr is the least rate.
 """
 
 import logging
@@ -26,6 +27,8 @@ FIELDS = {
     "multistep": ("gamma", "stepvalue"),
     "poly": ("power", "max_iter"),
     "sigmoid": ("gamma", "stepsize"),
+    "plateau": ("gamma", "plateau_winsize"),
+    "multifixed": ("stagelr", "stageiter"),
 }
 """Fields that each policy reads besides base_lr."""
 
@@ -38,6 +41,7 @@ def fixed(param: SolverParameter, iteration: int, step: int) -> float:
 
 @policies("step")
 @policies("multistep")
+@policies("plateau")
 def stepped(param: SolverParameter, iteration: int, step: int) -> float:
     """base_lr * gamma^step."""
     return float(param.base_lr * param.gamma**step)
@@ -57,8 +61,11 @@ def inv(param: SolverParameter, iteration: int, step: int) -> float:
 
 @policies("poly")
 def poly(param: SolverParameter, iteration: int, step: int) -> float:
-    """base_lr * (1 - iteration / max_iter)^power, and 0 beyond max_iter."""
-    return float(param.base_lr * max(1 - iteration / param.max_iter, 0.0) ** param.power)
+    """(base_lr - min_lr) * (1 - iteration / max_iter)^power + min_lr, and min_lr beyond max_iter;
+    min_lr, of NVCaffe, is 0 in Caffe.
+    """
+    left = max(1 - iteration / param.max_iter, 0.0)
+    return float((param.base_lr - param.min_lr) * left**param.power + param.min_lr)
 
 
 @policies("sigmoid")
@@ -67,8 +74,32 @@ def sigmoid(param: SolverParameter, iteration: int, step: int) -> float:
     return param.base_lr * (1 + tanh(param.gamma * (iteration - param.stepsize) / 2)) / 2
 
 
+@policies("multifixed")
+def multifixed(param: SolverParameter, iteration: int, step: int) -> float:
+    """stagelr[k] of the first k with iteration <= stageiter[k], else the last one (Intel Caffe)."""
+    stage = sum(iteration > end for end in param.stageiter)
+    return param.stagelr[min(stage, len(param.stagelr) - 1)]
+
+
+def _beginning(param: SolverParameter, iteration: int) -> float | None:
+    """Return the rate while it is led up to base_lr, None after that.
+
+    Intel Caffe: linear from warmup_start_lr, in warmup_iter iterations. NVCaffe: rampup_lr +
+    (base_lr - rampup_lr) (iteration / rampup_interval)^2.
+    """
+    if iteration < param.warmup_iter:
+        done, start = iteration / param.warmup_iter, param.warmup_start_lr
+        return float(param.base_lr * done + start * (1 - done))
+    if iteration < param.rampup_interval:
+        done, start = iteration / param.rampup_interval, param.rampup_lr
+        return float(start + (param.base_lr - start) * done**2)
+    return None
+
+
 def next_step(param: SolverParameter, iteration: int, step: int) -> int:
     """Return the step counter of this iteration; "multistep" moves by at most one, as in Caffe."""
+    if _beginning(param, iteration) is not None:
+        return step
     if param.lr_policy == "step":
         return iteration // param.stepsize
     if param.lr_policy == "multistep" and step < len(param.stepvalue):
@@ -90,6 +121,11 @@ def rate(param: SolverParameter, iteration: int, step: int, factor: float = 1.0)
     """
     try:
         with np.errstate(over="ignore"):
-            return float(np.float32(factor * policies[param.lr_policy](param, iteration, step)))
+            value = _beginning(param, iteration)
+            if value is None:
+                value = policies[param.lr_policy](param, iteration, step)
+            if param.HasField("min_lr"):
+                value = max(value, param.min_lr)
+            return float(np.float32(factor * value))
     except (OverflowError, ZeroDivisionError):  # the latter: 0 to a negative power
         return float("inf")

@@ -115,6 +115,7 @@ class ResumeState:
             "begun": self._begun,
             "settings": format_text(param),
             "rate_factor": iterations.rate_factor,
+            "plateau": iterations.plateau.state() if iterations.plateau.used else {},
             "positions": {**iterations.positions(), "workers": workers.positions()},
             "statistics": statistics,
             "images": iterations.trainer.images,
@@ -174,7 +175,9 @@ class ResumeState:
             with step.device.scope():
                 for mine, read in zip(own, state.history, strict=True):
                     step.device.upload(np.asarray(read, mine.dtype).reshape(mine.shape), mine)
-            iterations.move_to(state.iteration, state.current_step)
+            with reading(snapshot.sidecar_of(path)):
+                plateau = dict((content or {}).get("plateau", {}))
+                iterations.move_to(state.iteration, state.current_step, plateau)
             self.started_at = state.iteration
             self._saved, self._restored_from = None, path
             learning = {step.net.nodes[param.layer].name for param in step.net.learnable}

@@ -65,7 +65,8 @@ def test_what_comes_of_a_file(folder: Path) -> None:
     assert told(str(folder / "worse.prototxt")).error is not None
     solver = told(str(folder / "solver.prototxt"))
     assert (solver.kind, solver.ok, solver.layers) == ("solver", True, None)
-    (folder / "own.prototxt").write_text(SOLVER % (folder / "a/good.prototxt"))
+    own = SOLVER.replace('net: "%s"', "train_net_param { %s }" % NET)
+    (folder / "own.prototxt").write_text(own)
     assert told(str(folder / "own.prototxt")).parameters == 965
 
 

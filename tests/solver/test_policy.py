@@ -25,6 +25,11 @@ CASES = {
     "sigmoid": (param("sigmoid", gamma=-0.0, stepsize=10), 10, 0.05),
     "sigmoid_late": (param("sigmoid", gamma=0.2, stepsize=10), 30, 0.1 / (1 + exp(-4))),
     "sigmoid_far": (param("sigmoid", gamma=1, stepsize=100000), 0, 0.0),
+    "plateau": (param("plateau", gamma=0.1, plateau_winsize=[5]), 5, 0.1),
+    "poly_to_a_least_rate": (param("poly", power=2, max_iter=100, min_lr=0.02), 50, 0.04),
+    "multifixed": (param("multifixed", stagelr=[0.3, 0.2], stageiter=[5, 9]), 5, 0.3),
+    "multifixed_second": (param("multifixed", stagelr=[0.3, 0.2], stageiter=[5, 9]), 6, 0.2),
+    "multifixed_last": (param("multifixed", stagelr=[0.3, 0.2], stageiter=[5, 9]), 99, 0.2),
     "overflow": (param("exp", gamma=1e30), 1000, inf),
 }
 
@@ -68,6 +73,8 @@ BAD = {
     "average_loss": (param("fixed", average_loss=0), "average_loss must be 1 or more, not 0"),
     "iter_size": (param("fixed", iter_size=0), "iter_size must be 1 or more, not 0"),
     "regularization": (param("fixed", weight_decay=1, regularization_type="L3"), "(known: L1, L2)"),
+    "multifixed": (param("multifixed", stagelr=[1]), "as many stagelr as stageiter, not 1 and 0"),
+    "min_lr": (param("poly", power=1, max_iter=9, min_lr=1), "between 0 and base_lr, not at 1"),
     "adagrad": (
         param("fixed", type="AdaGrad", momentum=0.9),
         "momentum cannot be used with AdaGrad",
@@ -101,3 +108,33 @@ def test_forgotten_fields_are_warned_of(caplog: pytest.LogCaptureFixture) -> Non
         'lr_policy "inv" reads power, which is missing and counts as 0',
         "base_lr is missing and counts as 0: nothing will be learned",
     ]
+
+
+BEGINNINGS = {
+    "warm-up begins": (param("fixed", warmup_iter=10, warmup_start_lr=0.02), 0, 0.02),
+    "warm-up": (param("exp", gamma=0.5, warmup_iter=10, warmup_start_lr=0.02), 5, 0.06),
+    "after warm-up": (param("exp", gamma=0.9, warmup_iter=10), 10, 0.1 * 0.9**10),
+    "ramp-up": (param("fixed", rampup_interval=10, rampup_lr=0.02), 5, 0.02 + 0.08 / 4),
+    "after ramp-up": (param("fixed", rampup_interval=10, rampup_lr=0.02), 10, 0.1),
+    "least rate": (param("exp", gamma=0.5, min_lr=0.03), 50, 0.03),
+    "least rate while it ramps up": (param("fixed", rampup_interval=10, min_lr=0.03), 0, 0.03),
+}
+
+
+@pytest.mark.parametrize("case", BEGINNINGS)
+def test_rate_in_the_first_iterations(case: str) -> None:
+    settings, iteration, expected = BEGINNINGS[case]
+    assert rate(settings, iteration, 0) == pytest.approx(expected), case
+
+
+def test_steps_wait_for_the_end_of_the_warm_up() -> None:
+    settings = param("multistep", gamma=0.1, stepvalue=[2, 3], warmup_iter=5)
+    steps = [0]
+    for iteration in range(8):
+        steps.append(advance(settings, iteration, steps[-1]))
+    assert steps[1:] == [0, 0, 0, 0, 0, 1, 2, 2]
+
+
+def test_settings_of_forks_without_effect_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    check_param(param("fixed", larc=True, momentum_policy="poly"), None)
+    assert caplog.messages == ["momentum_policy, larc: of NVCaffe, without effect here"]
