@@ -10,10 +10,19 @@ from caffepy.report.text import number, scalars
 
 log = logging.getLogger(__name__)
 
+LISTED = 4
+"""Staleness from which on its shares are told as one."""
 
-def counted(values: Mapping[int, object]) -> str:
-    """Return "0: 40, 1: 38" for values by number."""
-    return ", ".join(f"{number}: {value}" for number, value in sorted(values.items()))
+
+def _shares(times: Mapping[int, int]) -> str:
+    """Return "0: 90 %, 1: 10 %" for how often each staleness came."""
+    total, parts = sum(times.values()), dict[int, float]()
+    for staleness, n in times.items():
+        group = min(staleness, LISTED)
+        parts[group] = parts.get(group, 0) + 100 * n / total
+    words = {LISTED: f"{LISTED} or more"}
+    told = [f"{words.get(group, group)}: {part:.3g} %" for group, part in sorted(parts.items())]
+    return ", ".join(told) or "none"
 
 
 class LogReporter(Reporter):
@@ -46,12 +55,11 @@ class LogReporter(Reporter):
         log.info("Iteration %d, lr = %s", iteration, number(rate))
 
     def served(self, told: Served) -> None:
-        log.info("Pushes by worker: %s", counted(told.pushes))
-        total = sum(told.staleness.values()) or 1
-        shares = {lacking: f"{100 * n / total:.3g} %" for lacking, n in told.staleness.items()}
+        pushes = ", ".join(f"{worker}: {n}" for worker, n in sorted(told.pushes.items()))
+        log.info("Pushes by worker: %s", pushes)
         log.info(
             "Staleness: %s; sent %.1f MB as %.1f MB; waited %.1f s; replicas %d pushes behind",
-            *(counted(shares) or "none", told.sent / 1e6, told.on_wire / 1e6, told.waited),
+            *(_shares(told.staleness), told.sent / 1e6, told.on_wire / 1e6, told.waited),
             told.behind,
         )
 

@@ -77,14 +77,16 @@ def test_the_loop_reads_as_caffes(caplog: pytest.LogCaptureFixture) -> None:
 def test_lines_that_the_digits_run_lacks(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "caffepy")
     reporter = LogReporter()
-    reporter.served(Served(20, {1: 3, 0: 4}, {0: 9, 1: 1}, 24_100_000, 9_800_000, 3.14, 2))
+    reporter.served(
+        Served(20, {1: 3, 0: 4}, {0: 8, 1: 1, 5: 2, 9: 1}, 24_100_000, 9_800_000, 3.14, 2)
+    )
     reporter.test_done(0, 0, [("p", np.array([0.25, 0.75]), 0.0)], 1.5)
     reporter.snapshotted("solver state to HDF5", "a_iter_3.solverstate.h5")
     reporter.finished(3, None)
     reporter.done(True)
     assert logged(caplog) == [
         "Pushes by worker: 0: 4, 1: 3",
-        "Staleness: 0: 90 %, 1: 10 %; sent 24.1 MB as 9.8 MB; waited 3.1 s; replicas 2 pushes behind",
+        "Staleness: 0: 66.7 %, 1: 8.33 %, 4 or more: 25 %; sent 24.1 MB as 9.8 MB; waited 3.1 s; replicas 2 pushes behind",
         "Test loss: 1.5",
         "    Test net output #0: p = 0.25",
         "    Test net output #1: p = 0.75",
