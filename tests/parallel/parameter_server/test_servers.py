@@ -45,12 +45,13 @@ def run(workers: Sequence[Callable[[], Any]], seconds: float = 60) -> list[Any]:
     threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(workers))]
     for thread in threads:
         thread.start()
+    end = time.monotonic() + seconds
     for thread in threads:
-        thread.join(seconds)
-        assert not thread.is_alive(), "a worker hangs"
+        thread.join(max(0, end - time.monotonic()))
     for result in results:
         if isinstance(result, BaseException):
-            raise result
+            raise result  # others may wait for that worker
+    assert not any(thread.is_alive() for thread in threads), "a worker hangs"
     return results
 
 
