@@ -121,7 +121,7 @@ def train(cluster: str, batch: int) -> None:
             file.write(format_text(param))
             file.flush()
             solver = caffe.get_solver(file.name)
-        with solver.served(cluster, 2, (), consistency, every, replicas=1):
+        with solver.served(cluster, 2, consistency=consistency, every=every, replicas=1):
             solver.step(every)
             begun = time.perf_counter()
             solver.step(iterations)
