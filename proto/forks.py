@@ -110,8 +110,7 @@ _LAYERS = {
     "FlowNet": "Accum BlackAugmentation ChannelNorm Correlation Correlation1D CustomData "
     "DataAugmentation Downsample FlowAugmentation FlowWarp GenerateAugmentationParameters "
     "LpqLoss Mean NegReLU Resample",
-    "YOLO for Caffe": "EvalDetection RegionLoss Reorg YoloDetectionOutput Yolov3 "
-    "Yolov3DetectionOutput",
+    "YOLO for Caffe": "EvalDetection",
     "Temporal Segment Networks": "BatchReduction Gather Scatter SegData SyncBN",
 }
 

@@ -22,6 +22,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     roi,
     selection,
     shape,
+    yolo,
 )
 from caffepy.layer.base import Layer, LossLayer, check_counts, create_layer, layer, registry
 

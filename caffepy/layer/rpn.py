@@ -199,7 +199,7 @@ class ProposalLayer(RcnnLayer):
         order = order[: settings["rpn_pre_nms_top_n"]]
         kept = np.empty((1, settings["rpn_post_nms_top_n"]), np.int32)
         counts = np.empty(1, np.int32)
-        host.suppress_overlaps(boxes[:, order], settings["rpn_nms_thresh"], kept, counts)
+        host.suppress_overlaps(boxes[:, order], settings["rpn_nms_thresh"], 1.0, kept, counts)
         best = order[kept[0, : counts[0]]]
         rois = np.hstack([np.zeros((len(best), 1), np.float32), boxes[0, best]])
         self.give(top, [rois, objects[0, best, None]])

@@ -31,6 +31,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array, Blob
 from caffepy.ops import objects
+from caffepy.ops.overlap import YoloWeights
 from caffepy.ops.update_state import Limits, Number, Segments
 
 Maybe = Array | None
@@ -425,10 +426,72 @@ class Ops(Protocol):
         info = height, width, scale, or a scale for each of the two; places lie stride pixels apart.
         """
 
-    def suppress_overlaps(self, boxes: Array, threshold: float, kept: Array, counts: Array) -> None:
+    def suppress_overlaps(
+        self, boxes: Array, threshold: float, unit: float, kept: Array, counts: Array
+    ) -> None:
         """Write the places, kept (N, most) int32, and the numbers, counts (N) int32, of the boxes
         (N, P, 4) whose overlap with each kept one before it is threshold or less, at most `most` of
-        each N: intersection over union, both ends of a box inside it.
+        each N: intersection over union, where a side is x2 - x1 + unit, 1 for pixels, else 0.
+        """
+
+    # Losses of YOLO: x, p, delta (N, A, 5 + K, H, W) = x, y, w, h, object, classes of A boxes in
+    # each cell; truths (N, T, 5) = class, x, y, w, h of centre and size in units of the image, as
+    # are the sizes of anchors, float32
+
+    def yolo_scores(
+        self,
+        x: Array,
+        truths: Array,
+        sizes: Array,
+        softmax: bool,
+        kind: int,
+        scale: float,
+        threshold: float,
+        p: Array,
+        delta: Array,
+    ) -> None:
+        """Write p, sigmoids of x, but w and h as they are, and delta, 0 but for o = object of each
+        box whose overlap of this kind (`ops.overlap`) with every truth, up to the first at x = 0,
+        is threshold or less.
+
+        With `softmax` x and y are as they are, too, the classes a softmax, and delta is
+        scale * o * o (1 - o). The box of anchor a, sizes (A, 2), in cell i, j is
+        (j + sigmoid(x)) / W, (i + sigmoid(y)) / H, exp(w, h) * sizes[a].
+        """
+
+    def region_truths(
+        self,
+        p: Array,
+        truths: Array,
+        sizes: Array,
+        by_bias: bool,
+        rescore: bool,
+        object_scale: float,
+        class_scale: float,
+        coord_scale: float,
+        delta: Array,
+    ) -> None:
+        """Write delta for the box in the cell of each truth, up to the first without a width, whose
+        size is most like it, with by_bias the size of its anchor; p as `yolo_scores` writes it with
+        `softmax` (Redmon and Farhadi 2017).
+        """
+
+    def yolo_truths(
+        self,
+        p: Array,
+        truths: Array,
+        anchors: Array,
+        slots: Array,
+        kind: int,
+        weights: YoloWeights,
+        delta: Array,
+        stats: Array,
+    ) -> None:
+        """Write delta for the box in the cell of each truth, up to the first without a width, whose
+        anchor is most like it, and for others like it; anchors (B, 2), slots (B) int32 their places
+        among the boxes, -1 for none (Redmon and Farhadi 2018).
+
+        stats (N, 2) = sum of 1 - overlap of these boxes and their number.
         """
 
     # Rows and the largest values

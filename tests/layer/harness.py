@@ -14,7 +14,8 @@ from caffepy.proto.binary import blob_to_array
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter, NetParameter
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "layers"
-__all__ = ["GOLDEN", "Single", "check_golden", "check_gradient", "random", "seeded"]
+FORKS = GOLDEN.parent / "forks" / "layers"
+__all__ = ["FORKS", "GOLDEN", "Single", "check_golden", "check_gradient", "random", "seeded"]
 
 assert caffepy.layer  # imported so that every type is registered
 
@@ -175,11 +176,9 @@ def check_gradient(
         compare(f"param {k}", single.params[k], param_diffs[k])
 
 
-def check_golden(case: str, dtype: type = np.float32) -> None:
-    """Replay tests/golden/layers/CASE.npz through the layer `it` and compare tops, parameters and
-    diffs.
-    """
-    golden = np.load(GOLDEN / f"{case}.npz")
+def check_golden(case: str, dtype: type = np.float32, folder: Path = GOLDEN) -> None:
+    """Replay CASE.npz of the folder through the layer `it` and compare tops, parameters and diffs."""
+    golden = np.load(folder / f"{case}.npz")
     net = text_format.Parse(str(golden["prototxt"]), NetParameter())
     (param,) = (p for p in net.layer if p.name == "it")
     # A bottom `c0` is `b0` behind a Scale layer of factor 1, there so that the net of the case

@@ -45,9 +45,13 @@ NO_GRADIENT = {
     "Input": "has no bottom",
     "Parameter": "has no bottom; its gradient is the top's, as its own test says",
     "Proposal": "chooses, without a gradient",
+    "RegionLoss": "its gradient is darknet's, as its own test says",
     "SegAccuracy": "counts",
     "Silence": "has no top; its gradient is 0, as its own test says",
     "Threshold": "is constant but for a step",
+    "YoloDetectionOutput": "chooses, without a gradient",
+    "Yolov3": "its gradient is darknet's, as its own test says",
+    "Yolov3DetectionOutput": "chooses, without a gradient",
 }
 # Types -> the test that holds them to a loop, to numpy or to the formula.
 LOOPS = {
@@ -93,6 +97,8 @@ LOOPS = {
     "RNN": "test_recurrent.py::test_against_a_loop_over_two_batches",
     "ROIPooling": "test_roi.py::test_roi_pooling_against_a_loop",
     "Reduction": "test_shape.py::test_against_numpy",
+    "RegionLoss": "test_yolo.py::test_region_loss_against_a_loop",
+    "Reorg": "test_yolo.py::test_reorg_against_darknets_loop",
     "Reshape": "test_shape.py::test_against_numpy",
     "SPP": "test_pooling.py::test_spp_levels",
     "Scale": "test_normalization.py::test_scale_and_bias_against_numpy",
@@ -110,6 +116,9 @@ LOOPS = {
     "Tile": "test_shape.py::test_against_numpy",
     "Upsample": "test_resize.py::test_upsample_against_a_loop",
     "TripletLoss": "test_metric_loss.py::test_triplet_loss_against_a_loop",
+    "YoloDetectionOutput": "test_yolo.py::test_detections_against_a_loop",
+    "Yolov3": "test_yolo.py::test_yolov3_against_a_loop",
+    "Yolov3DetectionOutput": "test_yolo.py::test_detections_against_a_loop",
 }
 # Types -> the test that holds them on a GPU to the CPU.
 ON_GPU = {
@@ -139,6 +148,8 @@ ON_GPU = {
     "Pooling": "test_pooling.py::test_on_gpu_in_all_formats",
     "Proposal": "test_proposal.py::test_proposals_on_gpu",
     "ROIPooling": "test_roi.py::test_on_gpu",
+    "RegionLoss": "test_yolo.py::test_losses_on_gpu",
+    "Reorg": "test_yolo.py::test_reorg_on_gpu",
     "Scale": "test_fused_normalization.py::test_layers_on_a_gpu",
     "ShuffleChannel": "test_shape.py::test_on_gpu_in_all_formats",
     "Silence": "test_shape.py::test_on_gpu_in_all_formats",
@@ -149,6 +160,7 @@ ON_GPU = {
     "Split": "test_shape.py::test_on_gpu_in_all_formats",
     "TripletLoss": "test_metric_loss.py::test_on_gpu",
     "Upsample": "test_resize.py::test_upsample_on_gpu",
+    "Yolov3": "test_yolo.py::test_losses_on_gpu",
 }
 OPERATIONS = "its operations are held to the CPU's in tests/ops/cuda"
 NO_GPU_CASES = {

@@ -9,12 +9,11 @@ from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Blob
 from caffepy.device.cuda import CudaDevice
 from caffepy.layer.base import create_layer
-from caffepy.proto.caffe_pb2 import TEST, LayerParameter, NetParameter
+from caffepy.proto.caffe_pb2 import TEST, LayerParameter
 from caffepy.proto.text import parse
 
-from .harness import GOLDEN, Single, random, seeded
+from .harness import FORKS, Single, check_golden, random, seeded
 
-FIGURES = GOLDEN.parent / "forks" / "layers"
 TEXT = (
     'type: "Proposal" proposal_param {{ feat_stride: 16 min_size: {} ratio: 0.5 ratio: 2 '
     "scale: 2 scale: 4 pre_nms_topn: {} post_nms_topn: {} nms_thresh: 0.6 }}"
@@ -97,12 +96,7 @@ def test_proposals_against_a_loop(case):
 
 @pytest.mark.parametrize("name", ["proposal_pva", "proposal_pva_few"])
 def test_proposals_are_those_of_pvanet(name):
-    golden = np.load(FIGURES / f"{name}.npz")
-    param = parse(str(golden["prototxt"]), NetParameter()).layer[-1]
-    bottoms = [golden[f"in:b{k}"] for k in range(3)]
-    rois, scores = Single(param, *bottoms, tops=2, phase=TEST, dtype=np.float32).forward()
-    np.testing.assert_allclose(rois, golden["out:t0"], 2e-4, 2e-3)
-    np.testing.assert_allclose(scores, golden["out:t1"], 2e-4)
+    check_golden(name, folder=FORKS)
 
 
 def test_rois_come_again_for_other_values_and_alone():

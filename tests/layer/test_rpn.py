@@ -14,10 +14,9 @@ from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
 from caffepy.proto.text import parse
 
-from .harness import GOLDEN, seeded
+from .harness import FORKS, seeded
 from .test_proposal import share
 
-FIGURES = GOLDEN.parent / "forks" / "layers"
 # overlaps none by 0.7, one by more, none at all; the last lies partly outside
 TRUTHS = np.array([[20.0, 18, 60, 70, 3], [0, 0, 31, 31, 1], [90, 60, 140, 99, 2]])
 INFO = np.array([[96.0, 128, 1]])
@@ -103,7 +102,7 @@ def test_what_does_not_fit_is_refused(
 
 @pytest.mark.parametrize("case", ["train", "test", "top_n"])
 def test_proposals_are_those_of_py_faster_rcnn(case: str) -> None:
-    golden = np.load(FIGURES / f"proposal_py_{case}.npz")
+    golden = np.load(FORKS / f"proposal_py_{case}.npz")
     text = str(golden["prototxt"])
     if case == "top_n":
         names = ("pre_nms_top_n", "post_nms_top_n", "nms_thresh", "min_size")

@@ -80,8 +80,9 @@ def decode_proposals(
 
 
 @_exact
-def _suppress(boxes: Array, threshold: float, kept: Array, counts: Array, lo: int, hi: int) -> None:
-    one = boxes.dtype.type(1)
+def _suppress(
+    boxes: Array, threshold: float, one: float, kept: Array, counts: Array, lo: int, hi: int
+) -> None:
     zero = boxes.dtype.type(0)
     most = kept.shape[1]
     areas = np.empty(boxes.shape[1], boxes.dtype)
@@ -108,5 +109,8 @@ def _suppress(boxes: Array, threshold: float, kept: Array, counts: Array, lo: in
         counts[n] = found
 
 
-def suppress_overlaps(boxes: Array, threshold: float, kept: Array, counts: Array) -> None:
-    parallel(partial(_suppress, boxes, np.float32(threshold), kept, counts), len(boxes))
+def suppress_overlaps(
+    boxes: Array, threshold: float, unit: float, kept: Array, counts: Array
+) -> None:
+    given = boxes, np.float32(threshold), boxes.dtype.type(unit), kept, counts
+    parallel(partial(_suppress, *given), len(boxes))

@@ -105,3 +105,4 @@ from caffepy.ops.cuda.timers import PhaseTimer, Stopwatch
 from caffepy.ops.cuda.transform import transform_batch
 from caffepy.ops.cuda.update import update_params
 from caffepy.ops.cuda.update_state import Sums, UpdateState
+from caffepy.ops.cuda.yolo import region_truths, yolo_scores, yolo_truths

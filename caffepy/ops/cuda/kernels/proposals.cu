@@ -44,27 +44,29 @@ __global__ void decode_proposals(const T* scores, const T* deltas, const float* 
   }
 }
 
-template <typename T> __device__ bool overlaps(const T* a, const T* b, float threshold) {
+template <typename T> __device__ bool overlaps(const T* a, const T* b, float threshold, float unit) {
   const float ax = float(a[0]), ay = float(a[1]), bx = float(b[0]), by = float(b[1]);
   const float aX = float(a[2]), aY = float(a[3]), bX = float(b[2]), bY = float(b[3]);
-  const float wide = __fadd_rn(__fsub_rn(fminf(aX, bX), fmaxf(ax, bx)), 1.0f);
-  const float high = __fadd_rn(__fsub_rn(fminf(aY, bY), fmaxf(ay, by)), 1.0f);
+  const float wide = __fadd_rn(__fsub_rn(fminf(aX, bX), fmaxf(ax, bx)), unit);
+  const float high = __fadd_rn(__fsub_rn(fminf(aY, bY), fmaxf(ay, by)), unit);
   const float both = __fmul_rn(fmaxf(wide, 0.0f), fmaxf(high, 0.0f));
-  const float first = __fmul_rn(__fadd_rn(__fsub_rn(aX, ax), 1.0f), __fadd_rn(__fsub_rn(aY, ay), 1.0f));
-  const float second = __fmul_rn(__fadd_rn(__fsub_rn(bX, bx), 1.0f), __fadd_rn(__fsub_rn(bY, by), 1.0f));
+  const float first = __fmul_rn(__fadd_rn(__fsub_rn(aX, ax), unit), __fadd_rn(__fsub_rn(aY, ay), unit));
+  const float second = __fmul_rn(__fadd_rn(__fsub_rn(bX, bx), unit), __fadd_rn(__fsub_rn(bY, by), unit));
   return __fdiv_rn(both, __fsub_rn(__fadd_rn(first, second), both)) > threshold;
 }
 
 // Bit b of word (n, p, q): box 64 q + b, which comes after p, overlaps it.
 template <typename T>
-__global__ void find_overlaps(const T* boxes, u64* words, i64 images, i64 count, i64 columns, double threshold) {
+__global__ void find_overlaps(const T* boxes, u64* words, i64 images, i64 count, i64 columns, double threshold,
+                              double unit) {
   FOR_EACH(k, images * count * columns) {
     const i64 q = k % columns, p = k / columns % count, n = k / columns / count;
     const T* all = boxes + n * count * 4;
     u64 bits = 0;
     for (i64 b = 0; b < 64; ++b) {
       const i64 other = 64 * q + b;
-      if (other > p && other < count && overlaps(all + 4 * p, all + 4 * other, float(threshold))) bits |= u64(1) << b;
+      if (other > p && other < count && overlaps(all + 4 * p, all + 4 * other, float(threshold), float(unit)))
+        bits |= u64(1) << b;
     }
     words[k] = bits;
   }
