@@ -30,20 +30,27 @@ def show(file: str, as_json: bool) -> None:
 @click.command(short_help="Write weights in the other form, binary or HDF5.")
 @click.argument("source", metavar="IN")
 @click.argument("target", metavar="OUT")
+@click.option(
+    "--fork",
+    help="Write for this fork of Caffe (ssd, nvcaffe, intel, segnet, ...); IN is of it, too, "
+    "unless it shows another.",
+)
 @options.logged()
-def convert(source: str, target: str) -> None:
+def convert(source: str, target: str, fork: str | None) -> None:
     """Write the weights in IN to OUT: as HDF5 if OUT ends in .h5, else as a binary caffemodel.
 
-    IN is a caffemodel of any age, binary or HDF5, recognized by its content.
+    IN is a caffemodel of any age, binary or HDF5, recognized by its content. Forks of Caffe have
+    numbers of their own in binary files; OUT is of the same fork as IN, or of --fork.
 
     \b
     Examples:
       caffepy weights convert caffenet.caffemodel caffenet.caffemodel.h5
       caffepy weights convert run_iter_500.caffemodel.h5 run_iter_500.caffemodel
+      caffepy weights convert trained.caffemodel for_nnie.caffemodel --fork ssd
     """
     from caffepy.commands.weights import convert as convert_weights
 
-    convert_weights(source, target)
+    convert_weights(source, target, fork)
 
 
 @click.group(

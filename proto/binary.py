@@ -2,21 +2,25 @@
 blobs.
 """
 
+import logging
 import math
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 from numpy.typing import NDArray
 
 from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, NetParameter, SolverState, Type
+from caffepy.proto.fork_wire import CAFFE, OWN, fork_of, from_own, likely_fork, to_own
 from caffepy.proto.sniff import mismatch
 from caffepy.proto.sniff import sniff as sniff
 from caffepy.proto.upgrade import upgrade_net
+
+log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 Array = NDArray[Any]
@@ -30,24 +34,55 @@ _RAW_TYPES = {
     Type.UINT: "<u4",
 }
 _RAW_FIELDS = ("raw_data", "raw_data_type", "raw_diff", "raw_diff_type")
-_NVCAFFE_RECURRENT_PARAM = 151
 _DATA_TAG, _DIFF_TAG = b"\x2a", b"\x32"  # fields 5 and 6, length-delimited
 
 
 def read_net(path: str) -> NetParameter:
-    """The net of a .caffemodel, upgraded; ConfigError says what else the file is."""
-    return upgrade_net(read_stored_net(path), path)
+    """The net of a .caffemodel, upgraded, for its weights: settings of layers may be missing if it
+    is not clear of which fork of Caffe it is. ConfigError says what else the file is.
+    """
+    data = _bytes(path, "a caffemodel", ConfigError)
+    return upgrade_net(_net(data, likely_fork(data), path), path)
 
 
-def read_stored_net(path: str) -> NetParameter:
-    """The net of a .caffemodel as it stands in the file, perhaps in an old format."""
-    net = _read(path, NetParameter(), "a caffemodel", ConfigError)
-    for layer in net.layer:
-        unknown = UnknownFieldSet(layer)
-        for field in (unknown[i] for i in range(len(unknown))):
-            if field.field_number == _NVCAFFE_RECURRENT_PARAM and isinstance(field.data, bytes):
-                _merge(layer.recurrent_param, field.data, path, "a caffemodel", ConfigError)
-    return net
+def read_stored_net(path: str, fork: str | None = None) -> tuple[NetParameter, str]:
+    """The net of a .caffemodel as it stands in the file, perhaps in an old format, and the fork of
+    Caffe that it is of: `fork` if the file can be read so, else the one that it shows.
+
+    ConfigError names the forks if it is not clear.
+    """
+    data = _bytes(path, "a caffemodel", ConfigError)
+    try:
+        shown = fork_of(data, fork)
+    except ConfigError as error:
+        raise error.at(path) from None
+    return _net(data, shown, path), shown
+
+
+def _net(data: bytes, fork: str, path: str) -> NetParameter:
+    if fork != CAFFE:
+        data, found = to_own(data, fork)
+        if found.strange:
+            told = "%s: fields that %s does not have are left out: %s"
+            log.warning(told, path, fork, ", ".join(dict.fromkeys(found.strange)))
+    return _merge(NetParameter(), data, path, "a caffemodel", ConfigError)
+
+
+def serialized(
+    parts: Iterable[NetParameter], fork: str = CAFFE, source: str | None = None
+) -> Iterator[bytes]:
+    """Yield the bytes of a net, or of parts that make one, under the numbers of a fork; what that
+    lacks is left out, and named in the log at the end. `source` is the fork that they come from.
+    """
+    left_out: dict[str, None] = {}
+    for part in parts:
+        data = part.SerializeToString()
+        if fork not in (CAFFE, OWN):
+            data, found = from_own(data, fork, strict=fork != source)
+            left_out |= dict.fromkeys(found.strange)
+        yield data
+    if left_out:
+        log.warning("%s does not have, so that it is left out: %s", fork, ", ".join(left_out))
 
 
 def read_state(path: str) -> SolverState:
@@ -70,23 +105,26 @@ def read_array(path: str) -> Floats:
 
 
 def _read(path: str, message: M, kind: str, error: type[CaffeError]) -> M:
+    return _merge(message, _bytes(path, kind, error), path, kind, error)
+
+
+def _bytes(path: str, kind: str, error: type[CaffeError]) -> bytes:
     if sniff(path) != kind:
         raise mismatch(path, kind, error)
     try:
         with open(path, "rb") as file:
-            data = file.read()
+            return file.read()
     except OSError:
         raise mismatch(path, kind, error) from None
-    _merge(message, data, path, kind, error)
-    return message
 
 
-def _merge(message: Message, data: bytes, path: str, kind: str, error: type[CaffeError]) -> None:
+def _merge(message: M, data: bytes, path: str, kind: str, error: type[CaffeError]) -> M:
     try:
         message.MergeFromString(data)
     except DecodeError:
         raise mismatch(path, kind, error) from None
     _repair_strings(message)
+    return message
 
 
 def _repair_strings(message: Message) -> None:

@@ -115,6 +115,24 @@ _LAYERS = {
 }
 
 
+_SEVERAL = {
+    ("SolverParameter", "device_id"): "further_device_id",
+    ("TransformationParameter", "resize_param"): "further_resize_param",
+}
+"""Fields that Caffe has once and a fork several times, and where the second and later ones go."""
+
+
+def further(message: str, field: str) -> str | None:
+    """The field for the second and later values of one that Caffe has once, or None."""
+    return _SEVERAL.get((message, field))
+
+
+def first_of(message: str, field: str) -> str | None:
+    """The field of which this one has the second and later values, or None."""
+    firsts = {(m, more): first for (m, first), more in _SEVERAL.items()}
+    return firsts.get((message, field))
+
+
 def fork_of_field(message: str, field: str) -> str | None:
     """The forks whose message of this name has the field, such as "PSPNet or SegNet", or None."""
     known = {fork: messages.get(message, "").split() for fork, messages in _FIELDS.items()}

@@ -21,7 +21,7 @@ from caffepy.core.errors import ConfigError
 from caffepy.core.registry import nearest
 from caffepy.proto import upgrade
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter, V1LayerParameter
-from caffepy.proto.forks import fork_of_field, fork_of_value, is_ignored
+from caffepy.proto.forks import fork_of_field, fork_of_value, further, is_ignored
 from caffepy.proto.sniff import is_binary, mismatch, sniff
 
 log = logging.getLogger(__name__)
@@ -334,6 +334,9 @@ class _Parser:
                 self.unknown_field(message)
             if is_ignored(message.DESCRIPTOR.name, field.name):
                 self.ignored[field.name] = None
+            more = further(message.DESCRIPTOR.name, field.name)
+            if field.name in seen and more:
+                field = fields[more]
             if field.name in seen and not field.repeated:
                 twice = f'"{field.name}" is given a second time in {message.DESCRIPTOR.name}'
                 line = self.text.count("\n", 0, seen[field.name]) + 1
@@ -375,6 +378,14 @@ class _Parser:
     def values(self, message: Message, field: _Field) -> None:
         if not self.take(":"):
             self.unexpected(f'":" after "{field.name}"')
+        more = further(message.DESCRIPTOR.name, field.name)
+        if more and self.value == "[":
+            several = getattr(message, more)
+            self.advance()
+            self.listed(lambda: several.append(field.read(self, field)))
+            if several:
+                setattr(message, field.name, several.pop(0))
+            return
         if not field.repeated:
             setattr(message, field.name, field.read(self, field))
             return

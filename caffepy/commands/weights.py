@@ -15,6 +15,8 @@ from caffepy.device.blob import Array, shape_string
 from caffepy.net.weights import new_hdf5, open_hdf5, write_layers
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
+from caffepy.proto.fork_wire import CAFFE, fork_named
+from caffepy.proto.upgrade import upgrade_net
 from caffepy.report.text import columns, number, printable
 
 log = logging.getLogger(__name__)
@@ -116,21 +118,29 @@ def show(path: str) -> FileInfo:
     return FileInfo("weights (binary)", {"name": net.name}, layers)
 
 
-def convert(source: str, target: str) -> None:
+def convert(source: str, target: str, fork: str | None = None) -> None:
     """Write the weights in `source` to `target`, as HDF5 if that ends in .h5 or .hdf5, else binary.
 
-    Old formats are upgraded, and NVCaffe's raw bytes become floats. Stored gradients are kept.
-    ConfigError for a file without weights, or with some that the other form cannot hold; UsageError
-    for one that cannot be written.
+    The target is of the same fork of Caffe as the source, or of `fork`, which also tells what the
+    source is of if it does not show it; ConfigError names the forks if nothing does. Old formats
+    are upgraded, and NVCaffe's raw bytes become floats. Stored gradients are kept. ConfigError for
+    a file without weights, or with some that the other form cannot hold; UsageError for one that
+    cannot be written.
     """
+    wanted = fork_named(fork) if fork else None
     if target.lower().endswith(HDF5_NAMES):
         _write_hdf5(target, read_weights(source), source)
     else:
-        net = read_weights(source)
+        if binary.sniff(source) == "a caffemodel":
+            stored, shown = binary.read_stored_net(source, wanted)
+            net = upgrade_net(stored, source)
+        else:
+            net, shown = read_weights(source), CAFFE
         binary.drop_raw(net, source)
         try:
             with written(target) as temporary:
-                write_layers(net.name, net.layer, temporary, "give a file name in .h5")
+                remedy = "give a file name in .h5"
+                write_layers(net.name, net.layer, temporary, remedy, wanted or shown, shown)
         except ConfigError as error:
             raise error.at(target) from None
     log.info("Wrote the weights in %s to %s", source, target)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from itertools import chain
 
 import h5py
 
@@ -16,6 +17,7 @@ from caffepy.net import nvcaffe
 from caffepy.net.net import Net
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
+from caffepy.proto.fork_wire import CAFFE
 from caffepy.proto.sniff import mismatch
 from caffepy.proto.text import locate_layer
 
@@ -163,16 +165,24 @@ def write_binary(net: Net, path: str, diff: bool = False) -> None:
     write_layers(net.name, _layers(net, diff), path, "use snapshot_format: HDF5")
 
 
-def write_layers(name: str, layers: Iterable[LayerParameter], path: str, remedy: str) -> None:
-    """Write a net of these layers as a binary caffemodel; ConfigError with the remedy if it gets
-    too large.
+def write_layers(
+    name: str,
+    layers: Iterable[LayerParameter],
+    path: str,
+    remedy: str,
+    fork: str = CAFFE,
+    source: str | None = None,
+) -> None:
+    """Write a net of these layers, which came from the fork `source`, as a binary caffemodel of a
+    fork; ConfigError with the remedy if it gets too large.
 
     Concatenated protobuf messages read as one, so only one layer at a time is copied.
     """
     with open(path, "wb") as file:
-        size = file.write(NetParameter(name=name).SerializeToString())
-        for layer in layers:
-            size += file.write(NetParameter(layer=[layer]).SerializeToString())
+        size = 0
+        parts = (NetParameter(layer=[layer]) for layer in layers)
+        for data in binary.serialized(chain([NetParameter(name=name)], parts), fork, source):
+            size += file.write(data)
             if size >= MAX_BINARY:
                 raise ConfigError(f"a binary caffemodel holds less than 2 GiB; {remedy}")
 

@@ -46,3 +46,14 @@ def test_fields_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) 
     assert caplog.messages == [
         "n.prototxt: engine, quantization_param, fuse: of a fork of Caffe, without effect"
     ]
+
+
+def test_fields_that_a_fork_has_several_times() -> None:
+    resize = "resize_param { width: 3 } resize_param { width: 4 } resize_param { width: 5 }"
+    transform = text.parse(resize, caffe_pb2.TransformationParameter())
+    assert transform.resize_param.width == 3
+    assert [resize.width for resize in transform.further_resize_param] == [4, 5]
+    for ids in ("device_id: [2, 0, 1]", "device_id: 2 device_id: 0 device_id: 1"):
+        solver = text.parse(ids, caffe_pb2.SolverParameter())
+        assert (solver.device_id, solver.further_device_id) == (2, [0, 1])
+    assert not text.parse("device_id: []", caffe_pb2.SolverParameter()).HasField("device_id")

@@ -143,8 +143,12 @@ def of_forks() -> dict[tuple[str, str], list[dict[str, str]]]:
     return found
 
 
-OWN = {("PoolingParameter", "ceil_mode")}
-"""Fields of forks whose number is not known."""
+OWN = {
+    ("PoolingParameter", "ceil_mode"),
+    ("SolverParameter", "further_device_id"),
+    ("TransformationParameter", "further_resize_param"),
+}
+"""Fields of forks whose number is not known, and those for what forks have several times."""
 OTHER_TYPE = {("UpsampleParameter", "scale"): "int32"}
 """SegNet's is uint32."""
 NOT_TAKEN = {

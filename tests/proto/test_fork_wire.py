@@ -1,0 +1,335 @@
+"""Binary nets of forks. Their messages are made of the tables, in a pool of their own."""
+
+import csv
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import json_format
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+)
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from caffepy.commands.weights import convert
+from caffepy.core.errors import ConfigError
+from caffepy.net.weights import layers_in
+from caffepy.proto import binary
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
+from caffepy.proto.fork_wire import C3D1, CAFFE, FORKS, OWN, fork_named, fork_of
+
+TABLES = Path(__file__).parents[1] / "golden" / "wire"
+NAMES = {
+    "nvcaffe": "nvidia-0.17",
+    "happynear": "happynear-ms",
+    "c3d": "c3d-1.1",
+    "shufflenet": "shufflenet-readme",
+}
+TABLED = [fork for fork in FORKS if fork not in (CAFFE, OWN, C3D1)]
+VALUES = np.arange(6, dtype=np.float32).reshape(2, 3) / 7
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with open(TABLES / name, newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+@cache
+def net_of(fork: str) -> Any:
+    """The class NetParameter of a fork: Caffe's messages, and what the fork has in its place."""
+    fields = {(r["message"], r["field"]): r for r in rows("caffe_wire.tsv")}
+    enums = {(r["enum"], r["name"]): int(r["number"]) for r in rows("caffe_enums.tsv")}
+    own = [r for r in rows("fork_wire.tsv") if r["fork"] == NAMES.get(fork, fork)]
+    assert own or fork == CAFFE
+    for row in own:
+        key = row["message"], row["field"]
+        if row["type"] == "enum value":
+            enums[key] = int(row["number"])
+        else:
+            taken = [
+                k for k, r in fields.items() if k[0] == key[0] and r["number"] == row["number"]
+            ]
+            for other in taken:
+                del fields[other]
+            fields[key] = row
+    file = FileDescriptorProto(name=f"{fork}.proto", package="caffe", syntax="proto2")
+    messages: dict[str, DescriptorProto] = {}
+    for message in sorted({message for message, _ in fields}, key=lambda name: name.count(".")):
+        home, _, name = message.rpartition(".")
+        inside = messages[home].nested_type if home else file.message_type
+        messages[message] = inside.add(name=name)
+    kinds: dict[str, EnumDescriptorProto] = {}
+    for (enum, name), number in enums.items():
+        home, _, inner = enum.rpartition(".")
+        if home and home not in messages:
+            continue
+        if enum not in kinds:
+            kinds[enum] = messages[home].enum_type.add() if home else file.enum_type.add()
+            kinds[enum].name = inner
+            kinds[enum].options.allow_alias = True
+        kinds[enum].value.add(name=name, number=number)
+    for (message, name), row in fields.items():
+        field = messages[message].field.add(name=name, number=int(row["number"]))
+        label = "REPEATED" if "repeated" in row["label"] else "OPTIONAL"
+        field.label = FieldDescriptorProto.Label.Value(f"LABEL_{label}")
+        kind = f"TYPE_{row['type'].upper()}"
+        if kind in dict(FieldDescriptorProto.Type.items()):
+            field.type = FieldDescriptorProto.Type.Value(kind)
+        else:
+            known = {**messages, **kinds}
+            full = next(k for k in (f"{message}.{row['type']}", row["type"]) if k in known)
+            field.type_name = f".caffe.{full}"
+            is_enum = full in kinds
+            field.type = (
+                FieldDescriptorProto.TYPE_ENUM if is_enum else FieldDescriptorProto.TYPE_MESSAGE
+            )
+    for enum in kinds.values():
+        if len({value.number for value in enum.value}) == len(enum.value):
+            enum.options.ClearField("allow_alias")
+    pool = DescriptorPool()
+    pool.Add(file)
+    return GetMessageClass(pool.FindMessageTypeByName("caffe.NetParameter"))
+
+
+def fill(message: Message, depth: int = 0) -> None:
+    """Set every field, of messages inside down to some depth."""
+    for number, field in enumerate(message.DESCRIPTOR.fields):
+        repeated = field.default_value == []
+        if field.message_type is not None:
+            if depth < 3:
+                inner = getattr(message, field.name)
+                fill(inner.add() if repeated else inner, depth + 1)
+            continue
+        value: Any = number % 7 + 1
+        if field.enum_type is not None:
+            value = field.enum_type.values[-1].number
+        elif field.cpp_type == field.CPPTYPE_STRING:
+            value = b"x" if field.type == field.TYPE_BYTES else f"text {number}"
+        elif field.cpp_type == field.CPPTYPE_BOOL:
+            value = True
+        elif field.cpp_type in (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE):
+            value = number + 0.5
+        if repeated:
+            getattr(message, field.name).extend([value, value])
+        else:
+            setattr(message, field.name, value)
+
+
+def layer_fields(net: Any) -> Iterator[str]:
+    """The settings of layers that a fork has."""
+    for field in net.DESCRIPTOR.fields_by_name["layer"].message_type.fields:
+        if field.number not in range(1, 12):
+            yield field.name
+
+
+def whole_net(fork: str) -> Any:
+    """A net with one layer for each setting that a layer of the fork may have, all fields set."""
+    net = net_of(fork)(name="n")
+    for name in layer_fields(net):
+        layer = net.layer.add(name=name, type="Strange")
+        field = layer.DESCRIPTOR.fields_by_name[name]
+        if field.message_type is not None:
+            fill(getattr(layer, name))
+            getattr(layer, name).SetInParent()
+        else:
+            values = {field.CPPTYPE_STRING: "MKLDNN", field.CPPTYPE_BOOL: True}
+            setattr(layer, name, values.get(field.cpp_type, 1))
+        blob = layer.blobs.add()
+        blob.shape.dim.extend(VALUES.shape)
+        blob.data.extend(VALUES.ravel())
+    return net
+
+
+def told(message: Message) -> Any:
+    """A message by the names of its fields and values."""
+    return json_format.MessageToDict(message, preserving_proto_field_name=True)
+
+
+NOT_TAKEN = ("LANE", "LOWRES", "SORT")
+"""Values of enums that we do not have; they stay in the file."""
+
+
+def by_name(value: Any) -> Any:
+    """What is told of a message, whether its fields are repeated or not."""
+    if isinstance(value, dict):
+        return {key: by_name(inner) for key, inner in value.items() if inner not in NOT_TAKEN}
+    if isinstance(value, list):
+        return by_name(value[0]) if len(value) == 1 else [by_name(inner) for inner in value]
+    return value
+
+
+def unknown_fields(message: Message) -> list[str]:
+    found = [message.DESCRIPTOR.name] * len(UnknownFieldSet(message))
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for inner in value if field.default_value == [] else [value]:
+                found += unknown_fields(inner)
+    return found
+
+
+def write(folder: Path, net: Any) -> str:
+    path = folder / "net.caffemodel"
+    path.write_bytes(net.SerializeToString())
+    return str(path)
+
+
+@pytest.mark.parametrize("fork", [CAFFE, *TABLED])
+def test_every_setting_of_a_fork_is_read_and_written(fork: str, tmp_path: Path) -> None:
+    theirs = whole_net(fork)
+    path = write(tmp_path, theirs)
+    ours, shown = binary.read_stored_net(path, fork)
+    assert shown == fork
+    assert by_name(told(ours)) == by_name(told(theirs))
+    for layer in binary.read_net(path).layer:
+        assert np.array_equal(binary.blob_to_array(layer.blobs[0]), VALUES)
+    convert(path, str(tmp_path / "out.caffemodel"), fork)
+    again = net_of(fork).FromString((tmp_path / "out.caffemodel").read_bytes())
+    assert unknown_fields(again) == []
+    assert told(again) == told(theirs)
+
+
+TYPICAL = {
+    "caffe": ("Pooling", "pooling_param", {"kernel_size": 2, "round_mode": 1}),
+    "ssd": ("PriorBox", "prior_box_param", {"min_size": [3], "flip": True}),
+    "nvcaffe": ("LSTM", "recurrent_param", {"num_output": 3}),
+    "intel": ("ReLU", "engine", "MKLDNN"),
+    "faster-rcnn": ("ROIPooling", "roi_pooling_param", {"pooled_w": 7}),
+    "r-fcn": ("PSROIPooling", "psroi_pooling_param", {"output_dim": 7}),
+    "segnet": ("Upsample", "upsample_param", {"scale": 2, "pad_out_h": True}),
+    "pspnet": ("Interp", "interp_param", {"zoom_factor": 2}),
+    "mobilenet-yolo": ("Reorg", "reorg_param", {"stride": 2}),
+    "happynear": ("TripletLoss", "triplet_loss_param", {"margin": 2.5}),
+    "happynear-master": ("Scale", "scale_param", {"axis": 2}),
+    "caffe-face": ("CenterLoss", "center_loss_param", {"num_output": 9}),
+    "sphereface": ("MarginInnerProduct", "margin_inner_product_param", {"num_output": 9}),
+    "flownet2": ("Correlation", "correlation_param", {"pad": 3}),
+    "spatial-transformer": ("SpatialTransformer", "st_param", {"output_H": 3}),
+    "pva": ("Proposal", "proposal_param", {"feat_stride": 8}),
+    "c3d": ("Convolution3D", "convolution3d_param", {"kernel_depth": 3}),
+    "shufflenet": ("ShuffleChannel", "shuffle_channel_param", {"group": 3}),
+}
+
+
+@pytest.mark.parametrize("fork", TYPICAL)
+def test_a_net_shows_of_which_fork_it_is(fork: str, tmp_path: Path) -> None:
+    layer_type, name, settings = TYPICAL[fork]
+    net = net_of(fork)(name="n")
+    layer = {"name": "a", "type": layer_type, name: settings}
+    json_format.ParseDict({"layer": [layer, {"name": "b", "type": "Convolution"}]}, net)
+    path = write(tmp_path, net)
+    ours, shown = binary.read_stored_net(path)
+    assert by_name(told(ours)) == by_name(told(net)), shown
+    convert(path, str(tmp_path / "out.caffemodel"))
+    again = net_of(fork).FromString((tmp_path / "out.caffemodel").read_bytes())
+    assert told(again) == told(net)
+    assert unknown_fields(again) == []
+
+
+def test_an_unclear_file_names_the_forks(tmp_path: Path) -> None:
+    net = net_of("pspnet")(name="n")
+    net.layer.add(name="a", type="Strange").unique_label_param.SetInParent()
+    path = write(tmp_path, net)
+    with pytest.raises(ConfigError, match=r"several forks .*pspnet.*--fork"):
+        convert(path, str(tmp_path / "out.caffemodel"))
+    assert not (tmp_path / "out.caffemodel").exists()
+    ours, shown = binary.read_stored_net(path, "pspnet")
+    assert (shown, ours.layer[0].HasField("unique_label_param")) == ("pspnet", True)
+    assert [layer.name for layer in binary.read_net(path).layer] == ["a"]
+
+
+def test_a_fork_may_lack_a_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = net_of("segnet")(name="n")
+    net.layer.add(name="a", type="BN").bn_param.bn_mode = 1
+    convert(write(tmp_path, net), str(tmp_path / "out.caffemodel"), "nvidia")
+    again = net_of("nvcaffe").FromString((tmp_path / "out.caffemodel").read_bytes())
+    assert told(again) == {"name": "n", "layer": [{"name": "a", "type": "BN"}]}
+    assert unknown_fields(again) == []
+    assert "nvcaffe does not have, so that it is left out: LayerParameter.bn_param" in caplog.text
+
+
+def test_our_own_numbers_are_read_and_turned_into_those_of_a_fork(tmp_path: Path) -> None:
+    layer = LayerParameter(name="a", type="Interp")
+    layer.interp_param.zoom_factor = 2
+    path = write(tmp_path, NetParameter(name="n", layer=[layer]))
+    assert fork_of(Path(path).read_bytes()) == OWN
+    convert(path, str(tmp_path / "out.caffemodel"), "pspnet")
+    again = net_of("pspnet").FromString((tmp_path / "out.caffemodel").read_bytes())
+    assert again.layer[0].interp_param.zoom_factor == 2
+
+
+def test_a_fork_may_have_several_where_caffe_has_one(tmp_path: Path) -> None:
+    net = net_of("mobilenet-yolo")(name="n")
+    sizes = net.layer.add(name="a", type="AnnotatedData").transform_param.resize_param
+    for width in (3, 4, 5):
+        sizes.add(width=width)
+    path = write(tmp_path, net)
+    ours, _ = binary.read_stored_net(path, "mobilenet-yolo")
+    transform = ours.layer[0].transform_param
+    assert transform.resize_param.width == 3
+    assert [resize.width for resize in transform.further_resize_param] == [4, 5]
+    convert(path, str(tmp_path / "out.caffemodel"), "mobilenet-yolo")
+    assert net_of("mobilenet-yolo").FromString((tmp_path / "out.caffemodel").read_bytes()) == net
+
+
+def test_names_of_forks() -> None:
+    assert fork_named("NVIDIA") == "nvcaffe"
+    with pytest.raises(ConfigError, match=r'unknown fork "sdd" \(known: caffe, ssd, nvcaffe'):
+        fork_named("sdd")
+
+
+def of_volumes() -> Any:
+    """NetParameter of C3D 1.0, as far as weights need it."""
+    file = FileDescriptorProto(name="c3d1.proto", package="caffe", syntax="proto2")
+    messages = {
+        "BlobProto": "num:1 channels:2 length:3 height:4 width:5 data:6f diff:7f",
+        "LayerParameter": "bottom:2s top:3s name:4 type:5 blobs:6BlobProto",
+        "NetParameter": "name:1 layers:2LayerParameter",
+    }
+    for name, fields in messages.items():
+        message = file.message_type.add(name=name)
+        for entry in fields.split():
+            label, _, kind = entry.partition(":")
+            field = message.field.add(name=label, number=int(kind[0]), label=1, type=5)
+            if label == "name":
+                field.type = FieldDescriptorProto.TYPE_STRING
+            elif kind[1:]:
+                field.label = FieldDescriptorProto.LABEL_REPEATED
+                field.type = {"f": 2, "s": 9}.get(kind[1:], 11)  # type: ignore[assignment]
+                if field.type == FieldDescriptorProto.TYPE_MESSAGE:
+                    field.type_name = f".caffe.{kind[1:]}"
+                field.options.packed = field.type == FieldDescriptorProto.TYPE_FLOAT
+    pool = DescriptorPool()
+    pool.Add(file)
+    return GetMessageClass(pool.FindMessageTypeByName("caffe.NetParameter"))
+
+
+def test_weights_of_c3d_1_0(tmp_path: Path) -> None:
+    values = np.arange(24, dtype=np.float32) / 7
+    net = of_volumes()(name="n")
+    layer = net.layers.add(name="conv", type=30, bottom=["x"], top=["y"])
+    layer.blobs.add(num=1, channels=2, length=3, height=2, width=2, data=values, diff=-values)
+    path = write(tmp_path, net)
+    assert layers_in(path) == ["conv"]
+    (read,) = binary.read_net(path).layer
+    assert (read.type, list(read.bottom), list(read.top)) == ("Convolution3D", ["x"], ["y"])
+    assert np.array_equal(binary.blob_to_array(read.blobs[0]), values.reshape(1, 2, 3, 2, 2))
+    convert(path, str(tmp_path / "out.caffemodel"))
+    again = of_volumes().FromString((tmp_path / "out.caffemodel").read_bytes())
+    assert told(again) == told(net)
+    assert unknown_fields(again) == []
+
+
+@pytest.mark.parametrize("damage", [b"\xa2\x06\x05\x3a\x04abc", b"\xa2\x06\x01\xff", b"\x0b\x0c"])
+def test_damaged_files_are_told_by_the_parser(damage: bytes, tmp_path: Path) -> None:
+    (tmp_path / "net.caffemodel").write_bytes(damage)
+    with pytest.raises(ConfigError, match=r"net\.caffemodel"):
+        binary.read_net(str(tmp_path / "net.caffemodel"))
