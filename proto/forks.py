@@ -61,15 +61,9 @@ _FIELDS = {
     "Spatial Transformer": {
         "FillerParameter": "file",
     },
-    "R-FCN": {
-        "DropoutParameter": "scale_train",
-    },
     "SegNet": {
         "DropoutParameter": "sample_weights_test",
         "LossParameter": "weight_by_label_freqs class_weighting",
-    },
-    "Faster R-CNN": {
-        "DropoutParameter": "scale_train",
     },
     "Temporal Segment Networks": {
         "LayerParameter": "seg_data_param batch_reduction_param",

@@ -113,13 +113,16 @@ def log(site: Site) -> None:
 
 @writers("Dropout")
 def dropout(site: Site) -> None:
-    """The identity in the TEST phase."""
+    """The identity in the TEST phase, times a number without scale_train."""
     (x,) = site.bottoms
     if site.layer.phase == TRAIN:
+        x = site.affine(x, site.layer.factor, 0)
         training = site.constant(True, np.bool_)
         site.finish("Dropout", x, site.constant(site.layer.ratio), training)
-    else:
+    elif site.layer.is_identity:
         site.finish("Identity", x)
+    else:
+        site.finish("Mul", x, site.constant(site.layer.factor))
 
 
 def _end(site: Site, y: str) -> None:

@@ -19,6 +19,14 @@ def pooling(site: Site) -> None:
     pool(site, site.layer, site.top_shapes[0], site.tops)
 
 
+@writers("ROIPooling")
+def roi_pooling(site: Site) -> None:
+    x, rois = site.bottoms
+    rois = site.reshape(rois, (site.bottom_shapes[1][0], 5))
+    scale, size = site.layer.scale, list(site.layer.size)
+    site.finish("MaxRoiPool", x, rois, pooled_shape=size, spatial_scale=scale)
+
+
 def pool(site: Site, layer: Any, out_shape: Shape, outs: Sequence[str | None]) -> str:
     """Pool the bottom with the settings of a Pooling layer; `outs` are its tops."""
     size, out = site.bottom_shapes[0][2:], out_shape[2:]

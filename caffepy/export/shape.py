@@ -41,6 +41,17 @@ def shuffle_channel(site: Site) -> None:
     site.reshape(site.node("Transpose", parts, perm=order), (n, c, *rest), out=site.tops[0])
 
 
+@writers("Reorg")
+def reorg(site: Site) -> None:
+    """Transpose of (N, C / s^2, H, s, W, s) to (N, s, s, C / s^2, H, W), or back."""
+    layer, shape = site.layer, site.top_shapes[0]
+    given, order = layer.blocks, [0, 3, 5, 1, 2, 4]
+    if layer.param.reorg_param.reverse:
+        given, order = layer.channels, [0, 3, 4, 1, 5, 2]
+    parts = site.reshape(site.bottoms[0], given)
+    site.reshape(site.node("Transpose", parts, perm=order), shape, out=site.tops[0])
+
+
 @writers("Concat")
 def concat(site: Site) -> None:
     site.finish("Concat", *site.bottoms, axis=site.layer.axis)

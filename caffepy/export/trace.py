@@ -1,8 +1,8 @@
 """The part of a built net that becomes the model: inputs and outputs, layers, names of tensors.
 
-Losses, Accuracy and the layers that only they need are left out; the blobs that they evaluate
-become outputs. A tensor has its blob's name. If a blob is written several times, in place, the last
-value has its name, earlier ones have the layer's name added.
+Losses, Accuracy, SegAccuracy and the layers that only they need are left out; the blobs that they
+evaluate become outputs. A tensor has its blob's name. If a blob is written several times, in place,
+the last value has its name, earlier ones have the layer's name added.
 """
 
 from collections import Counter
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 from caffepy.layer import Layer
 from caffepy.layer.base import LossLayer
+from caffepy.layer.neuron import Dropout
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TEST, LayerParameter
 
-EVALUATORS = ("Accuracy", "HDF5Output", "Silence")
+EVALUATORS = ("Accuracy", "HDF5Output", "SegAccuracy", "Silence")
 
 
 @dataclass
@@ -79,7 +80,8 @@ def evaluates(layer: Layer) -> bool:
 def passes(layer: Layer) -> bool:
     """True if the tops are the bottom, under the same or other names."""
     in_place = list(layer.param.bottom) == list(layer.param.top)
-    return layer.type == "Split" or (layer.type == "Dropout" and layer.phase == TEST and in_place)
+    still = isinstance(layer, Dropout) and layer.phase == TEST and layer.is_identity
+    return layer.type == "Split" or (still and in_place)
 
 
 def trace(net: Net) -> Trace:

@@ -221,16 +221,27 @@ class Power(Elementwise):
 
 @layer("Dropout")
 class Dropout(Drawing, Elementwise):
-    """TRAIN: y = x * m / (1 - r), m is 1 with probability 1 - r, r = dropout_ratio. TEST: y = x."""
+    """TRAIN: y = x * m / (1 - r), m is 1 with probability 1 - r, r = dropout_ratio. TEST: y = x.
+
+    Without scale_train (Fast R-CNN) both are multiplied by 1 - r.
+    """
 
     backward_reads_bottom = backward_reads_top = False
     can_fuse = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        self.ratio = self.param.dropout_param.dropout_ratio
+        param = self.param.dropout_param
+        self.ratio = param.dropout_ratio
         if not 0 <= self.ratio < 1:
             raise ConfigError(f"dropout_ratio must be at least 0 and below 1, not {self.ratio:g}")
-        self.in_place_keeps = Kept.SIGNS if self.draws and self.ratio else Kept.ALL
+        self.factor = 1.0 if param.scale_train else 1 - self.ratio
+        self.can_fuse = self.factor == 1
+        self.in_place_keeps = Kept.ALL if self.is_identity else Kept.SIGNS
+
+    @property
+    def is_identity(self) -> bool:
+        """True if y = x, in this phase and with these settings."""
+        return self.factor == 1 and (self.ratio == 0 or not self.draws)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
@@ -241,13 +252,17 @@ class Dropout(Drawing, Elementwise):
             self.ops.dropout_forward(x, y, self.mask.data, self.ratio, *self.draw())
         elif x is not y:
             self.ops.copy(x, y)
+        if self.factor != 1:
+            self.ops.scaled(self.factor, y, y)
 
     def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
-        """dx = dy * m / (1 - r)."""
+        """dx = dy * m / (1 - r), or as forward without scale_train."""
         if self.draws:
             self.ops.dropout_backward(dy, self.mask.data, dx, self.ratio)
         elif dy is not dx:
             self.ops.copy(dy, dx)
+        if self.factor != 1:
+            self.ops.scaled(self.factor, dx, dx)
 
 
 @layer("ELU")

@@ -85,8 +85,9 @@ def mirrored(image: Image) -> Image:
 
 class RoIDataLayer(RcnnLayer):
     """With three tops an image (1, 3, H, W), its height, width and scale (1, 3), true boxes with
-    their class (G, 5). With more ims_per_batch images, drawn rois (R, 5), labels (R), and for each
-    class targets, inside and outside weights (R, 4K) of the deltas (Fast R-CNN).
+    their class (G, 5). With more ims_per_batch images, drawn rois (R, 5), labels (R, 1, 1, 1), and
+    for each class, with `agnostic` for two, targets, inside and outside weights (R, 4K) of the
+    deltas (Fast R-CNN, R-FCN).
 
     Images, in an order drawn for each epoch, get a shorter side of one of `scales` pixels unless
     the longer one would be over max_size, and lose pixel_means. They are those of set_roidb, or of
@@ -95,6 +96,7 @@ class RoIDataLayer(RcnnLayer):
 
     defaults: Mapping[str, Any] = {
         "num_classes": None,
+        "agnostic": False,
         "voc": "data/VOCdevkit2007/VOC2007",
         "image_set": "trainval",
         "classes": VOC.split(),
@@ -120,6 +122,7 @@ class RoIDataLayer(RcnnLayer):
                 f"bbox_targets, bbox_inside_weights and bbox_outside_weights, not {len(top)}"
             )
         self.with_rpn = len(top) == 3
+        self.kinds = 2 if self.settings["agnostic"] else self.settings["num_classes"]
         self.order: Iterator[Image] = iter(())
         self.count = 1 if self.with_rpn else self.settings["ims_per_batch"]
 
@@ -128,11 +131,11 @@ class RoIDataLayer(RcnnLayer):
         self.images, self.order = roidb, iter(())
 
     def first_shapes(self, bottom: Blobs) -> Sequence[tuple[int, ...]]:
-        size, boxes = self.settings["max_size"], 4 * self.settings["num_classes"]
+        size, boxes = self.settings["max_size"], 4 * self.kinds
         image = (self.count, 3, max(self.settings["scales"]), size)
         if self.with_rpn:
             return [image, (1, 3), (1, 5)]
-        return [image, (1, 5), (1,), (1, boxes), (1, boxes), (1, boxes)]
+        return [image, (1, 5), (1, 1, 1, 1), (1, boxes), (1, boxes), (1, boxes)]
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         images = [self.next_image() for _ in range(self.count)]
@@ -203,7 +206,7 @@ class RoIDataLayer(RcnnLayer):
     def sample(self, image: Image) -> list[Array]:
         """Return drawn boxes (R, 4), labels (R), targets, inside and outside weights (R, 4K)."""
         settings, most = self.settings, np.asarray(image["max_overlaps"])
-        batch, classes = settings["batch_size"] // self.count, settings["num_classes"]
+        batch = settings["batch_size"] // self.count
         objects = np.flatnonzero(most >= settings["fg_thresh"])
         objects = self.choose(objects, round(settings["fg_fraction"] * batch))
         others = (most < settings["bg_thresh_hi"]) & (most >= settings["bg_thresh_lo"])
@@ -212,11 +215,12 @@ class RoIDataLayer(RcnnLayer):
         labels = np.asarray(image["max_classes"], np.float32)[rows]
         labels[len(objects) :] = 0
         given = np.asarray(image["bbox_targets"], np.float32)[rows]
-        targets, inner = np.zeros((2, len(rows), classes, 4), np.float32)
+        targets, inner = np.zeros((2, len(rows), self.kinds, 4), np.float32)
         of = np.flatnonzero(given[:, 0] > 0)
-        targets[of, given[of, 0].astype(int)] = given[of, 1:]
-        inner[of, given[of, 0].astype(int)] = settings["bbox_inside_weights"]
-        flat = (len(rows), 4 * classes)
+        kinds = np.minimum(given[of, 0].astype(int), self.kinds - 1)
+        targets[of, kinds] = given[of, 1:]
+        inner[of, kinds] = settings["bbox_inside_weights"]
+        flat = (len(rows), 4 * self.kinds)
         inner = inner.reshape(flat)
         boxes = np.asarray(image["boxes"], np.float32)[rows]
-        return [boxes, labels, targets.reshape(flat), inner, inner > 0]
+        return [boxes, labels.reshape(-1, 1, 1, 1), targets.reshape(flat), inner, inner > 0]

@@ -301,8 +301,8 @@ class AnchorTargetLayer(RcnnLayer):
 
 
 class ProposalTargetLayer(RcnnLayer):
-    """Rois (R, 5), labels (R), and for each class targets, inside and outside weights (R, 4K) of
-    the deltas; objects come first.
+    """Rois (R, 5), labels (R, 1, 1, 1), and for each class targets, inside and outside weights
+    (R, 4K) of the deltas; objects come first.
 
     Bottoms: proposed rois (P, 5) of one image, true boxes (G, 5) with their class, which are rois,
     too. Rois that overlap a truth by fg_thresh are objects, those from bg_thresh_lo up to
@@ -325,7 +325,7 @@ class ProposalTargetLayer(RcnnLayer):
 
     def first_shapes(self, bottom: Blobs) -> Sequence[tuple[int, ...]]:
         boxes = 4 * self.settings["num_classes"]
-        return [(1, 5), (1,), (1, boxes), (1, boxes), (1, boxes)]
+        return [(1, 5), (1, 1, 1, 1), (1, boxes), (1, boxes), (1, boxes)]
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         settings = self.settings
@@ -362,4 +362,5 @@ class ProposalTargetLayer(RcnnLayer):
             inner[np.arange(len(objects)), classes] = settings["bbox_inside_weights"]
         flat = (len(rois), 4 * settings["num_classes"])
         inner = inner.reshape(flat)
-        self.give(top, [rois, labels, targets.reshape(flat), inner, inner > 0])
+        column = labels.reshape(-1, 1, 1, 1)
+        self.give(top, [rois, column, targets.reshape(flat), inner, inner > 0])

@@ -13,7 +13,16 @@ from tests.net.nets import net_of
 
 from .models import answers, compare, inputs, model_of, onnx, written
 
-OTHERWISE = {"Python": "has no operators", "Filter": "gives as many items as its data say"}
+OTHERWISE = {
+    "BoxAnnotatorOHEM": "chooses boxes to learn from",
+    "Filter": "gives as many items as its data say",
+    "PSROIPooling": "has no operator",
+    "Proposal": "gives as many boxes as its data say",
+    "Python": "has no operators",
+    "ROIPooling": "has a test of its own, for its boxes",
+    "YoloDetectionOutput": "gives as many boxes as its data say",
+    "Yolov3DetectionOutput": "gives as many boxes as its data say",
+}
 ALL = [
     (type_, k) for type_ in sorted(set(CASES) - set(OTHERWISE)) for k in range(len(CASES[type_]))
 ]
@@ -48,6 +57,16 @@ def test_against_forward(type_: str, k: int) -> None:
             np.random.default_rng(0).integers(0, 4, model.net.blobs["x0"].shape).astype(np.float32)
         )
     compare(model, given)
+
+
+def test_roi_pooling() -> None:
+    model = written(
+        inputs((2, 3, 8, 9), (4, 5))
+        + 'layer { name: "it" type: "ROIPooling" bottom: "x0" bottom: "x1" top: "y" '
+        + "roi_pooling_param { pooled_h: 2 pooled_w: 3 spatial_scale: 0.5 } }"
+    )
+    rois = [[0, 2, 3, 12.4, 13], [1, 0, 0, 17, 15], [1, 5, 5, 5, 5], [0, -6, -6, 4, 30]]
+    compare(model, {"x1": np.array(rois, np.float32)})
 
 
 @pytest.mark.parametrize("opset", [13, 18, 21])

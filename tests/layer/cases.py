@@ -162,6 +162,10 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE], 1, "shuffle_channel_param { group: 2 }"),
         ([(2, 6)], 1, "shuffle_channel_param { group: 3 }"),
     ],
+    "Reorg": [
+        ([(2, 8, 4, 6)], 1, "reorg_param { stride: 2 }"),
+        ([(2, 8, 4, 6)], 1, "reorg_param { stride: 2 reverse: true }"),
+    ],
     "Concat": [
         ([IMAGE, (2, 3, 7, 5)], 1, ""),
         ([IMAGE] * 2, 1, "concat_param { axis: 0 }"),

@@ -152,6 +152,21 @@ def test_dropout_has_no_mask_in_test():
     np.testing.assert_array_equal(y, x)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_dropout_of_fast_rcnn_scales_in_test_instead(in_place):
+    x, ratio = random(4, 5), np.float32(0.2)
+    for phase in (TRAIN, TEST):
+        text = 'type: "Dropout" dropout_param { dropout_ratio: 0.2 %s }'
+        plain, other = (
+            Single(text % more, x, phase=phase, in_place=in_place)
+            for more in ("", "scale_train: false")
+        )
+        (y,), (z,) = plain.forward(), other.forward()
+        np.testing.assert_allclose(z, y * (1 - ratio))
+        (dy,), (dz,) = (single.backward([x])[0] for single in (plain, other))
+        np.testing.assert_allclose(dz, dy * (1 - ratio))
+
+
 @pytest.mark.parametrize(
     ("prototxt", "message"),
     {

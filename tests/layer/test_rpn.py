@@ -188,6 +188,7 @@ def test_targets_of_proposals_against_a_loop(classes: int) -> None:
     rois = np.hstack([np.zeros((40, 1)), low, low + rng.uniform(25, 55, (40, 2))])
     net = layer_of("rpn.proposal_target_layer", "ProposalTargetLayer", [(40, 5), (3, 5)], 5, text)
     found, labels, targets, inner, outer = answers(net, rois, TRUTHS)
+    assert labels.shape == (len(found), 1, 1, 1)
     every = [*rois.astype(np.float32), *(np.array([0, *truth[:4]]) for truth in TRUTHS)]
     shares = [[share(roi[1:], truth) for truth in TRUTHS] for roi in every]
     objects = [k for k, s in enumerate(shares) if max(s) >= 0.5]
