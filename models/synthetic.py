@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 from caffepy.core.errors import ConfigError
 from caffepy.models import path
-from caffepy.proto.caffe_pb2 import DummyDataParameter, LayerParameter, NetParameter
+from caffepy.proto.caffe_pb2 import (
+    DummyDataParameter,
+    LayerParameter,
+    NetParameter,
+    VideoDataParameter,
+)
 from caffepy.proto.text import read_net
 
 _SOURCES = {
@@ -25,6 +30,7 @@ _SOURCES = {
     "LaneData": "data_param",
     "VideoData": "video_data_param",
 }
+_MEMORY = "memory_data_param"
 """Layers that read data, and where their batch size stands."""
 
 _DENSE = frozenset({"DenseImageData", "ImageLabelmapData", "ImageSegData"})
@@ -44,12 +50,12 @@ _KEEP_CHANNELS = frozenset(
 
 
 class Guess(NamedTuple):
-    """What to take where a net does not say it: height and width of its images, and whether labels
-    are images, too.
+    """What to take where a net does not say it: the shape of its images, and whether labels have
+    their less usual shape: images, too, or boxes of no class.
     """
 
-    side: int
-    dense: bool = False
+    image: tuple[int, int, int]
+    other_labels: bool = False
 
 
 def synthetic(
@@ -71,15 +77,15 @@ def synthetic(
     copy = NetParameter()
     copy.CopyFrom(net)
     for layer in copy.layer:
-        reads = layer.type in _SOURCES or _is_python_source(layer)
-        if layer.type not in _SOURCES and not (guess and reads):
+        where = _SOURCES.get(layer.type, _MEMORY if layer.memory_data_param.source else "")
+        reads = where or _is_python_source(layer)
+        if not where and not (guess and reads):
             if guess and layer.type == "Input" and not layer.input_param.shape:
-                sides = [guess.side, guess.side]
                 for _ in layer.top:
-                    layer.input_param.shape.add(dim=[1, *(image or [3, *sides])])
+                    layer.input_param.shape.add(dim=[1, *(image or guess.image)])
             continue
         dummy = DummyDataParameter()
-        source = getattr(layer, _SOURCES.get(layer.type, "data_param"))
+        source = getattr(layer, where or "data_param")
         size = batch or getattr(source, "batch_size", 0) or 1
         shape = list(image or _image(layer, guess))
         for i, top in enumerate(layer.top):
@@ -90,7 +96,7 @@ def synthetic(
                 dummy.data_filler.add(type="uniformstatic", min=0, max=_classes(net, top) - 0.01)
         layer.type = "DummyData"
         layer.dummy_data_param.CopyFrom(dummy)
-        for field in ("transform_param", "python_param", *_SOURCES.values()):
+        for field in ("transform_param", "python_param", _MEMORY, *_SOURCES.values()):
             layer.ClearField(field)
     return copy
 
@@ -111,8 +117,9 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
     """The shape (C, H, W) of the images by the layer's own settings."""
     transform, files = layer.transform_param, layer.image_data_param
     dense, resize = layer.dense_image_data_param, transform.resize_param
-    video = layer.video_data_param
-    grey = transform.force_gray or not files.is_color
+    video, memory = layer.video_data_param, layer.memory_data_param
+    grey = transform.force_gray or not files.is_color or memory.channels == 1
+    channels = 3
     sizes = (
         (transform.crop_size, transform.crop_size),
         (transform.crop_h, transform.crop_w),
@@ -122,16 +129,22 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
         (dense.new_height, dense.new_width),
         (video.crop_size, video.crop_size),
         (video.new_height, video.new_width),
-        (guess.side, guess.side) if guess else (0, 0),
+        (memory.height, memory.width),
     )
     height, width = next((size for size in sizes if all(size)), (0, 0))
+    if not (height and width) and guess:
+        channels, height, width = guess.image
+        grey = grey or channels == 1
     if not (height and width):
         raise ConfigError(
             f'layer "{layer.name}" has no crop_size: give the shape of its images, --image '
             "CHANNELS,HEIGHT,WIDTH"
         )
+    if video.HasField("num_segments"):  # of each some frames, or flows of two channels
+        per_frame = 3 if video.modality == VideoDataParameter.RGB else 2
+        return [video.num_segments * per_frame * max(video.new_length, 1), height, width]
     length = [video.new_length] if video.new_length else []
-    return [1 if grey else 3, *length, height, width]
+    return [1 if grey else channels, *length, height, width]
 
 
 def _top_shape(
@@ -140,7 +153,8 @@ def _top_shape(
     """The shape of a top: images, then what the type or the names of layer and top say."""
     name, inside = layer.top[i], image[-2:]
     if _is_python_source(layer):
-        if shape := _region_top(name, layer.python_param.param_str):
+        other = guess is not None and guess.other_labels
+        if shape := _region_top(name, layer.python_param.param_str, other):
             return shape
     elif layer.type == "AnnotatedData" and i == 1:
         return (
@@ -148,19 +162,19 @@ def _top_shape(
         )
     elif layer.type == "BoxData" and i:
         return [batch, 1, 300, 5]
-    if i == 0 and not (guess and guess.dense and "label" in name):
+    if i == 0 and not (guess and guess.other_labels and "label" in name):
         return [batch, *image]
     if layer.type in _DENSE and i == 2:
         return [batch, 1, 1, 2]
-    if layer.type in _DENSE or (guess and guess.dense):
+    if layer.type in _DENSE or (guess and guess.other_labels):
         return [batch, 1, *inside]
     return [batch]
 
 
-def _region_top(name: str, param_str: str) -> list[int] | None:
+def _region_top(name: str, param_str: str, agnostic: bool) -> list[int] | None:
     """The shape of a top of Fast or Faster R-CNN's data layer, by its name."""
     found = re.search(r"num_classes'?\"?\s*:\s*(\d+)", param_str)
-    classes = int(found[1]) if found else 21
+    classes = 2 if agnostic else int(found[1]) if found else 21
     shapes = {
         "im_info": [1, 3],
         "gt_boxes": [_BOXES, 5],

@@ -2,6 +2,8 @@
 fork; and fields of forks that are ignored.
 """
 
+from google.protobuf.message import Message
+
 _FIELDS = {
     "Intel Caffe": {
         "BatchNormParameter": "use_weight_bias bias_term filler stats_batch_size relu",
@@ -11,10 +13,9 @@ _FIELDS = {
         "ImageDataParameter": "min_height min_width",
         "InnerProductParameter": "relu negative_slope",
         "LayerParameter": "split_param spatial_dropout_param",
-        "NetParameter": "bn_stats_batch_size",
         "PoolingParameter": "pad_3d kernel_size_3d stride_3d avg_include_pad axis",
         "ReshapeParameter": "pixelshuffler",
-        "SolverParameter": "disabled_update local_lr_auto local_gw_ratio test_offset",
+        "SolverParameter": "disabled_update test_offset",
         "TransformationParameter": "random_resize_param random_aspect_ratio_param flow bgr2rgb pad",
     },
     "MobileNet-YOLO": {
@@ -61,19 +62,28 @@ _FIELDS = {
     "Spatial Transformer": {
         "FillerParameter": "file",
     },
-    "SegNet": {
-        "DropoutParameter": "sample_weights_test",
-        "LossParameter": "weight_by_label_freqs class_weighting",
-    },
     "Temporal Segment Networks": {
         "LayerParameter": "seg_data_param batch_reduction_param",
-        "NetParameter": "mem_param",
-        "SolverParameter": "group_id richness",
         "TransformationParameter": "fix_crop more_fix_crop multi_scale scale_ratios max_distort "
         "is_flow",
+        "VideoDataParameter": "num_segments modality name_pattern",
+    },
+    "CaffeOnSpark": {
+        "MemoryDataParameter": "source dataframe_format dataframe_column_select image_encoded",
+    },
+    "ENet": {
+        "DenseImageDataParameter": "label_divide_factor",
     },
 }
-"""Fields that no code heeds, though the schema may have them: a net that has one is refused."""
+"""Fields that no code heeds, though the schema may have them: a net that has one is refused, where
+it is read, or in the settings of data when its layer is made.
+"""
+
+_DATA = frozenset(
+    f"{name}Parameter"
+    for name in ("Transformation", "Data", "DenseImageData", "ImageData", "MemoryData", "VideoData")
+)
+"""Messages of data: nets with other data in their place need not heed them."""
 
 _IGNORED = {
     "ConcatParameter": "engine per_fla_fuse",
@@ -83,9 +93,10 @@ _IGNORED = {
     "InnerProductParameter": "engine",
     "LayerParameter": "engine multinode mn_activation_param mn_grad_compress_param "
     "quantization_param",
-    "NetParameter": "engine compile_net_state multinode",
+    "NetParameter": "engine compile_net_state multinode bn_stats_batch_size mem_param",
+    "MemoryDataParameter": "share_in_parallel",
     "ReLUParameter": "fuse",
-    "SolverParameter": "engine",
+    "SolverParameter": "engine group_id richness",
     "TransformationParameter": "debug_params",
 }
 """Fields of forks that say nothing here: engines, quantization for deployment, tuning."""
@@ -131,6 +142,21 @@ def fork_of_field(message: str, field: str) -> str | None:
     """The forks whose message of this name has the field, such as "PSPNet or SegNet", or None."""
     known = {fork: messages.get(message, "").split() for fork, messages in _FIELDS.items()}
     return " or ".join(fork for fork, fields in known.items() if field in fields) or None
+
+
+def is_refused(message: str, field: str) -> bool:
+    """True for a field of a fork with which no net is read."""
+    return message not in _DATA and fork_of_field(message, field) is not None
+
+
+def refused_setting(layer: Message) -> tuple[str, str] | None:
+    """A field in a layer's settings of data that no code heeds, and its forks; None without one."""
+    for setting, inner in layer.ListFields():
+        if setting.message_type is not None and setting.message_type.name in _DATA:
+            for field, _ in inner.ListFields():
+                if fork := fork_of_field(setting.message_type.name, field.name):
+                    return f"{setting.name} {field.name}", fork
+    return None
 
 
 def is_ignored(message: str, field: str) -> bool:

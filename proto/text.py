@@ -21,7 +21,7 @@ from caffepy.core.errors import ConfigError
 from caffepy.core.registry import nearest
 from caffepy.proto import upgrade
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter, V1LayerParameter
-from caffepy.proto.forks import fork_of_field, fork_of_value, further, is_ignored
+from caffepy.proto.forks import fork_of_field, fork_of_value, further, is_ignored, is_refused
 from caffepy.proto.sniff import is_binary, mismatch, sniff
 
 log = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ def _fields(descriptor: Descriptor) -> dict[str, _Field]:
     heeded = (
         (p, d)
         for p, d in zip(proto.field, descriptor.fields, strict=True)
-        if fork_of_field(descriptor.name, p.name) is None
+        if not is_refused(descriptor.name, p.name)
     )
     return {p.name: _Field(p, d) for p, d in heeded}
 

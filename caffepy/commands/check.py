@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+""")
 
 
-GUESSES = [Guess(side, dense) for side in (224, 299, 321, 473, 32) for dense in (False, True)]
+_SHAPES = [(3, side, side) for side in (224, 299, 321, 473)]
+_SHAPES += [(3, 360, 480), (3, 32, 32), (1, 28, 28), (2, 28, 28)]
+GUESSES = [Guess(shape, other) for shape in _SHAPES for other in (False, True)]
 """What images and labels may be where a net does not state it: first those of ImageNet."""
 
 PATIENCE = 5.0
@@ -254,7 +256,8 @@ def definitions(
         net.state.level = level
         net.state.stage.extend(stages)
         rules = [rule for layer in net.layer for rule in (*layer.include, *layer.exclude)]
-        named = (TRAIN, TEST) if any(rule.HasField("phase") for rule in rules) else (TEST,)
+        named = [TRAIN, TEST] if any(rule.HasField("phase") for rule in rules) else [TEST]
+        named = [one for one in named if _has_source(net, one)] or named
         for one in named if phase is None else (phase,):
             in_phase = NetParameter()
             in_phase.CopyFrom(net)
@@ -275,6 +278,18 @@ def definitions(
     for role, source in zip(roles, (train, *tests), strict=True):
         if phase in (None, source.param.state.phase):
             yield role, source.param, source.path, param
+
+
+def _has_source(net: NetParameter, phase: int) -> bool:
+    """True if a layer without bottoms has a place in a net's phase, as far as its rules speak of
+    phases alone.
+    """
+    for layer in net.layer:
+        includes = [rule.phase for rule in layer.include if rule.HasField("phase")]
+        excludes = [rule.phase for rule in layer.exclude if rule.HasField("phase")]
+        if not layer.bottom and phase not in excludes and (not includes or phase in includes):
+            return True
+    return False
 
 
 def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:

@@ -3,7 +3,6 @@
 import numpy as np
 
 from caffepy.export.graph import Site, writers
-from caffepy.proto.caffe_pb2 import TRAIN
 
 PLAIN = {"Sigmoid": "Sigmoid", "TanH": "Tanh", "AbsVal": "Abs", "BNLL": "Softplus"}
 """Operators that do what a layer does, by the layer's type."""
@@ -115,7 +114,7 @@ def log(site: Site) -> None:
 def dropout(site: Site) -> None:
     """The identity in the TEST phase, times a number without scale_train."""
     (x,) = site.bottoms
-    if site.layer.phase == TRAIN:
+    if site.layer.draws:
         x = site.affine(x, site.layer.factor, 0)
         training = site.constant(True, np.bool_)
         site.finish("Dropout", x, site.constant(site.layer.ratio), training)

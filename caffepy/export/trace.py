@@ -13,7 +13,7 @@ from caffepy.layer import Layer
 from caffepy.layer.base import LossLayer
 from caffepy.layer.neuron import Dropout
 from caffepy.net import Net
-from caffepy.proto.caffe_pb2 import TEST, LayerParameter
+from caffepy.proto.caffe_pb2 import LayerParameter
 
 EVALUATORS = ("Accuracy", "HDF5Output", "SegAccuracy", "Silence")
 
@@ -80,7 +80,7 @@ def evaluates(layer: Layer) -> bool:
 def passes(layer: Layer) -> bool:
     """True if the tops are the bottom, under the same or other names."""
     in_place = list(layer.param.bottom) == list(layer.param.top)
-    still = isinstance(layer, Dropout) and layer.phase == TEST and layer.is_identity
+    still = isinstance(layer, Dropout) and layer.is_identity
     return layer.type == "Split" or (still and in_place)
 
 

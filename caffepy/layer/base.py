@@ -21,7 +21,7 @@ from caffepy.device.blob import PLAIN, Array, Blob, Layout, on_host, shape_strin
 from caffepy.device.device import Device, ErrorFlag
 from caffepy.layer.filler import fill
 from caffepy.proto.caffe_pb2 import TRAIN, FillerParameter, LayerParameter
-from caffepy.proto.forks import fork_of_layer
+from caffepy.proto.forks import fork_of_layer, refused_setting
 from caffepy.proto.text import where
 
 Blobs = Sequence[Blob]
@@ -321,6 +321,9 @@ def create_layer(
         raise ConfigError(
             f'layer type "{param.type}" is one of {fork}, which caffepy does not have'
         )
+    if refused := refused_setting(param):
+        setting, fork = refused
+        raise ConfigError(f"{setting} is a field of {fork}, which caffepy does not have")
     return registry[param.type](param, phase, device, dtype, path)
 
 

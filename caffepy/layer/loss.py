@@ -107,14 +107,23 @@ class Softmax(SameShape):
 class SoftmaxWithLoss(ClassLoss):
     """-sum of log p(label) / divisor, p = softmax along `axis`; scores (N, C, ...) labels (N, ...).
 
-    p is no less than FLT_MIN, hence a loss of 87.3365 at most. An optional second top is p.
+    p is no less than FLT_MIN, hence a loss of 87.3365 at most. An optional second top is p. With
+    SegNet's `weight_by_label_freqs` a label's loss counts times the class_weighting of its class;
+    the divisor does not.
     """
 
     tops = (1, 2)
+    weights: Blob | None = None  # (1, C, 1), of classes
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
         log.info("Creating layer %s", self.param.name)  # Caffe's softmax within
+        if self.param.loss_param.weight_by_label_freqs:
+            if self.type != "SoftmaxWithLoss":
+                raise ConfigError("weight_by_label_freqs is for SoftmaxWithLoss")
+            weights = np.array(self.param.loss_param.class_weighting, self.dtype)
+            self.weights = self.buffer((1, len(weights), 1))
+            self.weights.host_data[0, :, 0] = weights
         self.wrong = bad_labels(self, lambda: self.view[1])
         self.given_axis = self.param.softmax_param.axis
 
@@ -126,6 +135,9 @@ class SoftmaxWithLoss(ClassLoss):
         super().reshape(bottom, top)
         self.view = around(bottom[0], self.given_axis)
         check_labels(bottom[0], bottom[1], self.view)
+        if self.weights and self.weights.count != self.view[1]:
+            count = self.weights.count
+            raise ConfigError(f"{self.view[1]} classes need as many class_weighting, not {count}")
         self.prob, self.norm = self.buffer(self.view), self.buffer((), np.float64)
         if len(top) > 1:
             top[1].reshape_like(bottom[0])
@@ -142,6 +154,10 @@ class SoftmaxWithLoss(ClassLoss):
         outcome = top[0].data, self.norm.data, self.wrong.found
         compute(x, *given, (ignore, self.divisor(outer, inner)), prob, outcome)
         self.wrong.check()
+        if self.weights:
+            classes, counts, p = self.of_label(bottom)
+            losses = self.weights_of(classes) * np.log(p) * counts
+            top[0].data[...] = -np.sum(losses, dtype=np.float64) / self.norm.data
         if len(top) > 1:
             self.ops.copy(prob, top[1].data.reshape(self.view))
 
@@ -152,6 +168,13 @@ class SoftmaxWithLoss(ClassLoss):
             dx, given = bottom[0].diff.reshape(self.view), self.given(bottom)
             _, differentiate = self.passes()
             differentiate(self.prob.data, *given, top[0].diff, self.norm.data, dx)
+            if self.weights:
+                np.multiply(dx, self.weights_of(self.of_label(bottom)[0]), out=dx)
+
+    def weights_of(self, classes: Array) -> Array:
+        """Return the weights of classes (outer, 1, inner), in that shape."""
+        assert self.weights
+        return self.weights.data[0, :, 0][classes]
 
     def of_label(self, bottom: Blobs) -> tuple[Array, Array, Array]:
         """Return, as (outer, 1, inner): the classes of the labels, what counts, p of the label."""

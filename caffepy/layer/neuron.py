@@ -223,11 +223,16 @@ class Power(Elementwise):
 class Dropout(Drawing, Elementwise):
     """TRAIN: y = x * m / (1 - r), m is 1 with probability 1 - r, r = dropout_ratio. TEST: y = x.
 
-    Without scale_train (Fast R-CNN) both are multiplied by 1 - r.
+    Without scale_train (Fast R-CNN) both are multiplied by 1 - r. With SegNet's sample_weights_test
+    TEST draws, too.
     """
 
     backward_reads_bottom = backward_reads_top = False
     can_fuse = True
+
+    @property
+    def draws(self) -> bool:
+        return super().draws or self.param.dropout_param.sample_weights_test
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.dropout_param

@@ -28,8 +28,9 @@ _WITHOUT_EFFECT = (
     *("momentum_policy", "max_momentum", "momentum_power"),
     *("weight_decay_policy", "weight_decay_power", "max_weight_decay"),
     *("larc", "larc_policy", "larc_eta", "larc_turbo"),
+    *("local_lr_auto", "local_gw_ratio"),
 )
-"""Fields of NVCaffe that would train otherwise."""
+"""Fields of NVCaffe, and the last two of Intel Caffe, that would train otherwise."""
 
 MIB = 1 << 20
 SLACK = 4 << 20
@@ -80,7 +81,7 @@ def check_param(param: SolverParameter, path: str | None) -> None:
         raise ConfigError(message, at_field(path, field))
     without = [field for field in _WITHOUT_EFFECT if param.HasField(field)]
     if without:
-        log.warning("%s: of NVCaffe, without effect here", ", ".join(without))
+        log.warning("%s: of a fork of Caffe, without effect here", ", ".join(without))
     if not param.HasField("base_lr") and name != "multifixed":
         log.warning("base_lr is missing and counts as 0: nothing will be learned")
 

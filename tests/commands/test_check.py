@@ -286,3 +286,8 @@ def test_images_that_a_net_does_not_state_have_a_size_that_fits(tmp_path: Path) 
     assert net.layers[0].tops["x"] == (2, 3, 299, 299)
     with pytest.raises(ConfigError, match="224"):  # the first guess says what is wrong
         inspect(write(tmp_path, data + window % 999), synthetic=True)
+
+
+def test_a_phase_without_data_is_left_out(tmp_path: Path) -> None:
+    only = NET.replace('type: "Input"', 'type: "Input" include { phase: TEST }') % ""
+    assert [net.role for net in inspect(write(tmp_path, only))] == ["TEST net"]

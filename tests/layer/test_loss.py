@@ -51,6 +51,12 @@ GRADIENTS = {
         [random(2, 3, 2, 2), labels(2, 1, 2, 2)],
         FIRST,
     ),
+    "SoftmaxWithLoss weights": (
+        'type: "SoftmaxWithLoss" loss_param { ignore_label: 1 weight_by_label_freqs: true '
+        "class_weighting: 0.5 class_weighting: 9 class_weighting: 2 }",
+        [random(2, 3, 2, 2), labels(2, 1, 2, 2)],
+        FIRST,
+    ),
     "SoftmaxWithLoss axis": (
         'type: "SoftmaxWithLoss" softmax_param { axis: 2 } loss_param { normalization: FULL }',
         [random(2, 2, 3), labels(2, 2)],
@@ -166,6 +172,25 @@ def test_softmax_loss_against_a_loop(normalization):
             total -= x[n, k, h, w] - log(sum(exp(v) for v in x[n, :, h, w]))
     (loss,) = Single(text, x, y).forward()
     assert loss == pytest.approx(total / NORMALIZATIONS[normalization])
+
+
+def test_softmax_loss_with_weights_of_classes():
+    x, y, weights = random(4, 3), labels(4), [0.5, 3, 2]
+    text = " ".join(f"class_weighting: {w}" for w in weights)
+    single = Single(
+        f'type: "SoftmaxWithLoss" loss_param {{ weight_by_label_freqs: true {text} }}', x, y
+    )
+    p = np.exp(x) / np.exp(x).sum(1, keepdims=True)
+    expected = -sum(weights[int(t)] * log(p[n, int(t)]) for n, t in enumerate(y)) / 4
+    assert single.forward()[0] == pytest.approx(expected)
+    with pytest.raises(ConfigError, match="4 classes need as many class_weighting, not 3"):
+        Single(
+            f'type: "SoftmaxWithLoss" loss_param {{ weight_by_label_freqs: true {text} }}',
+            random(4, 4),
+            y,
+        )
+    with pytest.raises(ConfigError, match="is for SoftmaxWithLoss"):
+        Single('type: "FocalLoss" loss_param { weight_by_label_freqs: true }', x, y)
 
 
 def test_softmax_loss_saturates_as_caffes():

@@ -146,6 +146,27 @@ def test_dropout_draws_a_new_mask_each_time_from_the_device_seed():
     np.testing.assert_array_equal(again, a)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_dropout_that_scales_in_test(in_place):
+    text = 'type: "Dropout" dropout_param { dropout_ratio: 0.2 scale_train: false }'
+    x = np.ones((100, 100))
+    single = Single(text, x, in_place=in_place)
+    (y,) = single.forward()
+    np.testing.assert_allclose(np.unique(y), [0, 1])
+    (dx,), _ = single.backward([x])
+    np.testing.assert_allclose(dx, y)
+    single = Single(text, x, phase=TEST, in_place=in_place)
+    np.testing.assert_allclose(single.forward()[0], 0.8 * x)
+    (dx,), _ = single.backward([x])
+    np.testing.assert_allclose(dx, 0.8 * x)
+
+
+def test_dropout_that_draws_in_test():
+    text = 'type: "Dropout" dropout_param { sample_weights_test: true }'
+    (y,) = Single(text, np.ones((10, 10)), phase=TEST).forward()
+    assert set(np.unique(y)) == {0, 2}
+
+
 def test_dropout_has_no_mask_in_test():
     x = random(4, 5)
     (y,) = Single('type: "Dropout"', x, phase=TEST).forward()

@@ -102,6 +102,16 @@ GUESSED = {
         "video_data_param { batch_size: 2 new_length: 16 crop_size: 7 }",
         [[2, 3, 16, 7, 7], [2]],
     ),
+    "flows of segments": (
+        'type: "VideoData" top: "x" top: "y" '
+        "video_data_param { batch_size: 2 new_length: 5 num_segments: 3 modality: FLOW }",
+        [[2, 30, 9, 9], [2]],
+    ),
+    "memory filled by CaffeOnSpark": (
+        'type: "MemoryData" top: "x" top: "y" memory_data_param '
+        '{ source: "file:/x" batch_size: 2 channels: 1 height: 4 width: 5 }',
+        [[2, 1, 4, 5], [2]],
+    ),
     "regions": (
         'type: "Python" top: "data" top: "im_info" top: "gt_boxes" top: "bbox_targets" '
         "python_param { param_str: \"'num_classes': 3\" }",
@@ -114,16 +124,21 @@ GUESSED = {
 def test_shapes_that_no_net_states(case: str) -> None:
     text, shapes = GUESSED[case]
     param = parse(f'layer {{ name: "d" {text} }}', NetParameter(), "net.prototxt")
-    assert data_shapes(synthetic(param, guess=Guess(9))) == shapes
+    assert data_shapes(synthetic(param, guess=Guess((3, 9, 9)))) == shapes
 
 
 def test_a_guess_of_labels_that_are_images() -> None:
-    assert data_shapes(synthetic(net(""), guess=Guess(9, dense=True))) == [
+    assert data_shapes(synthetic(net(""), guess=Guess((3, 9, 9), other_labels=True))) == [
         [4, 3, 9, 9],
         [4, 1, 9, 9],
     ]
     param = parse('layer { name: "d" type: "Input" top: "x" }', NetParameter(), "net.prototxt")
-    assert list(synthetic(param, guess=Guess(9)).layer[0].input_param.shape[0].dim) == [1, 3, 9, 9]
+    assert list(synthetic(param, guess=Guess((3, 9, 9))).layer[0].input_param.shape[0].dim) == [
+        1,
+        3,
+        9,
+        9,
+    ]
 
 
 def test_windows() -> None:

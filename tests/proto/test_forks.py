@@ -2,7 +2,9 @@ import logging
 
 import pytest
 
-from caffepy.layer import registry
+from caffepy.core.errors import ConfigError
+from caffepy.device.device import Device
+from caffepy.layer import create_layer, registry
 from caffepy.proto import caffe_pb2, forks, text
 
 MESSAGES = caffe_pb2.DESCRIPTOR.message_types_by_name
@@ -30,7 +32,7 @@ def test_no_layer_of_a_fork_is_listed_that_caffepy_has() -> None:
 
 
 def test_look_ups() -> None:
-    assert forks.fork_of_field("SolverParameter", "local_lr_auto") == "Intel Caffe"
+    assert forks.fork_of_field("SolverParameter", "test_offset") == "Intel Caffe"
     assert forks.fork_of_field("SolverParameter", "bn_param") is None
     assert forks.fork_of_value("SORT") == "happynear"
     assert forks.fork_of_value("CUDNN") is None
@@ -57,3 +59,10 @@ def test_fields_that_a_fork_has_several_times() -> None:
         solver = text.parse(ids, caffe_pb2.SolverParameter())
         assert (solver.device_id, solver.further_device_id) == (2, [0, 1])
     assert not text.parse("device_id: []", caffe_pb2.SolverParameter()).HasField("device_id")
+
+
+def test_settings_of_data_are_refused_when_their_layer_is_made() -> None:
+    transform = "transform_param { random_resize_param { min_size: 3 } }"
+    param = text.parse(f'type: "Data" {transform}', caffe_pb2.LayerParameter())
+    with pytest.raises(ConfigError, match=r"transform_param random_resize_param .* Intel Caffe"):
+        create_layer(param, caffe_pb2.TRAIN, Device())

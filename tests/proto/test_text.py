@@ -192,16 +192,16 @@ ERRORS = {
         "  layer { num_output: 3 }\n          ^",
     ),
     "field of Intel Caffe": (
-        "bn_stats_batch_size: 2",
-        '1:1: unknown field "bn_stats_batch_size" in NetParameter: it is a field of Intel Caffe, which caffepy does '
+        "layer { split_param { } }",
+        '1:9: unknown field "split_param" in LayerParameter: it is a field of Intel Caffe, which caffepy does '
         "not have",
-        "  bn_stats_batch_size: 2\n  ^",
+        "  layer { split_param { } }\n          ^",
     ),
     "field of another fork": (
-        "layer { transform_param { center_crop: true is_flow: true } }",
-        '1:27: unknown field "center_crop" in TransformationParameter: it is a field of happynear, which caffepy '
+        "layer { scale_param { max_value: 1 } }",
+        '1:23: unknown field "max_value" in ScaleParameter: it is a field of happynear, which caffepy '
         "does not have",
-        "  layer { transform_param { center_crop: true is_flow: true } }\n                            ^",
+        "  layer { scale_param { max_value: 1 } }\n                        ^",
     ),
     "value of a fork": (
         "layer { pooling_param { pool: DEF } }",

@@ -137,4 +137,4 @@ def test_steps_wait_for_the_end_of_the_warm_up() -> None:
 
 def test_settings_of_forks_without_effect_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     check_param(param("fixed", larc=True, momentum_policy="poly"), None)
-    assert caplog.messages == ["momentum_policy, larc: of NVCaffe, without effect here"]
+    assert caplog.messages == ["momentum_policy, larc: of a fork of Caffe, without effect here"]
