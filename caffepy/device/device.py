@@ -53,6 +53,14 @@ class ErrorFlag:
         self.found = found
         self.error = error
 
+    def note(self, bad: NDArray[Any], values: NDArray[Any]) -> None:
+        """Set the flag, with the largest of the values that are bad, if any is: for array
+        arithmetic, on any device.
+        """
+        largest = np.max(np.where(bad, values, -np.inf))
+        self.found[1:] = np.where(np.any(bad), largest, self.found[1:])
+        self.found[:1] = np.maximum(self.found[:1], np.any(bad))
+
     def check(self) -> None:
         """Raise the error and clear the flag if it is set.
 

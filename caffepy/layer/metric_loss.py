@@ -10,25 +10,12 @@ import numpy as np
 
 from caffepy.core.errors import ConfigError
 from caffepy.layer.base import Blobs, LossLayer, layer
-from caffepy.layer.loss import bad_labels, items
+from caffepy.layer.loss import EuclideanLoss, bad_labels, items
 
 
 @layer("L1Loss")
-class L1Loss(LossLayer):
+class L1Loss(EuclideanLoss):
     """Sum of |a - b| / N over two bottoms of one count; both can be differentiated (NVCaffe)."""
-
-    constant_bottoms: Mapping[int, str] = {}
-
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        super().reshape(bottom, top)
-        if bottom[0].count != bottom[1].count:
-            raise ConfigError(
-                "the bottoms must have one count: "
-                f"{bottom[0].count} of shape {list(bottom[0].shape)}, "
-                f"{bottom[1].count} of shape {list(bottom[1].shape)}"
-            )
-        self.difference = self.buffer(bottom[0].shape)
-        self.items = max((1, *bottom[0].shape[:1]))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         difference, loss = self.difference.data, top[0].data

@@ -256,16 +256,8 @@ class BatchNorm(SameShape):
             self.ops.batch_norm_backward(self.kept.data.reshape(self.view), mean, inverse, dy, dx)
 
 
-SEGNET, PSPNET = (
-    ("scale_filler", "shift_filler", "bn_mode"),
-    (
-        "slope_filler",
-        "bias_filler",
-        "momentum",
-        "eps",
-        "frozen",
-    ),
-)
+SEGNET = ("scale_filler", "shift_filler", "bn_mode")
+PSPNET = ("slope_filler", "bias_filler", "momentum", "eps", "frozen")
 
 
 @layer("BN")

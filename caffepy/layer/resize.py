@@ -157,10 +157,7 @@ class Upsample(Layer):
             y.reshape(n, c, h, down, w, right)[...] = x[:, :, :, None, :, None]
             return
         places, end = bottom[1].data, prod(y.shape[2:])
-        wrong, bad = self.outside.found, ~((places >= 0) & (places < end))
-        largest = np.max(np.where(bad, places, -np.inf))
-        wrong[1:] = np.where(np.any(bad), largest, wrong[1:])
-        wrong[:1] = np.maximum(wrong[:1], np.any(bad))
+        self.outside.note(~((places >= 0) & (places < end)), places)
         self.outside.check()
         y.fill(0)
         rows, columns = self.places(bottom)

@@ -37,13 +37,12 @@ class RoiLayer(Layer):
 
     def boxes(self, bottom: Blobs) -> Array:
         """Return the boxes (R, 5), after a look at their images."""
-        rois, wrong = self.rois.data, self.no_image.found
+        rois = self.rois.data
         self.ops.copy(bottom[1].data.reshape(rois.shape), rois)
         if len(rois):
             image, last = rois[:, 0], bottom[0].shape[0] - 1
             bad = ~((image > -1) & (image < last + 1))
-            wrong[1:] = np.where(np.any(bad), np.max(np.where(bad, image, -np.inf)), wrong[1:])
-            wrong[:1] = np.maximum(wrong[:1], np.any(bad))
+            self.no_image.note(bad, image)
             self.no_image.check()
             image[...] = np.where(bad, 0, image)  # a GPU goes on until the error is seen
         return rois
