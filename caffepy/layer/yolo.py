@@ -119,12 +119,11 @@ class YoloLoss(LossLayer):
 
     def take_truths(self, bottom: Blobs) -> Array:
         """Return the true boxes (N, T, 5), after a look at their classes."""
-        truths, wrong = self.truths.data, self.wrong.found
+        truths = self.truths.data
         self.ops.copy(bottom[1].data.reshape(truths.shape), truths)
         label = truths[:, :, 0]
         bad = (truths[:, :, 3] != 0) & ~((label > -1) & (label < self.classes))
-        wrong[1:] = np.where(np.any(bad), np.max(np.where(bad, label, -np.inf)), wrong[1:])
-        wrong[:1] = np.maximum(wrong[:1], np.any(bad))
+        self.wrong.note(bad, label)
         self.wrong.check()
         return truths
 

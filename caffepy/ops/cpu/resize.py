@@ -6,16 +6,24 @@ import numpy as np
 
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
-from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.compiler import inlined, kernel
 from caffepy.ops.cpu.elementwise import GRAIN
 
 _exact = partial(kernel, fastmath=set())
-"""Each operation is rounded by itself: the cells of a box must not depend on the processor."""
+"""Each operation is rounded by itself: what an output reads must not depend on the processor."""
 
 
 def _ratio(size: int, out: int) -> np.float32:
     """Return the step in the input for a step in the output."""
     return np.float32(size - 1) / np.float32(out - 1) if out > 1 else np.float32(0)
+
+
+@partial(inlined, fastmath=set())
+def _read(i: int, step: float, size: int) -> tuple[int, int, np.float32]:
+    """Return the elements that output i reads along an axis, and the share of the second."""
+    place = np.float32(step * np.float32(i))
+    first = int(place)
+    return first, first + 1 if first < size - 1 else first, np.float32(place - np.float32(first))
 
 
 @_exact
@@ -25,15 +33,11 @@ def _interp(x: Array, y: Array, down: float, right: float, lo: int, hi: int) -> 
     for p in range(lo, hi):
         u, v = x[p], y[p]
         for i in range(v.shape[0]):
-            place = np.float32(down * np.float32(i))
-            i0 = int(place)
-            i1 = i0 + 1 if i0 < h - 1 else i0
-            below = y.dtype.type(place - np.float32(i0))
+            i0, i1, share = _read(i, down, h)
+            below = y.dtype.type(share)
             for j in range(v.shape[1]):
-                place = np.float32(right * np.float32(j))
-                j0 = int(place)
-                j1 = j0 + 1 if j0 < w - 1 else j0
-                behind = y.dtype.type(place - np.float32(j0))
+                j0, j1, share = _read(j, right, w)
+                behind = y.dtype.type(share)
                 v[i, j] = (one - below) * ((one - behind) * u[i0, j0] + behind * u[i0, j1])
                 v[i, j] += below * ((one - behind) * u[i1, j0] + behind * u[i1, j1])
 
@@ -46,15 +50,11 @@ def _interp_transposed(dy: Array, dx: Array, down: float, right: float, lo: int,
         u, v = dx[p], dy[p]
         u[:] = 0
         for i in range(v.shape[0]):
-            place = np.float32(down * np.float32(i))
-            i0 = int(place)
-            i1 = i0 + 1 if i0 < h - 1 else i0
-            below = dx.dtype.type(place - np.float32(i0))
+            i0, i1, share = _read(i, down, h)
+            below = dx.dtype.type(share)
             for j in range(v.shape[1]):
-                place = np.float32(right * np.float32(j))
-                j0 = int(place)
-                j1 = j0 + 1 if j0 < w - 1 else j0
-                behind = dx.dtype.type(place - np.float32(j0))
+                j0, j1, share = _read(j, right, w)
+                behind = dx.dtype.type(share)
                 u[i0, j0] += (one - below) * (one - behind) * v[i, j]
                 u[i0, j1] += (one - below) * behind * v[i, j]
                 u[i1, j0] += below * (one - behind) * v[i, j]

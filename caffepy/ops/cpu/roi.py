@@ -90,6 +90,13 @@ def _part(begin: float, end: float, scale: float, bins: int) -> tuple[np.float32
     return start, max(stop - start, np.float32(0.1)) / np.float32(bins)
 
 
+@_inside
+def _cells(i: int, start: float, length: float, size: int) -> tuple[int, int]:
+    """The first cell of bin i along an axis, and the one behind its last."""
+    end = np.float32(i + 1) * length + start
+    return _cut(floor(np.float32(i) * length + start), size), _cut(ceil(end), size)
+
+
 @_exact
 def _psroi_pool(x: Array, rois: Array, y: Array, scale: float, lo: int, hi: int) -> None:
     h, w = x.shape[2:]
@@ -99,11 +106,9 @@ def _psroi_pool(x: Array, rois: Array, y: Array, scale: float, lo: int, hi: int)
         left, across = _part(rois[r, 1], rois[r, 3], scale, bins)
         top, down = _part(rois[r, 2], rois[r, 4], scale, bins)
         for i in range(bins):
-            y0 = _cut(floor(np.float32(i) * down + top), h)
-            y1 = _cut(ceil(np.float32(i + 1) * down + top), h)
+            y0, y1 = _cells(i, top, down, h)
             for j in range(bins):
-                x0 = _cut(floor(np.float32(j) * across + left), w)
-                x1 = _cut(ceil(np.float32(j + 1) * across + left), w)
+                x0, x1 = _cells(j, left, across, w)
                 area = max((y1 - y0) * (x1 - x0), 1)
                 for k in range(lo, hi):
                     total = y.dtype.type(0)
@@ -123,11 +128,9 @@ def _psroi_pool_gradient(dy: Array, rois: Array, dx: Array, scale: float, lo: in
         left, across = _part(rois[r, 1], rois[r, 3], scale, bins)
         top, down = _part(rois[r, 2], rois[r, 4], scale, bins)
         for i in range(bins):
-            y0 = _cut(floor(np.float32(i) * down + top), h)
-            y1 = _cut(ceil(np.float32(i + 1) * down + top), h)
+            y0, y1 = _cells(i, top, down, h)
             for j in range(bins):
-                x0 = _cut(floor(np.float32(j) * across + left), w)
-                x1 = _cut(ceil(np.float32(j + 1) * across + left), w)
+                x0, x1 = _cells(j, left, across, w)
                 area = max((y1 - y0) * (x1 - x0), 1)
                 for k in range(lo, hi):
                     share = dy[r, k, i, j] / dy.dtype.type(area)
