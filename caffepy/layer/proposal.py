@@ -133,7 +133,7 @@ class Proposal(Layer):
         given = self.anchors.data, info, param.feat_stride, param.min_size
         self.ops.decode_proposals(scores, deltas, *given, boxes, objects)
         order = np.argsort(-objects, axis=1, kind="stable")[:, : param.pre_nms_topn]
-        best = np.ascontiguousarray(np.take_along_axis(boxes, order[:, :, None], axis=1))
+        best = np.take_along_axis(boxes, order[:, :, None], axis=1)
         self.ops.suppress_overlaps(best, param.nms_thresh, 1.0, self.kept.data, self.counts.data)
         # The host must know how many there are, for the shapes of what follows.
         counts = [int(count) for count in self.counts.host_data]
