@@ -33,9 +33,16 @@ def _unreadable(what: str, error: OSError, path: str) -> ConfigError:
 
 
 def write(path: str, content: dict[str, Any]) -> None:
-    """Write a tree of dicts with string keys, lists, numbers, strings and arrays."""
+    """Write a tree of dicts with string keys, lists, numbers, strings and arrays;
+    ConfigError for anything else.
+    """
     arrays: list[Array] = []
-    text = json.dumps({"format": FORMAT, **_pack(content, arrays)})
+    try:
+        text = json.dumps({"format": FORMAT, **_pack(content, arrays)})
+    except TypeError as error:  # in what a script's own classes give
+        raise ConfigError(
+            f"a .caffepystate file holds dicts, lists, numbers, text and arrays: {error}", path
+        ) from None
     with open(path, "wb") as file:
         members: dict[str, Any] = {str(i): array for i, array in enumerate(arrays)}
         np.savez(file, json=np.frombuffer(text.encode(), np.uint8), **members)

@@ -386,6 +386,9 @@ def test_sidecar_keeps_trees_and_arrays(tmp_path: Path) -> None:
     np.testing.assert_array_equal(back["b"].pop("c"), tree["b"].pop("c"))  # type: ignore[attr-defined]
     assert back == {"format": 1, **tree}
     assert sidecar.read(str(tmp_path / "y")) is None
+    with pytest.raises(ConfigError, match=r"numbers, text and arrays: .* set"):
+        sidecar.write(path, {"kept": {1, 2}})
+    assert sidecar.read(path).keys() == back.keys()
 
 
 def test_folder_is_checked(tmp_path: Path) -> None:

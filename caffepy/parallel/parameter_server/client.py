@@ -15,6 +15,7 @@ from caffepy.parallel.parameter_server.filters import Packed, Payload, decode, n
 from caffepy.parallel.parameter_server.leases import KEPT, Lease
 from caffepy.parallel.parameter_server.messages import (
     COORDINATOR,
+    Cut,
     DeadPeerError,
     Engine,
     LeftOutError,
@@ -80,10 +81,17 @@ class Client:
         self._answered = 0  # the last request for the state
 
     def start(
-        self, ranges: Sequence[KeyRange], values: Sequence[Array], rule: Rule, state: object
+        self,
+        ranges: Sequence[KeyRange],
+        values: Sequence[Array],
+        rule: Rule,
+        state: object,
+        update_states: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Start the servers with these values of the ranges; `state` is for who joins."""
-        self._ask("start", ranges, values, rule, state)
+        """Start the servers with these values of the ranges; `state` is for who joins,
+        `update_states` has what the servers' update has kept of ranges, by name.
+        """
+        self._ask("start", ranges, values, rule, state, update_states)
 
     def join(self, share: int) -> Any:
         """Become a member, once the servers have started; `share` is the number of batches of a
@@ -165,10 +173,10 @@ class Client:
         self._each(range(len(values)), call, take)
         return [array for array in values if array is not None]
 
-    def cut(self) -> tuple[list[Array], int]:
-        """Return the values of all ranges after the same pushes, and the batches they are of."""
-        values, batches = self._ask("cut")
-        return values, batches
+    def cut(self) -> Cut:
+        """Return what the servers hold after the same pushes."""
+        cut: Cut = self._ask("cut")
+        return cut
 
     def collect(self) -> tuple[dict[int, Any], list[int]]:
         """Return what a snapshot keeps of the other workers, their `state` by number, and the

@@ -23,12 +23,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
 from caffepy.parallel.parameter_server.leases import Dealer, Lease
 from caffepy.parallel.parameter_server.messages import (
+    Cut,
     DeadPeerError,
     Engine,
     LeftOutError,
@@ -85,10 +87,15 @@ class Coordinator:
     # what workers call
 
     async def start(
-        self, ranges: Sequence[KeyRange], values: Sequence[Array], rule: Rule, state: object = None
+        self,
+        ranges: Sequence[KeyRange],
+        values: Sequence[Array],
+        rule: Rule,
+        state: object = None,
+        update_states: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         """Start the servers with these values of the ranges; worker 0 calls it. `state` is for the
-        workers that join.
+        workers that join; `update_states` has what the servers' update has kept of ranges, by name.
         """
         async with self._changing:
             self._state = state
@@ -100,7 +107,8 @@ class Coordinator:
             view = View(1, tuple(names), owners, {}, tuple(ranges), rule)
             for name in names:
                 own = {i: values[i] for i in range(len(ranges)) if name in owners[i]}
-                await self._call(name, "begin", own, view)
+                kept = {i: update_states.get(ranges[i].name, {}) for i in own}
+                await self._call(name, "begin", own, view, kept)
                 await self._call(name, "keep", state)
             for name in names:
                 await self._call(name, "install", view)
@@ -184,10 +192,8 @@ class Coordinator:
             raise LeftOutError(f"worker {worker} is no member")
         return self._dealer.lease(self.view, worker, clock)
 
-    async def cut(self) -> tuple[list[Array], int]:
-        """Return the values of all ranges after the same pushes, and the number of batches that
-        these pushes are of: a consistent cut.
-        """
+    async def cut(self) -> Cut:
+        """Return what the servers hold after the same pushes: a consistent cut."""
         await self._dealer.knows.wait()
         seconds = ANSWER
         while True:
@@ -199,7 +205,8 @@ class Coordinator:
                 marks = {worker: max(clocks) for worker, clocks in self._clocks(held).items()}
                 try:
                     if not dead:
-                        return await self._cut(marks, seconds), self._batches(marks)
+                        values, states = zip(*await self._cut(marks, seconds), strict=True)
+                        return Cut([*values], self._batches(marks), [*states])
                 except (DeadPeerError, TimeoutError):  # of a server, or a worker's push is missing
                     seconds = min(2 * seconds, TRANSFER)
                 finally:
@@ -405,8 +412,10 @@ class Coordinator:
         held = {name: answer for name, answer in answers.items() if name not in dead}
         return held, dead
 
-    async def _cut(self, marks: Mapping[int, int], seconds: float) -> list[Array]:
-        view, values = self.view, dict[int, Array]()
+    async def _cut(
+        self, marks: Mapping[int, int], seconds: float
+    ) -> list[tuple[Array, dict[str, Any]]]:
+        view, held = self.view, dict[int, tuple[Array, dict[str, Any]]]()
         parts = {server: view.of_primary(server) for server in view.servers}
         calls = [
             self._call(server, "cut", marks, ranges, seconds=seconds)
@@ -416,8 +425,8 @@ class Coordinator:
         for server, answer in zip(parts, answers, strict=True):
             if isinstance(answer, BaseException):
                 raise answer
-            values.update(zip(parts[server], answer, strict=True))
-        return [values[i] for i in range(len(view.ranges))]
+            held.update(zip(parts[server], answer, strict=True))
+        return [held[i] for i in range(len(view.ranges))]
 
     # calls
 

@@ -58,7 +58,8 @@ class Engine(Protocol):
 
 ServerUpdate = Callable[[Array, Array, dict[str, Any]], Array]
 """Return the new values of a range from its values, neither of which it writes to, the mean change
-of the workers at a clock, and what it keeps from clock to clock, which is empty at first.
+of the workers at a clock, and what it keeps from clock to clock, which is empty at first: arrays,
+numbers and text, which a snapshot has, too. Arrays that it keeps are replaced, never written to.
 """
 
 
@@ -131,6 +132,19 @@ class View:
     def of_primary(self, server: str) -> list[int]:
         """Return the numbers of the ranges whose primary this server is."""
         return [i for i, owners in enumerate(self.owners) if owners[0] == server]
+
+
+class Cut(NamedTuple):
+    """What all servers hold after the same pushes.
+
+    values: of each range.
+    batches: that these pushes are of.
+    update_states: what the servers' update keeps of each range, see `ServerUpdate`.
+    """
+
+    values: list[Array]
+    batches: int
+    update_states: list[dict[str, Any]]
 
 
 class Report(NamedTuple):

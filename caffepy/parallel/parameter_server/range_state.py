@@ -2,7 +2,8 @@
 their order, so that a replica that gets the primary's operations in its order has its bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,17 @@ class RangeState:
     `version` is the number of operations so far; `row` is the range's, see `KeyRange`. `early` are
     pushes of a clock that not all members have reached, by clock and worker: with slack 0 they are
     added up together, in the order of the workers, so that it does not matter who came first.
+    `update_state` is what the servers' update keeps.
     """
 
-    def __init__(self, values: Array, rule: Rule, is_mean: bool, row: int = 0) -> None:
+    def __init__(
+        self,
+        values: Array,
+        rule: Rule,
+        is_mean: bool,
+        row: int = 0,
+        update_state: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.values = values.copy()
         self.clocks: dict[int, int] = {}
         self.version = 0
@@ -30,7 +39,7 @@ class RangeState:
         self._changed = np.zeros(values.size // row if row else 0, np.int64)  # version, of each row
         self._early: dict[int, dict[int, Array]] = {}
         self._own: dict[int, Array] = {}  # of each worker, if the value is their mean
-        self._update_state: dict[str, Any] = {}
+        self.update_state = dict(update_state)
 
     def push(self, push: Push, decode: Callable[[Any], Array]) -> bool:
         """Count a push unless it is there already, or its worker is no member: return if so."""
@@ -106,7 +115,7 @@ class RangeState:
                 if self._rule.gradients:
                     self._set(total)
                 elif self._rule.update:
-                    self._set(self._rule.update(self.values, total, self._update_state))
+                    self._set(self._rule.update(self.values, total, self.update_state))
                 else:
                     total += self.values
                     self._set(total)

@@ -14,6 +14,7 @@ import socket
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from caffepy.device.blob import Array
 from caffepy.parallel.parameter_server.filters import Payload, decode, pack
@@ -164,11 +165,18 @@ class Server:
         states = {i: self._ranges[i] for i in ranges}
         await asyncio.wrap_future(self._engine.call(server, "adopt", states))
 
-    async def begin(self, values: Mapping[int, Array], view: View) -> None:
-        """Hold ranges with these values, without clocks."""
+    async def begin(
+        self,
+        values: Mapping[int, Array],
+        view: View,
+        update_states: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        """Hold ranges with these values, without clocks; `update_states` is what the
+        servers' update has kept of them.
+        """
         for i, array in values.items():
-            key_range = view.ranges[i]
-            self._ranges[i] = RangeState(array, view.rule, key_range.is_mean, key_range.row)
+            own, kept = view.ranges[i], update_states[i]
+            self._ranges[i] = RangeState(array, view.rule, own.is_mean, own.row, kept)
 
     async def install(self, view: View) -> None:
         """Go on with this view; drop the ranges that are others' now."""
@@ -185,9 +193,11 @@ class Server:
         self._frozen, self._marks = False, {}
         await self._wake()
 
-    async def cut(self, marks: Mapping[int, int], ranges: Sequence[int]) -> list[Array]:
+    async def cut(
+        self, marks: Mapping[int, int], ranges: Sequence[int]
+    ) -> list[tuple[Array, dict[str, Any]]]:
         """While frozen: count what these workers push up to these clocks, which is on its way;
-        return the values of these ranges then.
+        return the values of these ranges then, and what the servers' update keeps of them.
         """
         self._marks = marks
         states = [self._ranges[i] for i in ranges]
@@ -202,7 +212,7 @@ class Server:
         await self._wake()
         async with self._changed:
             await self._changed.wait_for(complete)
-        return [state.values for state in states]
+        return [(state.values, dict(state.update_state)) for state in states]
 
     # inside
 

@@ -142,6 +142,7 @@ class ServedWorkers(OuterGroup):
         self._since = 0  # iterations since the last push
         self._dealt = 0  # batches that the last cut has
         self._ahead = 0  # batches that a restored snapshot is ahead of the data
+        self._update_states: _State = {}  # what the servers' update keeps of ranges, by name
         self._keeping = threading.Lock()  # of what follows
         self._kept: _State = {}  # see `keep`
         self._history: list[Array] = []
@@ -159,7 +160,8 @@ class ServedWorkers(OuterGroup):
         if client.worker == 0:
             client.hand_out(dict(enumerate(states)))
             values = [self._pulled[r.start : r.stop] for r in self._ranges]
-            client.start(self._ranges, values, self._rule, self._begin_state())
+            kept = self._update_states if self._rule.update else {}
+            client.start(self._ranges, values, self._rule, self._begin_state(), kept)
         share = solver.param.iter_size * self._every
         begun = client.join(share)
         own = None if client.clock else client.take_state()
@@ -275,6 +277,7 @@ class ServedWorkers(OuterGroup):
         """
         group, self.solver.resume_state.group = self.solver.resume_state.group, {}
         self._ahead = int(group.get("ahead", 0))
+        self._update_states = dict(group.get("servers", {}))
         states = list(group.get("workers", ()))
         if states and len(states) != self._workers:
             told = "The snapshot is of %d workers, not %d: all begin with the momentum of worker 0"
@@ -364,7 +367,8 @@ class ServedWorkers(OuterGroup):
             filters.bytes_before + client.bytes_before,
             filters.bytes_after + client.bytes_after,
         )
-        pushes, staleness, _, behind = self.report
+        pushes, missing, _, behind = self.report
+        staleness = {n + bool(self._beside): count for n, count in missing.items()}
         told = Served(iteration, pushes, staleness, sent, on_wire, self.waited, behind)
         self.solver.reporter.served(told)
 
@@ -414,8 +418,10 @@ class ServedWorkers(OuterGroup):
                 yield
                 return
             try:
-                values, times = self.client.cut()
-                self._dealt = times * len(self.solvers)
+                values, batches, kept = self.client.cut()
+                self._dealt = batches * len(self.solvers)
+                named = ((r.name, kept[i]) for i, r in enumerate(self._ranges))
+                self._update_states = {name: own for name, own in named if own}
             except SyncError as error:
                 if phase == "test":
                     raise
@@ -439,12 +445,14 @@ class ServedWorkers(OuterGroup):
 
     def state(self) -> dict[str, Any]:
         """Return how many batches the pushes of the last cut are ahead of this worker's data, which
-        do not go back to those that are behind, in the hands of slower workers; and what `keep`
-        keeps of each worker, in the order of their numbers, if all hand it in.
+        do not go back to those that are behind, in the hands of slower workers; what the servers'
+        update keeps; and what `keep` keeps of each worker, in the order of their numbers, if all
+        hand it in.
         """
         ahead = max(0, self._dealt - self._leases.after(self._taken))
+        of_all = {"ahead": ahead, "servers": self._update_states}
         if self.client.worker:
-            return {"ahead": ahead}
+            return of_all
         try:
             states, missing = self.client.collect()
             why = f"worker(s) {', '.join(map(str, missing))} do not answer" if missing else ""
@@ -452,10 +460,10 @@ class ServedWorkers(OuterGroup):
             states, why = {}, str(error)
         if why:
             log.warning("The snapshot has no momentum of other workers: %s", why)
-            return {"ahead": ahead}
+            return of_all
         with self._keeping:
             own = {**self._kept, "history": []}  # which Caffe's files have
-        return {"ahead": ahead, "workers": [own, *(states[number] for number in sorted(states))]}
+        return {**of_all, "workers": [own, *(states[number] for number in sorted(states))]}
 
     def keep(self) -> None:
         """Keep what a snapshot needs of this worker at this clock, where all its solvers are idle.

@@ -44,7 +44,7 @@ def pushed(rule: Rule, changes: list[list[float]]) -> RangeState:
 def test_servers_update_as_they_are_told() -> None:
     state = pushed(Rule(0, update=half), [[1, 2], [3, 4]])
     np.testing.assert_array_equal(state.values, [2, 3])
-    assert state._update_state == {"clocks": 2}
+    assert state.update_state == {"clocks": 2}
 
 
 def test_nesterov_momentum_goes_on_from_clock_to_clock() -> None:
