@@ -72,6 +72,25 @@ def mvn(site: Site) -> None:
         site.finish("Sub", x, site.reduce("ReduceMean", x, axes))
 
 
+@writers("Normalize")
+def normalize(site: Site) -> None:
+    """x divided by its norm, times the scale; the norm as the second top."""
+    layer, (x,) = site.layer, site.bottoms
+    axes = list(range(1, len(site.bottom_shapes[0]))) if layer.across else [1]
+    if layer.absolute:
+        norm = site.affine(site.reduce("ReduceL1", x, axes), 1, layer.eps)
+    else:
+        squares = site.reduce("ReduceSumSquare", x, axes)
+        norm = site.node("Sqrt", site.affine(squares, 1, layer.eps))
+    if layer.scaled:
+        shape = layer.blobs[0].shape
+        broadcast = shape + (1,) * (len(site.top_shapes[0]) - 2) if shape else shape
+        site.finish("Mul", site.node("Div", x, norm), site.param(0, broadcast))
+        return
+    for i, value in enumerate([site.node("Div", x, norm), norm][: len(site.tops)]):
+        site.reshape(value, site.top_shapes[i], out=site.tops[i])
+
+
 @writers("Scale")
 def scale(site: Site) -> None:
     """Mul and Add; directly after a BatchNormalization its scale and bias."""

@@ -57,6 +57,17 @@ def concat(site: Site) -> None:
     site.finish("Concat", *site.bottoms, axis=site.layer.axis)
 
 
+@writers("Permute")
+def permute(site: Site) -> None:
+    site.finish("Transpose", site.bottoms[0], perm=site.layer.order)
+
+
+@writers("PriorBox")
+def prior_box(site: Site) -> None:
+    """The boxes as constants: they depend on the sizes of the bottoms alone."""
+    site.finish("Identity", site.constant(site.layer.priors.host_data, what="priors"))
+
+
 @writers("Slice")
 def cut(site: Site) -> None:
     """Split into the parts' sizes, or into equal parts."""

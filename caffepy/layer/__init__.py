@@ -15,6 +15,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     neuron,
     normalization,
     pooling,
+    prior_box,
     proposal,
     python,
     recurrent,

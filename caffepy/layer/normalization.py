@@ -8,7 +8,7 @@ import numpy as np
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob
-from caffepy.layer.base import Blobs, Kept, layer
+from caffepy.layer.base import Blobs, Kept, Layer, layer
 from caffepy.layer.filler import fill
 from caffepy.layer.neuron import SameShape, is_in_place
 from caffepy.layer.pooling import check_padded
@@ -19,6 +19,7 @@ from caffepy.proto.caffe_pb2 import (
     BNParameter,
     FillerParameter,
     LRNParameter,
+    NormalizeParameter,
     ScaleParameter,
 )
 
@@ -370,6 +371,104 @@ class BN(SameShape):
                 self.ops.scale_forward(dx, inverse, None, dx)
 
 
+@layer("Normalize")
+class Normalize(Layer):
+    """y = x / n * scale, n the norm of (N, C, ...) at each place, or of each item.
+
+    SSD's: n = sqrt(sum of x^2 + eps), of an item with across_spatial (the default), and one blob, a
+    scale, () with channel_shared (the default), else (C). With scales that differ the gradient of x
+    is SSD's, not the derivative: scale * (dy - x * sum of x * dy / n^2) / n. happynear's, told by
+    normalize_param or a second top, which gets n (N, 1, H, W): n is the norm at each place, of L2
+    or L1, without a scale; its tops always have four axes.
+    """
+
+    on_gpu = in_place = True
+    tops = (1, 2)
+    backward_reads_bottom = backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        if len(bottom[0].shape) < 2:
+            raise ConfigError(
+                f"Normalize needs a bottom of at least 2 axes, not {list(bottom[0].shape)}"
+            )
+        ours, other = self.param.norm_param, self.param.normalize_param
+        self.scaled = not self.param.HasField("normalize_param") and len(top) == 1
+        if not self.scaled:
+            if self.param.HasField("norm_param"):
+                raise ConfigError(
+                    "norm_param is SSD's and normalize_param, like a second top, happynear's; give "
+                    "one"
+                )
+            if other.normalize_type not in ("L1", "L2") or other.fix_gradient:
+                raise ConfigError(
+                    "normalize_param: normalize_type is L1 or L2, without fix_gradient, not "
+                    f"{other.normalize_type}, {other.fix_gradient}"
+                )
+        self.across = self.scaled and ours.across_spatial
+        self.absolute = not self.scaled and other.normalize_type == "L1"
+        self.eps = ours.eps if self.scaled else 1e-6
+        shared = ours.channel_shared
+        self.takes_preferred_layout = self.scaled and not self.across and not shared
+        if self.scaled:
+            shape = () if shared else (bottom[0].shape[1],)
+            self.make_params({"scale": shape}, [_from_one(ours, "scale_filler")])
+            if not shared:
+                log.info(
+                    "Layer %s: with scales that differ the gradient of SSD's Normalize is not the "
+                    "derivative; it is used as SSD's nets were trained with it",
+                    self.param.name,
+                )
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        n, c, *rest = bottom[0].shape
+        if self.scaled and self.blobs[0].shape not in ((), (c,)):
+            raise ConfigError(f"{c} channels do not fit the {self.blobs[0].count} scales")
+        if self.scaled:
+            top[0].reshape_like(bottom[0])
+        else:
+            _, _, h, w = bottom[0].legacy_shape()
+            top[0].reshape((n, c, h, w))
+            for norms in top[1:]:
+                norms.reshape((n, 1, h, w))
+        self.view = (n, c * prod(rest), 1) if self.across else (n, c, prod(rest))
+        if self.scaled:  # (outer, C, inner) with C the number of scales
+            count = prod(bottom[0].shape)
+            self.scale_view = (n, c, prod(rest)) if self.blobs[0].shape else (1, 1, count)
+        self.norm = self.buffer((n, self.view[2]))
+        self.normalized = self.buffer_like(bottom[0])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y, norm = bottom[0].data.reshape(self.view), self.normalized.data, self.norm.data
+        self.ops.normalize_forward(x, y.reshape(self.view), norm, self.eps, self.absolute)
+        for norms in top[1:]:
+            self.ops.copy(norm.reshape(norms.shape), norms.data)
+        if self.scaled:
+            view, scale = self.scale_view, self.blobs[0].data.reshape(-1)
+            self.ops.scale_forward(y.reshape(view), scale, None, top[0].data.reshape(view))
+        else:
+            self.ops.copy(y.reshape(top[0].shape), top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dscale += sum of dy * x / n; dx, see the class. With bp_norm dx has the gradient of the
+        second top, too.
+        """
+        y, dy = self.normalized.data, top[0].diff
+        if self.scaled and self.param_propagate_down[0]:
+            view, scale = self.scale_view, self.blobs[0]
+            gradients = None, scale.diff.reshape(-1), None
+            given = y.reshape(view), scale.data.reshape(-1), dy.reshape(view)
+            self.ops.scale_backward(*given, *gradients)
+        if not propagate_down[0]:
+            return
+        norms = top[1:] if self.param.normalize_param.bp_norm else []
+        dnorm = norms[0].diff.reshape(self.norm.shape) if norms else None
+        given, dx = (y.reshape(self.view), self.norm.data, dy.reshape(self.view)), bottom[0].diff
+        self.ops.normalize_backward(*given, dnorm, dx.reshape(self.view), self.absolute)
+        if self.scaled:
+            dx = dx.reshape(self.scale_view)
+            self.ops.scale_forward(dx, self.blobs[0].data.reshape(-1), None, dx)
+
+
 @layer("MVN")
 class MVN(SameShape):
     """y = (x - mean) / (sqrt(variance) + eps), over each plane of (N, C, H, W) or, across_channels,
@@ -475,7 +574,7 @@ class Broadcast(SameShape):
 
 
 def _from_one(
-    param: BatchNormParameter | BNParameter | ScaleParameter, filler: str
+    param: BatchNormParameter | BNParameter | NormalizeParameter | ScaleParameter, filler: str
 ) -> FillerParameter:
     """Return this filler of the prototxt, by default one that fills with 1."""
     given: FillerParameter = getattr(param, filler)

@@ -85,6 +85,40 @@ class ShuffleChannel(Layer):
             self.shuffle(top[0].diff, bottom[0].diff, bottom[0].shape[1] // self.group)
 
 
+@layer("Permute")
+class Permute(Layer):
+    """The axes in another order: axis i of the top is axis order[i] of the bottom, those that
+    `order` leaves out follow (SSD). One that changes nothing is shared.
+    """
+
+    on_gpu = True
+    backward_reads_bottom = backward_reads_top = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        given, shape = list(self.param.permute_param.order), bottom[0].shape
+        axes = len(shape)
+        if len({*given}) < len(given) or any(axis >= axes for axis in given):
+            raise ConfigError(
+                f"permute_param: order {given} must name axes of the {axes} of {list(shape)}, each "
+                "once"
+            )
+        self.order = [*given, *(axis for axis in range(axes) if axis not in given)]
+        self.inverse = [self.order.index(axis) for axis in range(axes)]
+        self.changes = self.order != sorted(self.order)
+        top[0].reshape([shape[axis] for axis in self.order])
+        if not self.changes:
+            top[0].share_data(bottom[0])
+            top[0].share_diff(bottom[0])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if self.changes:
+            self.ops.copy(bottom[0].data.transpose(self.order), top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        if self.changes and propagate_down[0]:
+            self.ops.copy(top[0].diff.transpose(self.inverse), bottom[0].diff)
+
+
 @layer("Slice")
 class Slice(Layer):
     """The bottom cut along `axis` (by default 1) at slice points or evenly. One top is shared."""

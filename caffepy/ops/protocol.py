@@ -268,6 +268,20 @@ class Ops(Protocol):
         may be another one's. s comes from `scale`, or if the channels lie last from x.
         """
 
+    def normalize_forward(
+        self, x: Array, y: Array, norm: Array, eps: float, absolute: bool
+    ) -> None:
+        """y = x / norm, the norm (outer, inner) of the channels at each place: sqrt(sum of x^2 +
+        eps), or with `absolute` sum of |x| + eps.
+        """
+
+    def normalize_backward(
+        self, y: Array, norm: Array, dy: Array, dnorm: Maybe, dx: Array, absolute: bool
+    ) -> None:
+        """dx = (dy - s * sum of y * dy over the channels) / norm + s * dnorm with s = y, or sign(y)
+        with `absolute`; dnorm (outer, inner). dx may be dy.
+        """
+
     def batch_norm_statistics(self, x: Array, mean: Array, variance: Array) -> None:
         """Write the mean and biased variance of each channel, sums in float64 on the CPU."""
 

@@ -162,6 +162,21 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE], 1, "shuffle_channel_param { group: 2 }"),
         ([(2, 6)], 1, "shuffle_channel_param { group: 3 }"),
     ],
+    "Permute": [
+        ([IMAGE], 1, "permute_param { order: 0 order: 2 order: 3 order: 1 }"),
+        ([IMAGE], 1, "permute_param { order: 2 }"),
+        ([IMAGE], 1, ""),
+    ],
+    "PriorBox": [
+        ([(2, 4, 3, 2), (2, 3, 30, 40)], 1, "prior_box_param { min_size: 9 aspect_ratio: 2 }"),
+    ],
+    "Normalize": [
+        ([IMAGE], 1, "norm_param { across_spatial: false channel_shared: false }"),
+        ([IMAGE], 1, "norm_param { scale_filler { value: 20 } eps: 0.5 }"),
+        ([(3, 4)], 1, "norm_param { across_spatial: false }"),
+        ([(3, 4)], 2, "normalize_param { }"),
+        ([IMAGE], 2, 'normalize_param { normalize_type: "L1" }'),
+    ],
     "Reorg": [
         ([(2, 8, 4, 6)], 1, "reorg_param { stride: 2 }"),
         ([(2, 8, 4, 6)], 1, "reorg_param { stride: 2 reverse: true }"),

@@ -6,7 +6,7 @@ from caffepy.proto.caffe_pb2 import TEST, TRAIN
 from tests.net.nets import net_of
 
 from .harness import Single, check_golden, check_gradient, random
-from .on_gpu import check_plain_on_gpu
+from .on_gpu import check_on_gpu, check_plain_on_gpu
 
 GOLDEN = [
     "batchnorm_global",
@@ -42,6 +42,17 @@ ONE_BOTTOM = {
     "MVN": ('type: "MVN"', (2, 3, 2, 3)),
     "MVN across": ('type: "MVN" mvn_param { across_channels: true }', (2, 3, 2, 3)),
     "MVN mean only": ('type: "MVN" mvn_param { normalize_variance: false }', (2, 3, 2, 3)),
+    "Normalize across": ('type: "Normalize"', (2, 3, 2, 2)),
+    "Normalize each place": (
+        'type: "Normalize" norm_param { across_spatial: false eps: 0.1 }',
+        (2, 3, 2, 2),
+    ),
+    "Normalize one channel": ('type: "Normalize" norm_param { channel_shared: false }', (3, 1, 4)),
+    "Normalize of happynear": ('type: "Normalize" normalize_param { }', (3, 4, 1, 2)),
+    "Normalize by absolutes": (
+        'type: "Normalize" normalize_param { normalize_type: "L1" }',
+        (2, 3, 2, 2),
+    ),
     "Scale": ('type: "Scale"', (2, 3, 2, 2)),
     "Scale with bias": ('type: "Scale" scale_param { bias_term: true }', (2, 3, 2, 2)),
     "Scale of vectors": ('type: "Scale" scale_param { bias_term: true }', (4, 3)),
@@ -442,3 +453,73 @@ def test_bn_of_two_forks_is_refused(param, tops, message):
 @pytest.mark.parametrize("case", ["SegNet learns", "SegNet infers", "PSPNet", "PSPNet frozen"])
 def test_bn_on_gpu(case):
     check_plain_on_gpu(bn(case), random(4, 3, 2, 5), propagate_down=[True])
+
+
+NORMALIZE = {
+    "ssd": ("norm_param { across_spatial: false channel_shared: false eps: 0.25 }", 1),
+    "ssd across": ("norm_param { channel_shared: false }", 1),
+    "happynear": ("normalize_param { bp_norm: true }", 2),
+    "happynear's absolutes": ('normalize_param { normalize_type: "L1" bp_norm: true }', 2),
+}
+
+
+@pytest.mark.parametrize("case", NORMALIZE)
+def test_normalize_against_numpy(case):
+    """With scales that differ SSD's gradient of x is no derivative."""
+    text, tops = NORMALIZE[case]
+    x = random(2, 3, 4, 300)
+    single = Single(f'type: "Normalize" {text}', x, tops=tops)
+    axes = (1, 2, 3) if "across" in case else 1
+    eps = 0.25 if case == "ssd" else 0 if tops == 1 else 1e-6
+    power = 1 if "L1" in text else 2
+    norm = ((np.abs(x) ** power).sum(axes, keepdims=True) + eps) ** (1 / power)
+    scale = np.ones((1, 1, 1, 1))
+    if tops == 1:
+        single.params[0][...] = [2, -3, 0]
+        scale = single.params[0].reshape(1, 3, 1, 1)
+    y, *norms = single.forward()
+    np.testing.assert_allclose(y, x / norm * scale, rtol=1e-10)
+    for got in norms:
+        np.testing.assert_allclose(got, norm, rtol=1e-10)
+    dy, dn = random(*x.shape, seed=1), random(*norm.shape, seed=2)
+    (dx,), dparams = single.backward([dy, dn][:tops])
+    slope = np.sign(x) if power == 1 else x / norm
+    want = scale * (dy - slope * (x / norm * dy).sum(axes, keepdims=True)) / norm
+    want = want + slope * dn if tops == 2 else want
+    np.testing.assert_allclose(dx, want, rtol=1e-8, atol=1e-10)
+    for dscale in dparams:
+        np.testing.assert_allclose(dscale, (x / norm * dy).sum((0, 2, 3)), rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("text", "tops", "message"),
+    [
+        ("norm_param { } normalize_param { }", 1, "happynear's; give one"),
+        ("norm_param { }", 2, "happynear's; give one"),
+        ("normalize_param { fix_gradient: true }", 1, "without fix_gradient"),
+        ('normalize_param { normalize_type: "L3" }', 1, "L1 or L2"),
+        (
+            "norm_param { channel_shared: false } blobs { shape { dim: 1 } data: 1 }",
+            1,
+            "scale shape",
+        ),
+    ],
+)
+def test_what_cannot_be_normalized_is_refused(text, tops, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(f'type: "Normalize" {text}', random(2, 3, 4, 5), tops=tops)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NORMALIZE)
+def test_normalize_on_gpu(case):
+    text, tops = NORMALIZE[case]
+    text = f'type: "Normalize" {text}'
+    x = random(2, 37, 5, 6)
+    if case == "ssd":
+        check_on_gpu(text, np.round(x, 1))
+    else:
+        check_plain_on_gpu(text, x, propagate_down=[True], tops=tops)
+    check_plain_on_gpu(
+        text.replace("across_spatial: false", ""), x, propagate_down=[True], tops=tops
+    )

@@ -4,7 +4,7 @@ import pytest
 from caffepy.core.errors import ConfigError
 
 from .harness import Single, check_golden, check_gradient, random, seeded
-from .on_gpu import check_on_gpu
+from .on_gpu import check_on_gpu, check_plain_on_gpu
 
 GOLDEN = [
     "concat",
@@ -323,3 +323,26 @@ def test_channels_that_cannot_be_shuffled(group):
     text = f'type: "ShuffleChannel" shuffle_channel_param {{ group: {group} }}'
     with pytest.raises(ConfigError, match=rf"\[2, 6\] cannot be split into {group} groups"):
         Single(text, random(2, 6))
+
+
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (3, 1), (2,), (), (0, 1, 2, 3)], ids=str)
+def test_permuted_axes(order):
+    text = 'type: "Permute" permute_param {' + "".join(f" order: {axis}" for axis in order) + " }"
+    x = random(2, 3, 4, 5)
+    (y,) = Single(text, x).forward()
+    axes = [*order, *(axis for axis in range(4) if axis not in order)]
+    np.testing.assert_array_equal(y, x.transpose(axes))
+    check_gradient(text, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (2,), ()], ids=str)
+def test_permute_on_gpu(order):
+    text = 'type: "Permute" permute_param {' + "".join(f" order: {axis}" for axis in order) + " }"
+    check_plain_on_gpu(text, random(2, 3, 4, 5), propagate_down=[True])
+
+
+@pytest.mark.parametrize("order", ["order: 1 order: 1", "order: 4"])
+def test_axes_that_cannot_be_permuted(order):
+    with pytest.raises(ConfigError, match=r"must name axes of the 4 of \[2, 3, 4, 5\]"):
+        Single(f'type: "Permute" permute_param {{ {order} }}', random(2, 3, 4, 5))

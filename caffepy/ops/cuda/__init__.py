@@ -105,4 +105,5 @@ from caffepy.ops.cuda.timers import PhaseTimer, Stopwatch
 from caffepy.ops.cuda.transform import transform_batch
 from caffepy.ops.cuda.update import update_params
 from caffepy.ops.cuda.update_state import Sums, UpdateState
+from caffepy.ops.cuda.vector_norm import normalize_backward, normalize_forward
 from caffepy.ops.cuda.yolo import region_truths, yolo_scores, yolo_truths
