@@ -13,8 +13,8 @@ from caffepy.cli.group import Commands
 def show(file: str, as_json: bool) -> None:
     """Print names, shapes and statistics (of finite values) of the blobs in FILE to stdout.
 
-    FILE is a caffemodel of any age or a solver state, each binary or HDF5, or a mean file,
-    recognized by its content.
+    FILE is a caffemodel of any age or a solver state, each binary or HDF5, a mean file, or a file
+    of safetensors, recognized by its content.
 
     \b
     Examples:
@@ -27,7 +27,7 @@ def show(file: str, as_json: bool) -> None:
     click.echo(info.json() if as_json else info.table())
 
 
-@click.command(short_help="Write weights in the other form, binary or HDF5.")
+@click.command(short_help="Write weights in another form: binary, HDF5, safetensors.")
 @click.argument("source", metavar="IN")
 @click.argument("target", metavar="OUT")
 @click.option(
@@ -35,22 +35,33 @@ def show(file: str, as_json: bool) -> None:
     help="Write for this fork of Caffe (ssd, nvcaffe, intel, segnet, ...); IN is of it, too, "
     "unless it shows another.",
 )
+@click.option(
+    "--map",
+    "names",
+    metavar="FILE",
+    help="Names of tensors and their blobs, for files of safetensors: in each line TENSOR "
+    "LAYER.weight (or .bias, .2; - leaves it out) and perhaps its axes in the blob's order, as "
+    "3,2,0,1. A * stands for any text. It serves both directions.",
+)
 @options.logged()
-def convert(source: str, target: str, fork: str | None) -> None:
-    """Write the weights in IN to OUT: as HDF5 if OUT ends in .h5, else as a binary caffemodel.
+def convert(source: str, target: str, fork: str | None, names: str | None) -> None:
+    """Write the weights in IN to OUT: as HDF5 if OUT ends in .h5, as tensors if it ends in
+    .safetensors, else as a binary caffemodel.
 
-    IN is a caffemodel of any age, binary or HDF5, recognized by its content. Forks of Caffe have
-    numbers of their own in binary files; OUT is of the same fork as IN, or of --fork.
+    IN is a caffemodel of any age, binary or HDF5, or a file of safetensors, recognized by its
+    content. Forks of Caffe have numbers of their own in binary files; OUT is of the same fork as
+    IN, or of --fork.
 
     \b
     Examples:
       caffepy weights convert caffenet.caffemodel caffenet.caffemodel.h5
       caffepy weights convert run_iter_500.caffemodel.h5 run_iter_500.caffemodel
       caffepy weights convert trained.caffemodel for_nnie.caffemodel --fork ssd
+      caffepy weights convert model.safetensors model.caffemodel --map names.txt
     """
     from caffepy.commands.weights import convert as convert_weights
 
-    convert_weights(source, target, fork)
+    convert_weights(source, target, fork, names)
 
 
 @click.group(

@@ -35,6 +35,7 @@ _SIGNATURES = (
 )
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _LMDB = b"\xde\xc0\xef\xbe"  # at byte 16 of data.mdb
+_LONGEST_HEADER = 100_000_000  # of safetensors, whose length comes first
 _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -72,6 +73,7 @@ _ADVICE = {
     ("a prototxt", "a solver state"): STATE_GOES_TO,
     ("a prototxt", "HDF5"): "did you mean --weights or --snapshot?",
     ("a prototxt", "UTF-16 text"): "save it as UTF-8",
+    ("a caffemodel", "a safetensors file"): "caffepy weights convert makes one of it",
     ("a caffemodel", "a pipe"): "save its content as a file",
     ("a solver state", "a pipe"): "save its content as a file",
 }
@@ -122,6 +124,8 @@ def _sniff_file(file: BinaryIO) -> str:
             return "a Git LFS pointer, which stands for a file that was not downloaded"
         is_page = head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html"))
         return "a web page" if is_page else "text"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _LONGEST_HEADER:
+        return "a safetensors file"
     if not any(head):
         return "zero bytes"
     return _sniff_message(file) or "unknown binary data"

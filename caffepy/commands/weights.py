@@ -9,7 +9,15 @@ from typing import Any
 import h5py
 import numpy as np
 
-from caffepy.core.errors import CaffeError, ConfigError
+from caffepy.commands.safetensors import (
+    Map,
+    read_map,
+    read_tensors,
+    to_net,
+    to_tensors,
+    write_tensors,
+)
+from caffepy.core.errors import CaffeError, ConfigError, UsageError
 from caffepy.core.files import written
 from caffepy.device.blob import Array, shape_string
 from caffepy.net.weights import new_hdf5, open_hdf5, write_layers
@@ -22,6 +30,7 @@ from caffepy.report.text import columns, number, printable
 log = logging.getLogger(__name__)
 
 HDF5_NAMES = (".h5", ".hdf5")
+SAFETENSORS = "a safetensors file"
 STATE_FACTS = ("iter", "learned_net", "current_step")
 LEGACY_AXES = {"Convolution": 4, "Deconvolution": 4, "InnerProduct": 2}
 
@@ -113,29 +122,45 @@ def show(path: str) -> FileInfo:
         channels = ", ".join(map(number, images.mean((1, 2), np.float64)))
         facts = {"mean of each channel": channels}
         return FileInfo("mean file", facts, [_layer_info("mean", "", [mean])])
+    if kind == SAFETENSORS:
+        tensors = [_layer_info(name, "", [x]) for name, x in read_tensors(path).items()]
+        return FileInfo("tensors (safetensors)", {}, tensors)
     net = binary.read_net(path)
     layers = [_layer_info(layer.name, layer.type, _arrays(path, layer)) for layer in net.layer]
     return FileInfo("weights (binary)", {"name": net.name}, layers)
 
 
-def convert(source: str, target: str, fork: str | None = None) -> None:
-    """Write the weights in `source` to `target`, as HDF5 if that ends in .h5 or .hdf5, else binary.
+def convert(source: str, target: str, fork: str | None = None, names: str | None = None) -> None:
+    """Write the weights in `source` to `target`: as HDF5 if that ends in .h5 or .hdf5, as tensors
+    if it ends in .safetensors, else binary.
 
     The target is of the same fork of Caffe as the source, or of `fork`, which also tells what the
     source is of if it does not show it; ConfigError names the forks if nothing does. Old formats
-    are upgraded, and NVCaffe's raw bytes become floats. Stored gradients are kept. ConfigError for
+    are upgraded, and NVCaffe's raw bytes become floats. Stored gradients are kept, but not as
+    tensors. Tensors have the names in the map at the path `names`, if it is given. ConfigError for
     a file without weights, or with some that the other form cannot hold; UsageError for one that
     cannot be written.
     """
     wanted = fork_named(fork) if fork else None
-    if target.lower().endswith(HDF5_NAMES):
-        _write_hdf5(target, read_weights(source), source)
+    ending, kind = target.lower(), binary.sniff(source)
+    if names and kind in ("a caffemodel", "HDF5") and not ending.endswith(".safetensors"):
+        raise UsageError("--map is for files of safetensors, and neither of the two is one")
+    if kind == SAFETENSORS and ending.endswith(".safetensors"):
+        raise UsageError("both files are of safetensors; one must be a caffemodel")
+    if ending.endswith(HDF5_NAMES):
+        _write_hdf5(target, _net(source, names), source)
+    elif ending.endswith(".safetensors"):
+        net = read_weights(source)
+        layers = ((x.name, x.type, _modern_arrays(source, x)) for x in net.layer if x.blobs)
+        tensors = to_tensors(layers, read_map(names) if names else Map())
+        with written(target) as temporary:
+            write_tensors(temporary, tensors)
     else:
-        if binary.sniff(source) == "a caffemodel":
+        if kind == "a caffemodel":
             stored, shown = binary.read_stored_net(source, wanted)
             net = upgrade_net(stored, source)
         else:
-            net, shown = read_weights(source), CAFFE
+            net, shown = _net(source, names), CAFFE
         binary.drop_raw(net, source)
         try:
             with written(target) as temporary:
@@ -144,6 +169,18 @@ def convert(source: str, target: str, fork: str | None = None) -> None:
         except ConfigError as error:
             raise error.at(target) from None
     log.info("Wrote the weights in %s to %s", source, target)
+
+
+def _net(source: str, names: str | None) -> NetParameter:
+    """Return the net of a file of weights or tensors."""
+    if binary.sniff(source) != SAFETENSORS:
+        return read_weights(source)
+    rules = read_map(names) if names else Map()
+    tensors = read_tensors(source)
+    try:
+        return to_net(tensors, rules)
+    except ConfigError as error:
+        raise error.at(source) from None
 
 
 def _is_state(file: h5py.File) -> bool:
@@ -209,6 +246,15 @@ def _arrays(path: str, layer: LayerParameter) -> Iterator[Array]:
         raise error.at(f'{path}: layer "{layer.name}"') from None
 
 
+def _modern_arrays(path: str, layer: LayerParameter) -> list[Array]:
+    """Return the blobs in the shapes that today's layers give them."""
+    arrays = []
+    for i, array in enumerate(_arrays(path, layer)):
+        legacy = not layer.blobs[i].HasField("shape")
+        arrays.append(array.reshape(_modern(array.shape, layer.type, i)) if legacy else array)
+    return arrays
+
+
 def _layer_info(name: str, type: str, arrays: Iterable[Array]) -> LayerInfo:
     blobs = []
     for array in arrays:
@@ -238,14 +284,12 @@ def _write_hdf5(path: str, net: NetParameter, source: str) -> None:
                 raise ConfigError(
                     f'two layers are named "{layer.name}", which HDF5 cannot tell apart', source
                 )
-            for i, array in enumerate(_arrays(source, layer)):
-                legacy = not layer.blobs[i].HasField("shape")
-                shape = _modern(array.shape, layer.type, i) if legacy else array.shape
-                group.create_dataset(str(i), data=array.reshape(shape))
+            for i, array in enumerate(_modern_arrays(source, layer)):
+                group.create_dataset(str(i), data=array)
                 diff = binary.blob_to_diff(layer.blobs[i])
                 if diff is not None:
                     diffs = file.require_group(f"diff/{layer.name}")
-                    diffs.create_dataset(str(i), data=diff.reshape(shape))
+                    diffs.create_dataset(str(i), data=diff.reshape(array.shape))
 
 
 def _modern(shape: tuple[int, ...], type: str, index: int) -> tuple[int, ...]:
