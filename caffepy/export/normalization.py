@@ -1,5 +1,7 @@
 """Layers that normalize, and the scale and bias that go with them."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from caffepy.export.graph import Site, writers
@@ -31,7 +33,7 @@ def batch_norm(site: Site) -> None:
     if not layer.is_global:
         rank = len(site.bottom_shapes[0])
         site.note("normalizes by the statistics of the batch that it is given")
-        y = _normalized(site, x, [0, *range(2, rank)], layer.eps, inside=True)
+        y = _normalized(site, x, [0, *range(2, rank)], layer.eps)
         if layer.scales:
             shape = (channels,) + (1,) * (rank - 2)
             y = site.node("Mul", y, site.param(3, shape))
@@ -49,10 +51,43 @@ def batch_norm(site: Site) -> None:
     site.finish("BatchNormalization", x, scale, bias, mean, variance, epsilon=layer.eps)
 
 
-def _normalized(site: Site, x: str, axes: list[int], eps: float, inside: bool) -> str:
-    """(x - mean) / deviation; eps is added to the variance if `inside`, else to the deviation."""
-    centred = site.node("Sub", x, site.reduce("ReduceMean", x, axes))
-    variance = site.reduce("ReduceMean", site.node("Mul", centred, centred), axes)
+@writers("BN")
+def bn(site: Site) -> None:
+    """BatchNormalization where statistics are stored, Mul and Add where there are none; with those
+    of the batch several operators, and as further tops what they give.
+    """
+    layer, (x,) = site.layer, site.bottoms
+    channels = layer.blobs[0].count
+    if layer.runs and not layer.learns:
+        params = [site.param(i, (channels,)) for i in range(4)]
+        site.finish("BatchNormalization", x, *params, epsilon=layer.eps)
+        return
+    rank = len(site.bottom_shapes[0])
+    shape = (channels,) + (1,) * (rank - 2)
+    if layer.learns:
+        site.note("normalizes by the statistics of the batch that it is given")
+        names = [*site.tops[1:], None, None][:2]
+        x = _normalized(site, x, [0, *range(2, rank)], layer.eps, outs=names)
+    else:
+        for top, value in zip(site.tops[1:], (0, 1 - layer.eps), strict=False):
+            site.node("Identity", site.constant(np.full((1, channels, 1, 1), value)), out=top)
+    site.finish("Add", site.node("Mul", x, site.param(0, shape)), site.param(1, shape))
+
+
+def _normalized(
+    site: Site,
+    x: str,
+    axes: list[int],
+    eps: float,
+    inside: bool = True,
+    outs: Sequence[str | None] = (None, None),
+) -> str:
+    """(x - mean) / deviation; eps is added to the variance if `inside`, else to the deviation;
+    `outs` are the names of mean and variance.
+    """
+    mean = site.reduce("ReduceMean", x, axes, out=outs[0])
+    centred = site.node("Sub", x, mean)
+    variance = site.reduce("ReduceMean", site.node("Mul", centred, centred), axes, out=outs[1])
     if inside:
         return site.node("Div", centred, site.node("Sqrt", site.affine(variance, 1, eps)))
     return site.node("Div", centred, site.affine(site.node("Sqrt", variance), 1, eps))

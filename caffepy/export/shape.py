@@ -1,5 +1,7 @@
 """Layers that join, cut, select, repeat and reduce; Parameter and constant DummyData."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from caffepy.export.graph import InexpressibleError, Site, writers
@@ -50,6 +52,52 @@ def reorg(site: Site) -> None:
         given, order = layer.channels, [0, 3, 4, 1, 5, 2]
     parts = site.reshape(site.bottoms[0], given)
     site.reshape(site.node("Transpose", parts, perm=order), shape, out=site.tops[0])
+
+
+@writers("Interp")
+def interp(site: Site) -> None:
+    """Resize with corners on corners, of a Slice if pads crop."""
+    layer, (x,) = site.layer, site.bottoms
+    if layer.crops:
+        _, h, w = layer.window
+        x = site.node(
+            "Slice",
+            x,
+            site.integers([h.start, w.start], "starts"),
+            site.integers([h.stop, w.stop], "ends"),
+            site.integers([2, 3], "axes"),
+        )
+    size = site.top_shapes[0][2:]
+    if size == tuple(layer.cropped):
+        site.finish("Identity", x)
+        return
+    how = {"mode": "linear", "coordinate_transformation_mode": "align_corners"}
+    site.finish("Resize", x, "", "", _sizes(site, x, size), **how)
+
+
+@writers("Upsample")
+def upsample(site: Site) -> None:
+    """Resize to blocks of equal values; by places, ScatterElements into zeros."""
+    layer, x, (n, c, h, w) = site.layer, site.bottoms[0], site.bottom_shapes[0]
+    if not layer.by_place:
+        scales = site.constant([1, 1, *layer.scales], what="scales")
+        how = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+        site.finish("Resize", x, "", scales, mode="nearest", **how)
+        return
+    shape = site.top_shapes[0]
+    places = site.node("Cast", site.bottoms[1], to=np.dtype(np.int64))
+    values, places = (site.reshape(y, (n, c, h * w)) for y in (x, places))
+    sizes = _sizes(site, x, [shape[2] * shape[3]])
+    zeros = site.node("ConstantOfShape", sizes, value=np.zeros(1, np.float32))
+    spread = site.node("ScatterElements", zeros, places, values, axis=2)
+    site.reshape(spread, shape, out=site.tops[0])
+
+
+def _sizes(site: Site, x: str, size: Sequence[int]) -> str:
+    """The sizes of a tensor with batch and channels of x, whatever the batch is."""
+    window = site.integers([0], "start"), site.integers([2], "end")
+    both = site.node("Slice", site.node("Shape", x), *window)
+    return site.node("Concat", both, site.integers(size, "size"), axis=0)
 
 
 @writers("Concat")

@@ -50,6 +50,8 @@ def randomize(net: Net, scale: float | None = None) -> Net:
         for k, blob in enumerate(layer.blobs):
             if layer.type == "BatchNorm":
                 blob.data[...] = rng.uniform(0.5, 2, blob.shape) if k != 2 else 2
+            elif layer.type == "BN":
+                blob.data[...] = rng.uniform(0.5, 2, blob.shape)
             elif len(blob.shape) > 1:
                 fan = blob.count // blob.shape[0]
                 blob.data[...] = rng.standard_normal(blob.shape) * (scale or (2 / fan) ** 0.5)

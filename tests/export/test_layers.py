@@ -14,15 +14,12 @@ from tests.net.nets import net_of
 from .models import answers, compare, inputs, model_of, onnx, written
 
 OTHERWISE = {
-    "BN": "is not written yet, docs/forks.md says so",
     "BoxAnnotatorOHEM": "chooses boxes to learn from",
     "Filter": "gives as many items as its data say",
-    "Interp": "is not written yet, docs/forks.md says so",
     "PSROIPooling": "has no operator",
     "Proposal": "gives as many boxes as its data say",
     "Python": "has no operators",
     "ROIPooling": "has a test of its own, for its boxes",
-    "Upsample": "is not written yet, docs/forks.md says so",
     "YoloDetectionOutput": "gives as many boxes as its data say",
     "Yolov3DetectionOutput": "gives as many boxes as its data say",
 }
@@ -70,6 +67,18 @@ def test_roi_pooling() -> None:
     )
     rois = [[0, 2, 3, 12.4, 13], [1, 0, 0, 17, 15], [1, 5, 5, 5, 5], [0, -6, -6, 4, 30]]
     compare(model, {"x1": np.array(rois, np.float32)})
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_upsampling_to_places(dynamic: bool) -> None:
+    model = written(
+        inputs((2, 3, 6, 4))
+        + 'layer { name: "p" type: "Pooling" bottom: "x0" top: "x" top: "places" '
+        + "pooling_param { kernel_size: 2 stride: 2 } }"
+        + 'layer { name: "it" type: "Upsample" bottom: "x" bottom: "places" top: "y" }',
+        dynamic=dynamic,
+    )
+    compare(model)
 
 
 @pytest.mark.parametrize("opset", [13, 18, 21])

@@ -127,6 +127,12 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE], 1, "batch_norm_param { scale_bias: true }"),
         ([IMAGE], 1, "batch_norm_param { scale_bias: true use_global_stats: false }"),
     ],
+    "BN": [
+        ([IMAGE], 1, ""),
+        ([(2, 6, 7)], 1, "bn_param { frozen: true }"),
+        ([IMAGE], 3, "bn_param { scale_filler { value: 1 } }"),
+        ([IMAGE], 3, "bn_param { bn_mode: INFERENCE }"),
+    ],
     "MVN": [
         ([IMAGE], 1, ""),
         ([IMAGE], 1, "mvn_param { across_channels: true eps: 0.1 }"),
@@ -181,6 +187,13 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([(2, 8, 4, 6)], 1, "reorg_param { stride: 2 }"),
         ([(2, 8, 4, 6)], 1, "reorg_param { stride: 2 reverse: true }"),
     ],
+    "Interp": [
+        ([IMAGE], 1, "interp_param { height: 13 width: 4 }"),
+        ([IMAGE], 1, "interp_param { zoom_factor: 2 pad_beg: -1 pad_end: -2 }"),
+        ([IMAGE], 1, "interp_param { height: 7 width: 5 }"),
+        ([IMAGE], 1, "interp_param { height: 1 width: 3 }"),
+    ],
+    "Upsample": [([IMAGE], 1, "upsample_param { scale_h: 2 scale_w: 3 }")],
     "Concat": [
         ([IMAGE, (2, 3, 7, 5)], 1, ""),
         ([IMAGE] * 2, 1, "concat_param { axis: 0 }"),
