@@ -12,6 +12,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     inner_product,
     loss,
     metric_loss,
+    multibox_loss,
     neuron,
     normalization,
     pooling,

@@ -31,6 +31,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array, Blob
 from caffepy.ops import objects
+from caffepy.ops.boxes import BoxCode, LocationLoss, Matching
 from caffepy.ops.overlap import YoloWeights
 from caffepy.ops.update_state import Limits, Number, Segments
 
@@ -446,6 +447,77 @@ class Ops(Protocol):
         """Write the places, kept (N, most) int32, and the numbers, counts (N) int32, of the boxes
         (N, P, 4) whose overlap with each kept one before it is threshold or less, at most `most` of
         each N: intersection over union, where a side is x2 - x1 + unit, 1 for pixels, else 0.
+        """
+
+    # Boxes of SSD: xmin, ymin, xmax, ymax, in units of the image; locations (N, P, L, 4) for L
+    # classes, or 1 for all; priors (2, P, 4), the boxes and their variances; truths (G, 8) = image,
+    # class, instance, box, whether it is difficult; matches int32, row of truths, or below 0
+
+    def decode_boxes(self, locations: Array, priors: Array, code: BoxCode, boxes: Array) -> None:
+        """Write boxes (N, L, P, 4) from locations x times variances: CORNER: prior + x,
+        CORNER_SIZE: prior + x * size of the prior, CENTER_SIZE: centre + x * size, size * exp(x).
+        """
+
+    def match_boxes(
+        self,
+        boxes: Array,
+        truths: Array,
+        label: int,
+        rule: Matching,
+        matches: Array,
+        overlaps: Array,
+        counts: Array,
+    ) -> None:
+        """Match boxes (N, P, 4), or (1, P, 4) for all images, with the true boxes of each image, of
+        the class `label` unless that is -1.
+
+        The pair that overlaps most, of those left, is matched, as long as there is one; then, with
+        rule.every, each box left with the true box that it overlaps most, threshold or more. Of
+        equal overlaps the earlier box comes first, then the earlier true box. Write matches (N, P),
+        -1 for no match and -2 for a box that crosses the edge where the rule leaves it out;
+        overlaps (N, P) with the match, or the largest; and counts (N, 2) int32: true boxes of any
+        class, and matches.
+        """
+
+    def location_losses(
+        self,
+        locations: Array,
+        priors: Array,
+        truths: Array,
+        matches: Array,
+        rule: LocationLoss,
+        losses: Array,
+    ) -> None:
+        """Write losses (N, L, P): sums of f(d) over the four locations of each box with a match, d
+        the difference to what `decode_boxes` would make the true box of, over the variances if they
+        are not scaled; 0 for other boxes. matches (N, L, P).
+        """
+
+    def location_gradients(
+        self,
+        locations: Array,
+        priors: Array,
+        truths: Array,
+        matches: Array,
+        rule: LocationLoss,
+        factor: Array,
+        gradients: Array,
+    ) -> None:
+        """Write gradients like the locations, factor () * f'(d)."""
+
+    def choose_largest(self, values: Array, allowed: Array, numbers: Array, chosen: Array) -> None:
+        """Write chosen (N, P) int32, 1 for the numbers[n] largest values of row n of those that are
+        allowed (N, P) int32, of equal ones the first, else 0; numbers (N) int32.
+        """
+
+    def class_losses(self, x: Array, labels: Array, losses: Array) -> None:
+        """Write losses (R) = -log(softmax(x)[label]) of rows x (R, K), at most that of the least
+        normal float; 0 for a label below 0; labels (R) int32.
+        """
+
+    def class_gradients(self, x: Array, labels: Array, factor: Array, gradients: Array) -> None:
+        """Write gradients (R, K) = factor () * (softmax(x) - 1 at the label), 0 for a label below
+        0.
         """
 
     # Losses of YOLO: x, p, delta (N, A, 5 + K, H, W) = x, y, w, h, object, classes of A boxes in

@@ -2,6 +2,15 @@
 
 from caffepy.device.threads import blas_scope, set_num_threads
 from caffepy.ops.cpu.blas import add_bias, bias_gradient, matmul
+from caffepy.ops.cpu.boxes import (
+    choose_largest,
+    class_gradients,
+    class_losses,
+    decode_boxes,
+    location_gradients,
+    location_losses,
+    match_boxes,
+)
 from caffepy.ops.cpu.convolution import Convolution
 from caffepy.ops.cpu.copies import convert, copy, cut, join
 from caffepy.ops.cpu.elementwise import (

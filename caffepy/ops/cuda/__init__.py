@@ -16,6 +16,15 @@ except ImportError as error:
 
 from caffepy.ops.cuda.bias_relu import add_bias, bias_gradient, relu_bias_backward
 from caffepy.ops.cuda.blas import blas_scope, matmul, set_num_threads
+from caffepy.ops.cuda.boxes import (
+    choose_largest,
+    class_gradients,
+    class_losses,
+    decode_boxes,
+    location_gradients,
+    location_losses,
+    match_boxes,
+)
 from caffepy.ops.cuda.convolution import Convolution
 from caffepy.ops.cuda.copies import convert, copy, cut, join
 from caffepy.ops.cuda.elementwise import (

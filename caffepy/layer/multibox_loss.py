@@ -1,0 +1,341 @@
+"""MultiBoxLoss: what a single-shot detector learns from (Liu et al. 2016, SSD)."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.device.blob import Array
+from caffepy.layer.base import Blobs, layer
+from caffepy.layer.loss import ClassLoss
+from caffepy.ops.boxes import NOWHERE, PREDICTIONS, PRIORS, BoxCode, LocationLoss, Matching
+from caffepy.proto.caffe_pb2 import MultiBoxLossParameter
+
+log = logging.getLogger(__name__)
+
+NONE, MAX_NEGATIVE, HARD_EXAMPLE = (
+    MultiBoxLossParameter.NONE,
+    MultiBoxLossParameter.MAX_NEGATIVE,
+    MultiBoxLossParameter.HARD_EXAMPLE,
+)
+SMALL = 1e-5
+"""The area below which a box that may be negative is dropped before others are by overlap."""
+
+
+def entropies(x: Array, target: Array) -> Array:
+    """Return -target * log(p) - (1 - target) * log(1 - p), p the sigmoid of x."""
+    entropy: Array = np.maximum(x, 0) - x * target + np.log1p(np.exp(-np.abs(x)))
+    return entropy
+
+
+@layer("MultiBoxLoss")
+class MultiBoxLoss(ClassLoss):
+    """loc_weight * loss of locations / n + loss of classes / n, n the number of matches.
+
+    Bottoms: locations (N, P * L * 4), L = 1 or with share_location false the number of classes K;
+    scores (N, P * K); P priors (1, 2, P * 4), their boxes and variances; true boxes (1, 1, G, 8) =
+    image, class, instance, xmin, ymin, xmax, ymax, difficult, where an image below 0 says that
+    there is none.
+
+    Priors (or with use_prior_for_matching false the predicted boxes) are matched to true boxes, see
+    `Ops.match_boxes`. A match learns the location and the class of its true box; of the others the
+    neg_pos_ratio * matches with the largest loss, in each image that has true boxes, learn that
+    they are background (MAX_NEGATIVE), or all do (NONE), or only the sample_size boxes with the
+    largest loss learn at all (HARD_EXAMPLE).
+
+    As in SSD, targets that have the variances in them lack their factor in the gradient, and
+    LOGISTIC without mining takes the targets of a later image for rows of an earlier one.
+    """
+
+    bottoms = 4
+    constant_bottoms: Mapping[int, str] = {
+        2: "{type} cannot differentiate its priors; give propagate_down: false",
+        3: "{type} cannot differentiate its true boxes; give propagate_down: false",
+    }
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        param = self.settings = self.param.multibox_loss_param
+        self.classes, self.background = param.num_classes, param.background_label_id
+        if self.classes < 1:
+            raise ConfigError("multibox_loss_param needs num_classes, the background included")
+        mining = self.mining = param.mining_type
+        if param.HasField("do_neg_mining") and param.do_neg_mining != (mining != NONE):
+            raise ConfigError(
+                "multibox_loss_param: do_neg_mining and mining_type say different things; give "
+                "mining_type alone"
+            )
+        if mining != NONE and not param.share_location:
+            raise ConfigError("multibox_loss_param: share_location false needs mining_type: NONE")
+        if mining == MAX_NEGATIVE and param.neg_pos_ratio <= 0:
+            raise ConfigError("multibox_loss_param: neg_pos_ratio must be above 0")
+        if mining == HARD_EXAMPLE and param.sample_size < 1:
+            raise ConfigError("multibox_loss_param: sample_size must be above 0")
+        self.agnostic = param.map_object_to_agnostic
+        if self.agnostic and self.classes != (2 if self.background < self.classes else 1):
+            raise ConfigError(
+                "multibox_loss_param: map_object_to_agnostic needs num_classes 2, the background "
+                "and all else"
+            )
+        self.logistic = param.conf_loss_type == MultiBoxLossParameter.LOGISTIC
+        if not self.logistic and self.background >= self.classes:
+            raise ConfigError(
+                f"multibox_loss_param: background_label_id {self.background} is none of the "
+                f"{self.classes} classes; that needs conf_loss_type: LOGISTIC"
+            )
+        self.code = BoxCode(param.code_type, not param.encode_variance_in_target)
+        self.rule = Matching(
+            param.overlap_threshold,
+            param.match_type == MultiBoxLossParameter.PER_PREDICTION,
+            param.ignore_cross_boundary_bbox,
+            param.use_difficult_gt,
+        )
+        crossing = PRIORS if param.use_prior_for_matching else PREDICTIONS
+        square = param.loc_loss_type == MultiBoxLossParameter.L2
+        self.location = LocationLoss(self.code, square, crossing if param.bp_inside else NOWHERE)
+        if not self.code.scaled:
+            log.info(
+                "Layer %s: with encode_variance_in_target the gradient of SSD's MultiBoxLoss lacks "
+                "the factor 1 / variance; it is used as SSD's nets were trained with it",
+                self.param.name,
+            )
+        parts = list(self.param.propagate_down) or [True, True]
+        self.parts = parts[:2]  # of the loss that are told
+        self.bad_label = self.error_flag(
+            lambda label: DataError(
+                f"a true box has class {label:g}; with {self.classes} classes and the background "
+                f"{self.background} it must be another one of 0 to {self.classes - 1}"
+            )
+        )
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        top[0].reshape(())
+        n, groups = bottom[0].shape[0], 1 if self.settings.share_location else self.classes
+        locations, scores, priors, truths = bottom
+        count = priors.shape[2] // 4 if len(priors.shape) > 2 else 0
+        if priors.shape[:3] != (1, 2, 4 * count) or priors.count != 8 * count:
+            raise ConfigError(f"priors must have the shape (1, 2, P * 4), not {list(priors.shape)}")
+        for what, blob, each in (
+            ("locations", locations, 4 * groups),
+            ("scores", scores, self.classes),
+        ):
+            if blob.count != n * count * each:
+                raise ConfigError(
+                    f"{n} images with {count} priors need {n} x {count * each} {what}, not "
+                    f"{list(blob.shape)}"
+                )
+        if truths.count % 8 or truths.shape[-1:] != (8,):
+            raise ConfigError(
+                f"true boxes must have the shape (1, 1, G, 8), not {list(truths.shape)}"
+            )
+        self.view = (n, count, groups, 4)
+        maps = (n, groups, count)
+        self.matches, self.labels = self.buffer(maps, np.int32), self.buffer((n, count), np.int32)
+        self.overlaps, self.counts = self.buffer((n, count)), self.buffer((n, 2), np.int32)
+        self.location_loss, self.class_loss = self.buffer(maps), self.buffer((n, count))
+        self.normalizer, self.factor = self.buffer(()), self.buffer(())
+        if not self.settings.use_prior_for_matching or self.suppresses:
+            self.boxes = self.buffer((*maps, 4))
+        if self.mining != NONE:
+            self.chosen = self.buffer((n, count), np.int32)
+        if self.logistic:
+            self.targets = self.buffer((n, count, self.classes))
+        if self.logistic or self.suppresses:
+            self.places = self.buffer((count,), np.int32)
+            self.places.host_data[...] = np.arange(count)
+            self.items = self.buffer((n, 1), np.int32)
+            self.items.host_data[...] = np.arange(n)[:, None]
+
+    @property
+    def suppresses(self) -> bool:
+        """True if boxes that overlap ones with a larger loss are no negatives."""
+        param = self.settings
+        return (
+            self.mining != NONE
+            and param.HasField("nms_param")
+            and param.nms_param.nms_threshold > 0
+        )
+
+    def given(self, bottom: Blobs) -> tuple[Array, Array, Array, Array]:
+        """Return locations (N, P, L, 4), scores (N, P, K), priors (2, P, 4) and truths (G, 8)."""
+        n, count, *_ = self.view
+        locations, scores, priors, truths = (blob.data for blob in bottom)
+        return (
+            locations.reshape(self.view),
+            scores.reshape(n, count, self.classes),
+            priors.reshape(2, count, 4),
+            truths.reshape(-1, 8),
+        )
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        locations, scores, priors, truths = self.given(bottom)
+        self.check_truths(truths)
+        self.match(locations, priors, truths)
+        self.ops.location_losses(
+            locations, priors, truths, self.matches.data, self.location, self.location_loss.data
+        )
+        self.label(truths)
+        if self.mining != NONE:
+            self.mine(scores, priors)
+        losses = self.class_losses(scores)
+        matched = self.matches.data >= 0
+        fixed = self.divisor(*matched.shape[::2])
+        self.normalizer.data[...] = np.maximum(np.sum(matched), 1) if fixed is None else fixed
+        weight = self.settings.loc_weight * self.parts[0]
+        total = weight * np.sum(np.where(matched, self.location_loss.data, 0))
+        total = total + self.parts[1] * np.sum(losses)
+        np.divide(total, self.normalizer.data, out=top[0].data)
+
+    def check_truths(self, truths: Array) -> None:
+        label, known = truths[:, 1], truths[:, 0] >= 0
+        if not self.settings.use_difficult_gt:
+            known &= truths[:, 7] == 0
+        inside = (label > -1) & ((label < self.classes) | self.agnostic)
+        self.bad_label.note(known & ~(inside & (label != self.background)), label)
+        self.bad_label.check()
+
+    def match(self, locations: Array, priors: Array, truths: Array) -> None:
+        """Find the matches, for each class that has locations of its own."""
+        param, counts, overlaps = self.settings, self.counts.data, self.overlaps.data
+        matches, by_class = self.matches.data, not param.share_location
+        if not param.use_prior_for_matching or self.suppresses:
+            self.ops.decode_boxes(locations, priors, self.code, self.boxes.data)
+        if param.use_prior_for_matching:
+            first = matches[:, 0] if by_class else matches.reshape(overlaps.shape)
+            own = np.empty_like(self.labels.data) if by_class else first
+            self.ops.match_boxes(priors[:1], truths, -1, self.rule, own, overlaps, counts)
+            if by_class:
+                of = np.where(own >= 0, truths[:, 1][np.maximum(own, 0)], -1)
+                for c in range(self.classes):
+                    known = (of == c) & (c != self.background)
+                    matches[:, c] = np.where(known, own, -1)
+            return
+        for c in range(matches.shape[1]):
+            if by_class and c == self.background:
+                matches[:, c] = -1
+                continue
+            boxes, own = (
+                np.ascontiguousarray(self.boxes.data[:, c]),
+                np.empty_like(self.labels.data),
+            )
+            label = c if by_class else -1
+            self.ops.match_boxes(boxes, truths, label, self.rule, own, overlaps, counts)
+            matches[:, c] = own
+
+    def label(self, truths: Array) -> None:
+        """Write the class of each prior: that of its true box, or the background."""
+        labels = self.labels.data
+        labels.fill(self.background)
+        known = truths[:, 1].astype(np.int32) if not self.agnostic else None
+        for c in range(self.matches.shape[1]):
+            own = self.matches.data[:, c]
+            of = self.background + 1 if known is None else known[np.maximum(own, 0)]
+            labels[...] = np.where(own >= 0, of, labels)
+
+    def mine(self, scores: Array, priors: Array) -> None:
+        """Choose the boxes that learn: others get the label -1, and lose their match."""
+        param, matches = self.settings, self.matches.data[:, 0]
+        labels, losses, chosen = self.labels.data, self.class_loss.data, self.chosen.data
+        if self.logistic:
+            self.set_targets(0)
+            losses[...] = np.sum(entropies(scores, self.targets.data), axis=2)
+        else:
+            self.ops.class_losses(*self.rows(scores), losses.reshape(-1))
+        counts = self.counts.data
+        if self.mining == HARD_EXAMPLE:
+            losses += self.location_loss.data[:, 0]
+            allowed = np.ones_like(matches)
+            numbers = np.full_like(counts[:, 0], param.sample_size)
+        else:
+            free = (matches == -1) & (self.overlaps.data < param.neg_overlap)
+            allowed = free.astype(np.int32)
+            ratio = np.float32(param.neg_pos_ratio)
+            numbers = (counts[:, 1] * ratio).astype(np.int32)
+        numbers = np.where(counts[:, 0] > 0, numbers, 0).astype(np.int32)
+        if self.suppresses:
+            self.choose_apart(losses, allowed, numbers, priors)
+        else:
+            self.ops.choose_largest(losses, allowed, numbers, chosen)
+        if self.mining == HARD_EXAMPLE:
+            negative = (matches == -1) & (chosen > 0)
+            matches[...] = np.where((matches >= 0) & (chosen == 0), -1, matches)
+        else:
+            negative = chosen > 0
+        labels[...] = np.where((matches >= 0) | negative, labels, -1)
+
+    def choose_apart(self, losses: Array, allowed: Array, numbers: Array, priors: Array) -> None:
+        """Choose the boxes with the largest losses that do not overlap each other, of the top_k."""
+        param, (n, count, *_) = self.settings.nms_param, self.view
+        boxes = priors[:1] if self.settings.use_prior_for_nms else self.boxes.data[:, 0]
+        boxes = np.broadcast_to(boxes, (n, count, 4))
+        most = count if param.top_k < 0 else min(param.top_k, count)
+        self.chosen.data.fill(0)
+        if most == 0:
+            return
+        order = np.argsort(np.where(allowed > 0, -losses, np.inf), axis=1, kind="stable")[:, :most]
+        sides = np.maximum(boxes[:, :, 2:] - boxes[:, :, :2], 0)
+        known = (allowed > 0) & (sides[:, :, 0] * sides[:, :, 1] >= SMALL)
+        last = np.argsort(~np.take_along_axis(known, order, axis=1), axis=1, kind="stable")
+        order = np.take_along_axis(order, last, axis=1)
+        best = np.take_along_axis(boxes, order[:, :, None], axis=1)
+        usable = np.sum(np.take_along_axis(known, order, axis=1), axis=1)
+        kept, counts = np.zeros_like(order, np.int32), np.zeros_like(numbers)
+        self.ops.suppress_overlaps(best, param.nms_threshold, 0.0, kept, counts)
+        taken = self.places.data[:most] < np.minimum(counts, numbers)[:, None]
+        taken &= kept < usable[:, None]
+        # What is not taken is written to one more column.
+        columns = np.where(taken, np.take_along_axis(order, kept, axis=1), count)
+        wide = np.zeros_like(self.chosen.data, shape=(n, count + 1))
+        wide[self.items.data, columns] = 1
+        self.chosen.data[...] = wide[:, :count]
+
+    def rows(self, scores: Array) -> tuple[Array, Array]:
+        """Return the scores (N * P, K) and their labels (N * P)."""
+        return scores.reshape(-1, self.classes), self.labels.data.reshape(-1)
+
+    def class_losses(self, scores: Array) -> Array:
+        """Return the losses (N, P) of the boxes that learn their class, 0 for others."""
+        learning, losses = self.labels.data >= 0, self.class_loss.data
+        if self.logistic:
+            self.set_targets(self.background)
+            losses[...] = np.sum(entropies(scores, self.targets.data), axis=2)
+        elif self.mining != MAX_NEGATIVE:  # which has just taken them
+            self.ops.class_losses(*self.rows(scores), losses.reshape(-1))
+        return np.where(learning, losses, 0)
+
+    def set_targets(self, others: float) -> None:
+        """Write the targets (N, P, K) of LOGISTIC: 1 for the label, `others` for other classes; as
+        in SSD, which without mining begins the targets of image n at element n * P.
+        """
+        (n, count, k), labels = self.targets.shape, self.labels.data
+        self.targets.data.fill(others)
+        wide = np.full_like(self.targets.data, others, shape=n * count * k + 1)
+        inside = (labels >= 0) & (labels < k)
+        start = self.places.data[:count] * k
+        if self.mining == NONE:
+            inside &= np.any(self.matches.data >= 0, axis=1)
+            start = start + self.items.data * count
+        else:
+            start = start + self.items.data * (count * k)
+        wide[np.where(inside, start + labels, n * count * k)] = 1
+        self.targets.data.reshape(-1)[...] = wide[:-1]
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """The gradient of each part, but for the factor of `encode_variance_in_target`."""
+        self.refuse_constants(propagate_down)
+        locations, scores, priors, truths = self.given(bottom)
+        np.divide(top[0].diff, self.normalizer.data, out=self.factor.data)
+        if propagate_down[1]:
+            dscores, factor = bottom[1].diff.reshape(scores.shape), self.factor.data
+            if self.logistic:
+                slope = 0.5 * np.tanh(0.5 * scores) + 0.5 - self.targets.data
+                slope = np.where((self.labels.data >= 0)[:, :, None], slope, 0)
+                np.multiply(slope, factor, out=dscores)
+            else:
+                flat = dscores.reshape(-1, self.classes)
+                self.ops.class_gradients(*self.rows(scores), factor, flat)
+        if propagate_down[0]:
+            self.factor.data[...] *= self.settings.loc_weight
+            given = locations, priors, truths, self.matches.data, self.location, self.factor.data
+            self.ops.location_gradients(*given, bottom[0].diff.reshape(self.view))

@@ -1,0 +1,44 @@
+"""Settings of operations on boxes of detectors (SSD), for both back ends."""
+
+from typing import NamedTuple
+
+CORNER, CENTER_SIZE, CORNER_SIZE = 1, 2, 3
+"""How locations stand for a box, as PriorBoxParameter.CodeType: see `Ops.decode_boxes`."""
+
+
+class BoxCode(NamedTuple):
+    """How locations stand for a box. Without `scaled` the variances are left out: the targets that
+    a net learned had them in them.
+    """
+
+    kind: int
+    scaled: bool = True
+
+
+class Matching(NamedTuple):
+    """How boxes are matched to true boxes.
+
+    threshold: the least overlap of a match of `every` box, after each true box has got its best.
+    inside: boxes that cross the edge of the image are not matched.
+    difficult: true boxes that are difficult count.
+    """
+
+    threshold: float
+    every: bool
+    inside: bool
+    difficult: bool
+
+
+class LocationLoss(NamedTuple):
+    """The loss of locations: |d| smoothed below 1, or with `square` d^2 / 2.
+
+    crossing: coordinates of boxes that lie outside the image cost nothing: of no box, of the priors
+        or of the predictions (NOWHERE, PRIORS, PREDICTIONS).
+    """
+
+    code: BoxCode
+    square: bool
+    crossing: int
+
+
+NOWHERE, PRIORS, PREDICTIONS = range(3)
