@@ -325,7 +325,7 @@ __global__ void choose_largest(const T* values, const int* allowed, const int* n
 
 // A warp for each row of scores: -log(softmax at the label), at most that of the least normal float.
 template <typename T> __device__ float maximum(const T* row, i64 count) {
-  float most = -INFINITY;
+  float most = float(row[0]);
   for (i64 k = threadIdx.x % 32; k < count; k += 32) most = fmaxf(most, float(row[k]));
   return warp_max(most);
 }
