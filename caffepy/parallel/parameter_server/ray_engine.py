@@ -14,7 +14,8 @@ import logging
 import os
 import secrets
 import signal
-import subprocess
+import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +23,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from caffepy.core.errors import CaffeError, SyncError, UsageError, install
+from caffepy.core.errors import CaffeError, SyncError, UsageError, install, reason
 from caffepy.parallel.parameter_server.coordinator import Coordinator
+from caffepy.parallel.parameter_server.embedded_ray import EmbeddedRay
 from caffepy.parallel.parameter_server.messages import COORDINATOR, DeadPeerError
 from caffepy.parallel.parameter_server.server import Server
 
@@ -35,8 +37,8 @@ LOCAL = "local"
 STORE = 256 << 20
 """Least bytes of the object store of a local cluster."""
 
-ENDING = 5.0
-"""Seconds that a process of a local cluster has to end."""
+ANSWERS = 5.0
+"""Seconds that a cluster may take to answer."""
 
 ORPHANED = 120.0
 """Seconds without a call after which a server, which outlives its creator, ends itself."""
@@ -62,44 +64,124 @@ def connect(cluster: str, name: str, size: int = 0) -> "RayEngine":
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    ray = _ray(f"--cluster {cluster}")
-    if cluster != LOCAL:
-        _use_token(cluster)
-    elif not _has_token():
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    ray, embedded = _ray(f"--cluster {cluster}"), None
     # Ray's switch for systems on which it serves one host only: if off, it binds to 127.0.0.1
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = cluster != LOCAL
-    settings: dict[str, Any] = {"address": cluster}
     if cluster == LOCAL:
-        settings |= {
-            "num_cpus": 1,
-            "include_dashboard": False,
-            "object_store_memory": max(STORE, 8 * size),
-        }
+        if not _has_token():
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        _set_token_mode()
+        embedded = EmbeddedRay(1, max(STORE, 8 * size))
+        address = embedded.address
+    else:
+        _use_token(cluster)
+        address = _reach(cluster)
     try:
         with _own_signals():
             ray.init(
-                **settings,
+                address,
                 namespace=f"caffepy-{name}",
                 configure_logging=False,
                 log_to_driver=False,
             )
-    except ray.exceptions.AuthenticationError as error:
-        raise UsageError(f"--cluster {cluster}: Ray refuses this process's token: {TOKEN}") from (
-            error
-        )
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise SyncError(f"--cluster {cluster}: no cluster of Ray answers ({error})") from error
-    return RayEngine()
+    except BaseException as error:
+        if embedded:
+            embedded.close()
+        if isinstance(error, OSError | RuntimeError | ValueError | ray.exceptions.RayError):
+            raise _refusal(cluster, error) from error
+        raise
+    return RayEngine(embedded)
+
+
+def _reach(cluster: str) -> str:
+    """Return the address of a cluster that answers, and takes this process's token: Ray itself
+    tries for minutes.
+    """
+    ray = _ray()
+    host, _, port = cluster.rpartition(":")
+    if cluster != "auto" and not (host and port.isdigit()):
+        raise UsageError(f"--cluster {cluster} is none of local, auto and HOST:PORT")
+    address = _found() if cluster == "auto" else cluster
+    try:
+        address = str(ray._private.services.canonicalize_bootstrap_address(address))
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), ANSWERS).close()
+    except socket.gaierror as error:
+        raise SyncError(f"--cluster {cluster}: no host has the name {host}") from error
+    except OSError as error:
+        raise SyncError(
+            f"--cluster {cluster}: nobody answers at {address} ({reason(error)}): is it where "
+            "`ray start --head` runs, with this --port, and open to this host?"
+        ) from error
+
+    answered: Future[None] = Future()
+
+    def ask() -> None:
+        try:
+            ray._raylet.GcsClient(address=address)
+            answered.set_result(None)
+        except BaseException as error:
+            answered.set_exception(error)
+
+    threading.Thread(target=ask, name="caffepy-reach", daemon=True).start()
+    with _quiet():
+        try:
+            answered.result(ANSWERS)
+        except Exception as error:
+            raise _refusal(cluster, error) from error
+    return address
+
+
+def _found() -> str:
+    """Return the address of the cluster that "auto" is: that of RAY_ADDRESS, or of this host."""
+    try:
+        found: str = _ray()._private.services.canonicalize_bootstrap_address("auto")
+    except ConnectionError as error:
+        raise SyncError(
+            "--cluster auto: no Ray runs on this host: start it with `ray start --head`, or with "
+            "`ray start --address=HOST:PORT` where it runs on another; or give --cluster HOST:PORT"
+        ) from error
+    return found
+
+
+def _refusal(cluster: str, error: BaseException) -> CaffeError:
+    """Return what to tell of an error of Ray's while a process connects."""
+    ray = _ray()
+    if isinstance(error, ray.exceptions.AuthenticationError):
+        return UsageError(f"--cluster {cluster}: Ray refuses this process's token: {TOKEN}")
+    told = " ".join(str(error.__cause__ or error).split())
+    if isinstance(error, TimeoutError):
+        told = f"no answer for {ANSWERS:g} s"
+    return SyncError(f"--cluster {cluster}: no cluster of Ray takes this process ({told})")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A block in which what Ray writes to the descriptor of stderr goes to the log, as debug."""
+    with tempfile.TemporaryFile() as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            file.seek(0)
+            for line in file.read().decode(errors="replace").splitlines():
+                log.debug("Ray: %s", line)
 
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """A block after which SIGTERM does what it did before it: Ray ends the process at once."""
-    before = signal.getsignal(signal.SIGTERM)
+    """A block in which, and after which, SIGTERM does what it did before: Ray's handler, which it
+    sets as it starts, ends the process at once.
+    """
+    utils, before = _ray()._private.utils, signal.getsignal(signal.SIGTERM)
+    set_handler, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
     try:
         yield
     finally:
+        utils.set_sigterm_handler = set_handler
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
 
@@ -117,6 +199,13 @@ def _use_token(cluster: str) -> None:
             f"--cluster {cluster} needs a token, else anybody who reaches it may run code on it: "
             f"{TOKEN}; RAY_AUTH_MODE=disabled goes on without"
         )
+    _set_token_mode()
+
+
+def _set_token_mode() -> None:
+    """Use the token, unless the environment says something else; Ray has read that already."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    _ray()._raylet.Config.initialize("")
 
 
 def _has_token() -> bool:
@@ -164,8 +253,8 @@ class RayEngine:
     store is away; calls between actors that know each other do not need it.
     """
 
-    def __init__(self) -> None:
-        self._ray = _ray()
+    def __init__(self, embedded: EmbeddedRay | None = None) -> None:
+        self._ray, self._embedded = _ray(), embedded
         self._caller = secrets.token_hex(8)
         self._lines: dict[str, _Line] = {}
         self._names = ThreadPoolExecutor(1, "caffepy-ray")
@@ -241,16 +330,9 @@ class RayEngine:
             for name in self.names() if self._is_owner else ():
                 self._kill(name)
         self._names.shutdown(cancel_futures=True)
-        node = self._ray._private.worker._global_node  # of a local cluster, else nothing of ours
-        started = node.all_processes.values() if node else ()
-        processes = [info.process for infos in started for info in infos]
         self._ray.shutdown()
-        for process in processes:
-            try:
-                process.wait(ENDING)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(ENDING)
+        if self._embedded:
+            self._embedded.close()
 
     # calls
 

@@ -1,0 +1,153 @@
+"""EmbeddedRay: a cluster of Ray of one node, which ends with the process that started it.
+
+    this process --pipe--> keeper --> gcs_server, raylet --> servers, workers, agents of Ray
+
+The keeper starts Ray's processes and reads the pipe, which ends with this process, however that
+dies. Then it kills all its descendants, also those whose parents have died (on Linux they become
+its children), and removes their folder. It is in a session of its own: a signal to the group of
+this process, as from a terminal or `timeout`, does not end what a last snapshot needs.
+"""
+
+import ctypes
+import logging
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from caffepy.core.errors import SyncError
+from caffepy.core.events import asked_to_end
+from caffepy.core.files import temporary
+
+log = logging.getLogger(__name__)
+
+START = 60.0
+"""Seconds that Ray's processes may take to start."""
+
+ENDING = 10.0
+"""Seconds that they may take to end."""
+
+POLL = 0.1
+"""Seconds between looks for a signal while they start."""
+
+LONGEST = 13
+"""Bytes of the name of the folder of temporary files: names of sockets have 107 at most."""
+
+PR_SET_CHILD_SUBREAPER = 36
+"""Option of prctl(2)."""
+
+
+class EmbeddedRay:
+    """Processes of Ray that listen on 127.0.0.1 only, at `address`.
+
+    cpus: CPUs that Ray counts. store: bytes of the object store.
+    SyncError if they do not start; KeyboardInterrupt if a signal asked to end before they have.
+    """
+
+    def __init__(self, cpus: int, store: int) -> None:
+        self._stack = ExitStack()
+        base = tempfile.gettempdir()
+        base = base if len(os.fsencode(base)) <= LONGEST else "/tmp"
+        folder = self._stack.enter_context(temporary(f"{base}/caffepy", is_folder=True))
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import keep; keep()"
+        self._errors = os.path.join(folder, "errors")
+        with open(self._errors, "wb") as errors:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-c", code, folder, str(cpus), str(store)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        self._stack.callback(self._end)
+        try:
+            self.address = self._read_address()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes, and remove their folder."""
+        self._stack.close()
+
+    def _read_address(self) -> str:
+        out = self._keeper.stdout
+        assert out
+        until = time.monotonic() + START
+        while not select.select([out], [], [], POLL)[0] and time.monotonic() < until:
+            if asked_to_end.is_set():
+                raise KeyboardInterrupt
+        if time.monotonic() < until and (line := out.readline()):
+            return line.decode().strip()
+        with open(self._errors, errors="replace") as file:
+            lines = file.read().strip().splitlines()
+        told = lines[-1] if lines else f"nothing was heard of it for {START:g} s"
+        raise SyncError(f"Ray did not start on this machine: {told}")
+
+    def _end(self) -> None:
+        with self._keeper as keeper:  # closes the pipes
+            assert keeper.stdin
+            keeper.stdin.close()
+            try:
+                keeper.wait(ENDING)
+            except subprocess.TimeoutExpired:
+                log.warning("Ray's processes have not ended for %g s", ENDING)
+                keeper.kill()
+
+
+def keep() -> None:
+    """Be the keeper: the command line has the folder, the CPUs and the bytes of the store."""
+    folder, cpus, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Ray's own code prints
+    import ray._private.node as ray_node
+    from ray._private import parameter, ray_constants
+
+    # Ray's switch for systems on which it serves one host only: if off, it binds to 127.0.0.1
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    end = threading.Thread(target=_end_at_eof, args=(folder,))
+    end.start()
+    try:
+        params = parameter.RayParams(
+            num_cpus=cpus, object_store_memory=store, include_dashboard=False, temp_dir=folder
+        )
+        node = ray_node.Node(
+            params, head=True, shutdown_at_exit=False, spawn_reaper=False, ray_init_cluster=True
+        )
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        _end_descendants()
+        os._exit(1)
+    out.write(f"{node.gcs_address}\n")
+    out.close()
+    end.join()
+
+
+def _end_at_eof(folder: str) -> None:
+    with suppress(OSError):
+        while os.read(0, 1024):
+            pass
+    _end_descendants()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _end_descendants() -> None:
+    """Kill all descendants of this process, and those that they start meanwhile."""
+    import psutil  # Ray's own copy
+
+    until = time.monotonic() + ENDING / 2
+    this: Any = psutil.Process()
+    while (left := this.children(recursive=True)) and time.monotonic() < until:
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=0.5)
