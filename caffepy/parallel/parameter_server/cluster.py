@@ -251,9 +251,10 @@ class _Processes:
             self._engine.kill(f"worker-{number}")
 
     def check(self) -> None:
-        """Raise the error that ended a worker, if one did."""
+        """Raise the error that ended a worker, if one did, or of the cluster."""
         if self.error:
             raise self.error
+        self._engine.check()
 
     def end(self) -> Mapping[int, Any]:
         """Wait for the ends of the workers; return their results by number."""
@@ -281,6 +282,7 @@ def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> It
     name = f"{os.path.basename(options.cluster)}-{os.getpid()}"
     engine = connect(options.cluster, name, 4 * solver.params.data.size)
     try:
+        engine.watch_store()
         engine.spawn_coordinator(options.servers, options.replicas, SILENT)
         engine.call(COORDINATOR, "watch")
         gpus = gpu_numbers(worker.gpu) if worker.gpu else []

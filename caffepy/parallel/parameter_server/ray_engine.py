@@ -37,6 +37,17 @@ LOCAL = "local"
 STORE = 256 << 20
 """Least bytes of the object store of a local cluster."""
 
+AWAY = 40.0
+"""Seconds for which a run goes on while Ray's store does not answer: one on Redis is started again.
+Ray's processes end after 60 s, and the last snapshot comes from them.
+"""
+
+STORE_ANSWERS = 2.0
+"""Seconds that Ray's store may take to answer, and between looks whether it does."""
+
+ENDING = 5.0
+"""Seconds that Ray may take to end in a process if its store does not answer."""
+
 ANSWERS = 5.0
 """Seconds that a cluster may take to answer."""
 
@@ -50,6 +61,7 @@ ENVIRONMENT = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_grpc_client_keepalive_time_ms": "1000",
     "RAY_grpc_client_keepalive_timeout_ms": "2000",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",  # of this process, which Ray ends after 60
     "RAY_worker_niceness": "0",  # 15 by default: less CPU time for them than for the first worker
 }
 """What Ray reads from the environment; `ray start` needs the same on each host."""
@@ -260,6 +272,7 @@ class RayEngine:
         self._names = ThreadPoolExecutor(1, "caffepy-ray")
         self._closed = False
         self._is_owner = False  # of the coordinator, and so of all servers
+        self._away = 0.0  # seconds since the store answered
 
     # the Engine
 
@@ -300,6 +313,18 @@ class RayEngine:
         found: list[str] = self._ray.util.list_named_actors()
         return found
 
+    def watch_store(self) -> None:
+        """Look from now on whether Ray's store answers, see `check`."""
+        threading.Thread(target=self._look, name="caffepy-store", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise SyncError if Ray's store has not answered for so long that all will end."""
+        if self._away > AWAY:
+            raise SyncError(
+                f"Ray's head has not answered for {AWAY:g} s: start it again, and resume from the "
+                "last snapshot; with its store on Redis (RAY_REDIS_ADDRESS) it may be away for less"
+            )
+
     def spawn_coordinator(self, servers: int, replicas: int, deadline: float = 10.0) -> None:
         """Start a `Coordinator`; Ray starts it again when it dies."""
         self._is_owner = True
@@ -326,13 +351,35 @@ class RayEngine:
     def close(self) -> None:
         """End the actors of this training, and a local cluster."""
         self._closed = True
+        ending = threading.Thread(target=self._shut_down, name="caffepy-end", daemon=True)
+        ending.start()
+        ending.join(ENDING if self._away else None)  # without its store Ray waits for minutes
+        if self._embedded:
+            self._embedded.close()
+
+    def _shut_down(self) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError):
             for name in self.names() if self._is_owner else ():
                 self._kill(name)
         self._names.shutdown(cancel_futures=True)
         self._ray.shutdown()
-        if self._embedded:
-            self._embedded.close()
+
+    def _look(self) -> None:
+        store = self._ray._private.worker.global_worker.gcs_client
+        while not self._closed:
+            begun = time.monotonic()
+            try:
+                store.internal_kv_get(b"caffepy", namespace=b"caffepy", timeout=STORE_ANSWERS)
+            except self._ray.exceptions.RayError:
+                if not self._away:
+                    told = "Ray's head does not answer; the run goes on without it for %g s"
+                    log.warning(told, AWAY)
+                self._away += min(time.monotonic() - begun, 3 * STORE_ANSWERS)
+                continue
+            if self._away:
+                log.info("Ray's head answers again")
+            self._away = 0.0
+            time.sleep(STORE_ANSWERS)
 
     # calls
 

@@ -337,6 +337,7 @@ class ServedWorkers(OuterGroup):
     def iterated(self) -> None:
         """Push and pull, if a clock is over; worker 0 logs how far all are when it displays."""
         self._since += 1
+        self.client.poll()
         if self.client.worker == 0:
             self._report(due(self.solver.iter, self.solver.param.display))
         last = self.solver.iter == self.solver.param.max_iter
