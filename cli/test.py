@@ -15,6 +15,13 @@ from caffepy.cli import options
 @options.deadlines
 @options.precision
 @options.iterations
+@click.option(
+    "--ap-version",
+    type=click.Choice(["Integral", "MaxIntegral", "11point", "101point"]),
+    default="Integral",
+    show_default=True,
+    help="How DetectionEvaluate's precision is averaged: as it is, VOC 2012, VOC 2007, COCO.",
+)
 @options.max_bad_records
 @options.level
 @options.stage

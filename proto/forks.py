@@ -107,7 +107,7 @@ _ENUM_VALUES = dict.fromkeys(
 
 _LAYERS = {
     "NVCaffe": "DetectNetTransformation TRT",
-    "SSD": "AnnotatedData DetectionEvaluate DetectionOutput VideoData",
+    "SSD": "AnnotatedData VideoData",
     "Intel Caffe": "BoxData MnActivation SpatialDropout",
     "PSPNet": "BiasChannel DenseCRF DomainTransform ImageSegData MatRead MatWrite UniqueLabel",
     "SegNet": "DenseImageData",

@@ -17,6 +17,7 @@ from caffepy.collectives.rank_group import DEADLINES, RankGroup
 from caffepy.commands.devices import choose_for_test
 from caffepy.commands.inference import checked, definition, load_all
 from caffepy.commands.nodes import gpus_of_process, nodes, threads_of_process
+from caffepy.core.average_precision import VERSIONS, mean_average_precision
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.events import Output
 from caffepy.data.loader import tolerating
@@ -29,6 +30,7 @@ from caffepy.parallel.workers import Workers
 from caffepy.proto.text import format as format_text
 from caffepy.report.text import as_json, number, scalars
 from caffepy.solver.capture import GraphRunner
+from caffepy.solver.test_pass import evaluations
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ def test(
     gpu: str | None = None,
     cpu: int | None = None,
     precision: str | None = None,
+    ap_version: str = VERSIONS[0],
     level: int = 0,
     stages: Sequence[str] = (),
     threads: int | None = None,
@@ -72,6 +75,7 @@ def test(
         that mpirun or srun started, take the batches in turn, from data layers that devices of a
         node share; the result is that of one device.
     precision: on a GPU "fp32", "tf32", "bf16" or "fp16".
+    ap_version: how the precision of detections is averaged, see `average_precision.VERSIONS`.
     max_bad_records: number of unreadable records of each source that are skipped.
     deadlines: see `RankGroup`.
     last_resort: is called with the error of another device, in a thread, if the first one hangs.
@@ -122,7 +126,7 @@ def test(
                 with workers.starting():
                     pass
                 workers.group.phase = "test"
-                score = _run(root, workers, iterations)
+                score = _run(root, workers, iterations, ap_version)
             workers.group.leave_nodes()
             failed = False
             return score
@@ -175,11 +179,14 @@ class EvalWorker:
 
 class _Totals:
     """Sums over the batches of a node, which have these numbers. They are added and logged in that
-    order, whichever comes first, so that the sums are those of one device to the last bit.
+    order, whichever comes first, so that the sums are those of one device to the last bit. Rows of
+    the `evaluations`, outputs of DetectionEvaluate, follow each other instead.
     """
 
-    def __init__(self, names: Sequence[str], numbers: Iterable[int]) -> None:
-        self.names = names
+    def __init__(
+        self, names: Sequence[str], evaluations: Sequence[str], numbers: Iterable[int]
+    ) -> None:
+        self.names, self.evaluations = names, evaluations
         self._waiting: dict[int, Batch] = {}
         self._left = deque(numbers)
         self._lock = threading.Lock()
@@ -194,14 +201,20 @@ class _Totals:
                 self.plus(*batch)
                 done = self._left.popleft()
                 for name, values in zip(self.names, batch[1], strict=True):
-                    for value in values.reshape(-1):
+                    for value in values.reshape(-1) if name not in self.evaluations else ():
                         log.info("Batch %d, %s = %s", done, name, number(value))
 
     def plus(self, loss: float, outputs: Sequence[Array]) -> None:
         """Add a batch, or the sums of another node; DataError if shapes differ."""
         self.loss += loss
-        self.outputs = self.outputs or [np.zeros(values.shape) for values in outputs]
-        for name, total, x in zip(self.names, self.outputs, outputs, strict=True):
+        self.outputs = self.outputs or [
+            np.zeros((0, 5) if name in self.evaluations else values.shape)
+            for name, values in zip(self.names, outputs, strict=True)
+        ]
+        for k, (name, total, x) in enumerate(zip(self.names, self.outputs, outputs, strict=True)):
+            if name in self.evaluations:
+                self.outputs[k] = np.concatenate([total.reshape(-1, 5), x.reshape(-1, 5)])
+                continue
             if x.shape != total.shape:
                 raise DataError(
                     f'output "{name}" changed its shape between batches, from '
@@ -210,13 +223,14 @@ class _Totals:
             total += x
 
 
-def _run(root: EvalWorker, workers: Workers[EvalWorker], iterations: int) -> Score:
+def _run(root: EvalWorker, workers: Workers[EvalWorker], iterations: int, ap_version: str) -> Score:
     """Run batch b on universal rank b mod N, for all b; return the means of all."""
     log.info("Running for %d iterations.", iterations)
     group, world = workers.group, workers.group.world
     rounds = range(world.first_rank, iterations, world.size)
     mine = [range(first, min(first + group.size, iterations)) for first in rounds]
-    totals = _Totals(root.net.outputs, (k for of_round in mine for k in of_round))
+    names = root.net.outputs, evaluations(root.net)
+    totals = _Totals(*names, (k for of_round in mine for k in of_round))
 
     def run(worker: EvalWorker, k: int) -> None:
         totals.add(k, worker.batch())
@@ -231,10 +245,12 @@ def _run(root: EvalWorker, workers: Workers[EvalWorker], iterations: int) -> Sco
         totals = _of_all_nodes(totals, group)
     loss_weights = root.net.blob_loss_weights
     count = iterations or math.nan
-    outputs = [
-        (name, (total / count).astype(np.float32), loss_weights[name])
-        for name, total in zip(root.net.outputs, totals.outputs, strict=iterations > 0)
-    ]
+    outputs = list[Output]()
+    for name, total in zip(root.net.outputs, totals.outputs, strict=iterations > 0):
+        mean = total / count
+        if name in totals.evaluations:
+            mean = np.asarray(mean_average_precision(total, ap_version, show=True))
+        outputs.append((name, mean.astype(np.float32), loss_weights[name]))
     log.info("Loss: %s", number(totals.loss / count))
     for line in scalars(outputs):
         log.info(line)
@@ -245,7 +261,7 @@ def _of_all_nodes(own: _Totals, group: RankGroup) -> _Totals:
     """Return the sums of the nodes' totals, in the order of the nodes."""
     with group.among_nodes() as world:
         of_nodes = world.gather((own.loss, own.outputs))
-    totals = _Totals(own.names, ())
+    totals = _Totals(own.names, own.evaluations, ())
     for loss, outputs in of_nodes:
         if outputs:  # a node may have had no batch
             totals.plus(loss, outputs)

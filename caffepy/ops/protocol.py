@@ -520,6 +520,23 @@ class Ops(Protocol):
         0.
         """
 
+    def detect(
+        self,
+        boxes: Array,
+        scores: Array,
+        background: int,
+        least: float,
+        threshold: float,
+        eta: float,
+        found: Array,
+        counts: Array,
+    ) -> None:
+        """Write found (N, K, M, 5) = score and box, and counts (N, K) int32: of the M boxes (N, L,
+        P, 4) of each class but the background with the largest scores (N, P, K) above `least`, the
+        best first, those whose overlap with each one before is threshold or less; with each of
+        these the threshold is multiplied by eta while it is above 1/2, if eta is below 1.
+        """
+
     # Losses of YOLO: x, p, delta (N, A, 5 + K, H, W) = x, y, w, h, object, classes of A boxes in
     # each cell; truths (N, T, 5) = class, x, y, w, h of centre and size in units of the image, as
     # are the sizes of anchors, float32

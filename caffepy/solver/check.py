@@ -11,6 +11,7 @@ from contextlib import suppress
 from math import inf
 from typing import Any
 
+from caffepy.core.average_precision import VERSIONS
 from caffepy.core.errors import ConfigError
 from caffepy.core.files import temporary_name
 from caffepy.core.registry import Registry
@@ -49,6 +50,9 @@ def check_param(param: SolverParameter, path: str | None) -> None:
     if not name:
         raise ConfigError(f"lr_policy is missing (known: {', '.join(policies)})", path)
     _check_name(name, policies, "lr_policy", path)
+    if param.ap_version not in VERSIONS:
+        problem = f'ap_version "{param.ap_version}" is none of {", ".join(VERSIONS)}'
+        raise ConfigError(problem, at_field(path, "ap_version"))
     fields = FIELDS.get(name, ())
     if "gamma" in fields and param.gamma < 0:
         problem = f'lr_policy "{name}" needs a gamma of 0 or more, not {param.gamma:g}'

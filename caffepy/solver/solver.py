@@ -149,9 +149,10 @@ class Solver:
 
     @cached_property
     def _test_passes(self) -> list[TestPass]:
-        with_loss = self.param.test_compute_loss
+        with_loss, version = self.param.test_compute_loss, self.param.ap_version
+        show = self.param.show_per_class_result
         return [
-            TestPass(net, f"Test net #{k} runs", self.fuse, with_loss)
+            TestPass(net, f"Test net #{k} runs", self.fuse, with_loss, version, show)
             for k, net in enumerate(self.test_nets)
         ]
 

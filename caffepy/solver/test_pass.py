@@ -1,4 +1,4 @@
-"""TestPass: a test net and its mean outputs over batches."""
+"""TestPass: a test net and its mean outputs over batches, or of detections their precision."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,9 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from caffepy import ops
+from caffepy.core.average_precision import VERSIONS, mean_average_precision
 from caffepy.core.errors import DataError
 from caffepy.core.events import Output
 from caffepy.device.blob import Array, shape_string
+from caffepy.layer.detection import DetectionEvaluate
 from caffepy.net import Net
 from caffepy.solver.capture import GraphRunner
 from caffepy.solver.step import losses
@@ -17,11 +19,24 @@ Shape = tuple[int, ...]
 
 
 class Totals(NamedTuple):
-    """Sums over a number of batches: of the outputs, in double precision, and of the loss."""
+    """Sums over a number of batches: of the outputs, in double precision, and of the loss. Rows of
+    DetectionEvaluate follow each other instead.
+    """
 
     batches: int
     outputs: list[Array]
     loss: float
+
+
+def evaluations(net: Net) -> list[str]:
+    """Return the outputs of a net that DetectionEvaluate layers made."""
+    made = {
+        name
+        for node in net.nodes
+        if isinstance(node.layer, DetectionEvaluate)
+        for name in node.top_names
+    }
+    return [name for name in net.outputs if name in made]
 
 
 class TestPass:
@@ -29,27 +44,41 @@ class TestPass:
     each batch, `totals`; then `average` of the totals of all solvers.
     """
 
-    def __init__(self, net: Net, what: str, fuse: bool, with_loss: bool) -> None:
+    def __init__(
+        self,
+        net: Net,
+        what: str,
+        fuse: bool,
+        with_loss: bool,
+        ap_version: str = VERSIONS[0],
+        show_classes: bool = False,
+    ) -> None:
         self.net = net
+        self._evaluations, self._version, self._show = evaluations(net), ap_version, show_classes
+        self._names = [name for name in net.outputs if name not in self._evaluations]
         self.graphs = GraphRunner(net, fuse and net.device.is_cuda, what)
         with net.device.scope():
-            outputs = [net.blobs[name] for name in net.outputs]
+            outputs = [net.blobs[name] for name in self._names]
             weighted = losses(net) if with_loss else []
             self._sums = ops.backend(net.device).Sums(outputs, weighted, net.device)
         self._with_loss = with_loss
         self.last_outputs: list[Output] = []  # the means of the last test
         self._batches = 0
         self._shapes: list[Shape] = []
+        self._rows: dict[str, list[Array]] = {}
 
     def begin(self, train_net: Net) -> None:
         """Zero the totals and share the parameters of this train net."""
         self.net.share_trained_layers_with(train_net)
         self._batches = 0
+        self._rows = {name: [] for name in self._evaluations}
 
     def batch(self, replay: bool) -> None:
         """Run a batch, captured if `replay`; DataError if the shape of an output changes."""
         self.graphs.forward(replay)
-        shapes = [self.net.blobs[name].shape for name in self.net.outputs]
+        for name, rows in self._rows.items():
+            rows.append(self.net.blobs[name].host_data.reshape(-1, 5).copy())
+        shapes = [self.net.blobs[name].shape for name in self._names]
         if not self._batches:
             self._shapes = shapes
             self._sums.clear()
@@ -58,7 +87,7 @@ class TestPass:
         self._batches += 1
 
     def _compare(self, shapes: Sequence[Shape], others: Sequence[Shape]) -> None:
-        for name, shape, other in zip(self.net.outputs, shapes, others, strict=True):
+        for name, shape, other in zip(self._names, shapes, others, strict=True):
             if other != shape:
                 raise DataError(
                     f'output "{name}" of a test net changed its shape between batches, from '
@@ -69,18 +98,27 @@ class TestPass:
         """Return the sums; DataError if a GPU found bad data."""
         sums, loss = self._sums.read() if self._batches else ([], 0.0)
         self.net.device.check_errors()
-        return Totals(self._batches, sums, loss)
+        found = dict(zip(self._names, sums, strict=bool(self._batches)))
+        found |= {name: np.concatenate(rows) for name, rows in self._rows.items() if rows}
+        outputs = [found[name] for name in self.net.outputs if self._batches]
+        return Totals(self._batches, outputs, loss)
 
     def average(self, parts: Sequence[Totals]) -> float | None:
         """Average the totals of all solvers into `last_outputs`; return the mean loss, if any."""
         parts = [part for part in parts if part.batches]
         batches = sum(part.batches for part in parts)
         weights = self.net.blob_loss_weights
-        shapes = [[output.shape for output in part.outputs] for part in parts]
+        of_parts = [dict(zip(self.net.outputs, part.outputs, strict=True)) for part in parts]
+        shapes = [[found[name].shape for name in self._names] for found in of_parts]
         for others in shapes[1:]:
             self._compare(shapes[0], others)
         self.last_outputs = []
-        for name, *sums in zip(self.net.outputs, *(part.outputs for part in parts), strict=True):
-            mean = (sum(sums) / batches).astype(np.float32)
-            self.last_outputs.append((name, mean, weights[name]))
+        for name in self.net.outputs:
+            values = [found[name] for found in of_parts]
+            if name in self._evaluations:
+                rows = np.concatenate(values)
+                mean = np.asarray(mean_average_precision(rows, self._version, self._show))
+            else:
+                mean = np.asarray(sum(values) / batches)
+            self.last_outputs.append((name, mean.astype(np.float32), weights[name]))
         return sum(part.loss for part in parts) / batches if self._with_loss else None

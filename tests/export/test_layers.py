@@ -15,6 +15,8 @@ from .models import answers, compare, inputs, model_of, onnx, written
 
 OTHERWISE = {
     "BoxAnnotatorOHEM": "chooses boxes to learn from",
+    "DetectionEvaluate": "judges what was found",
+    "DetectionOutput": "gives as many boxes as its data say",
     "Filter": "gives as many items as its data say",
     "PSROIPooling": "has no operator",
     "Proposal": "gives as many boxes as its data say",

@@ -7,6 +7,7 @@ from caffepy.ops.cpu.boxes import (
     class_gradients,
     class_losses,
     decode_boxes,
+    detect,
     location_gradients,
     location_losses,
     match_boxes,

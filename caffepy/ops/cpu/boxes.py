@@ -375,3 +375,57 @@ def _class_gradients(
 
 def class_gradients(x: Array, labels: Array, factor: Array, gradients: Array) -> None:
     parallel(partial(_class_gradients, x, labels, factor, gradients), len(x), ROWS)
+
+
+@_exact
+def _detect(
+    boxes: Array,
+    scores: Array,
+    background: int,
+    least: float,
+    threshold: float,
+    eta: float,
+    found: Array,
+    counts: Array,
+    lo: int,
+    hi: int,
+) -> None:
+    classes = scores.shape[2]
+    for row in range(lo, hi):
+        n, k = row // classes, row % classes
+        counts[n, k] = 0
+        if k == background:
+            continue
+        of_class = boxes[n, k if boxes.shape[1] > 1 else 0]
+        places = np.flatnonzero(scores[n, :, k] > least)
+        order = np.argsort(-scores[n, :, k][places], kind="mergesort")
+        kept, limit = 0, threshold
+        for i in order[: found.shape[2]]:
+            p = places[i]
+            box, free = box_of(of_class[p]), True
+            for j in range(kept):
+                if overlap(box, box_of(found[n, k, j, 1:])) > limit:
+                    free = False
+                    break
+            if free:
+                found[n, k, kept, 0] = scores[n, p, k]
+                for c in range(4):
+                    found[n, k, kept, 1 + c] = box[c]
+                kept += 1
+                if eta < 1 and limit > np.float32(0.5):
+                    limit *= eta
+        counts[n, k] = kept
+
+
+def detect(
+    boxes: Array,
+    scores: Array,
+    background: int,
+    least: float,
+    threshold: float,
+    eta: float,
+    found: Array,
+    counts: Array,
+) -> None:
+    numbers = np.float32(least), np.float32(threshold), np.float32(eta)
+    parallel(partial(_detect, boxes, scores, background, *numbers, found, counts), counts.size)

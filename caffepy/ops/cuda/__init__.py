@@ -21,6 +21,7 @@ from caffepy.ops.cuda.boxes import (
     class_gradients,
     class_losses,
     decode_boxes,
+    detect,
     location_gradients,
     location_losses,
     match_boxes,

@@ -85,3 +85,23 @@ def class_losses(x: Array, labels: Array, losses: Array) -> None:
 def class_gradients(x: Array, labels: Array, factor: Array, gradients: Array) -> None:
     blocks = min(-(-len(x) * 32 // THREADS), MOST)
     launch_blocks("boxes", "class_gradients", x, blocks, x, labels, factor, gradients, *x.shape)
+
+
+def detect(
+    boxes: Array,
+    scores: Array,
+    background: int,
+    least: float,
+    threshold: float,
+    eta: float,
+    found: Array,
+    counts: Array,
+) -> None:
+    each = scores.transpose(0, 2, 1)
+    allowed = each > np.float32(least)
+    order = cupy.argsort(cupy.where(allowed, -each, np.inf), axis=2, kind="stable")
+    order = cupy.ascontiguousarray(order[:, :, : found.shape[2]], np.int64)
+    numbers = cupy.minimum(allowed.sum(axis=2), found.shape[2]).astype(np.int32)
+    sizes = *boxes.shape[1:3], scores.shape[2], found.shape[2], background
+    arguments = boxes, scores, order, numbers, found, counts, *sizes, float(threshold), float(eta)
+    launch_blocks("boxes", "detect", boxes, counts.size, *arguments, threads=128)

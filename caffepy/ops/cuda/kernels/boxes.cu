@@ -363,3 +363,29 @@ __global__ void class_gradients(const T* x, const int* labels, const T* factor, 
     }
   }
 }
+
+// A block for each image and class takes the boxes in the order of their scores: those that overlap no earlier one of the
+// kept by more than the threshold, which falls by eta with each while it is above 1/2.
+template <typename T>
+__global__ void detect(const T* boxes, const T* scores, const i64* order, const int* numbers, T* found, int* counts,
+                       i64 groups, i64 count, i64 classes, i64 most, i64 background, double threshold, double eta) {
+  const i64 row = blockIdx.x, n = row / classes, k = row % classes;
+  const T* of_class = boxes + (n * groups + (groups > 1 ? k : 0)) * count * 4;
+  T* kept = found + row * most * 5;
+  float limit = float(threshold);
+  int known = 0;
+  const int candidates = k == background ? 0 : numbers[row];
+  for (int c = 0; c < candidates; ++c) {
+    const i64 p = order[row * most + c];
+    const Box box(of_class + 4 * p);
+    bool covered = false;
+    for (int j = threadIdx.x; j < known && !covered; j += blockDim.x) covered = overlap(box, Box(kept + 5 * j + 1)) > limit;
+    if (__syncthreads_or(covered)) continue;
+    if (threadIdx.x < 4) kept[5 * known + 1 + threadIdx.x] = T(box.v[threadIdx.x]);
+    if (threadIdx.x == 4) kept[5 * known] = scores[(n * count + p) * classes + k];
+    ++known;
+    if (float(eta) < 1 && limit > 0.5f) limit = __fmul_rn(limit, float(eta));
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) counts[row] = known;
+}

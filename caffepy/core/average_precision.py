@@ -1,0 +1,55 @@
+"""Average precision of detections, and its mean over classes, as SSD's solver reckons them."""
+
+import logging
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+VERSIONS = ("Integral", "MaxIntegral", "11point", "101point")
+"""Integral: the sum of precision times step of recall. MaxIntegral: the area under the precision
+made monotone (VOC 2012). 11point, 101point: the mean of the best precision at so many recalls
+(VOC 2007, COCO).
+"""
+
+
+def average_precision(scores: NDArray[Any], true: NDArray[Any], count: int, version: str) -> float:
+    """Return the average precision of detections with these scores, of which these are true, for
+    `count` true boxes; 0 without any.
+    """
+    if not len(scores) or count <= 0:
+        return 0.0
+    order = np.argsort(-scores, kind="stable")
+    hits = np.cumsum(true[order])
+    precision, recall = hits / np.arange(1, len(hits) + 1), hits / count
+    best = np.maximum.accumulate(precision[::-1])[::-1]  # at this recall or more
+    if version.endswith("point"):
+        points = int(version.removesuffix("point"))
+        levels = np.arange(points) / (points - 1)
+        places = np.searchsorted(recall, levels - 1e-9)
+        return float(np.sum(np.append(best, 0)[places]) / points)
+    steps = np.diff(recall, prepend=0)
+    return float(np.sum(steps * (best if version == "MaxIntegral" else precision)))
+
+
+def mean_average_precision(rows: NDArray[Any], version: str, show: bool = False) -> float:
+    """Return the mean over classes of the average precision of rows (D, 5) of DetectionEvaluate, of
+    any number of batches; with `show` log that of each class.
+    """
+    table = rows.reshape(-1, 5)
+    heads, found = table[table[:, 0] == -1], table[table[:, 0] != -1]
+    found = found[(found[:, 3] != 0) | (found[:, 4] != 0)]  # others are of difficult boxes
+    labels = np.unique(heads[:, 1])
+    total = 0.0
+    for label in labels:
+        own = found[found[:, 1] == label]
+        count = int(np.sum(heads[heads[:, 1] == label, 2]))
+        if not len(own):
+            log.warning("Nothing was found of class %d, which has %d true boxes", label, count)
+        value = average_precision(own[:, 2], own[:, 3] > 0, count, version)
+        if show:
+            log.info("class%d: %g", label, value)
+        total += value
+    return total / len(labels) if len(labels) else 0.0

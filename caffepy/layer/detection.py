@@ -1,0 +1,198 @@
+"""What a single-shot detector finds, and which of it is true (Liu et al. 2016, SSD)."""
+
+import numpy as np
+
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import Array
+from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.layer.detection_files import Images, ResultFiles, to_pixels
+from caffepy.ops.boxes import BoxCode
+
+COLUMNS = 7
+"""Of a detection: image, class, score, xmin, ymin, xmax, ymax."""
+
+
+@layer("DetectionOutput")
+class DetectionOutput(Layer):
+    """Rows (1, 1, D, 7) = image, class, score, xmin, ymin, xmax, ymax, by images, then classes, the
+    best first; of a batch in which nothing is found a row of image, -1, -1, ... for each image.
+
+    Bottoms: locations (N, P * L * 4), L = 1 or with share_location false the number of classes K;
+    scores (N, P * K), as they are; P priors (1, 2, P * 4); any others are not read. Of each class
+    but the background the top_k boxes with a score above confidence_threshold are taken in turn
+    unless they overlap a better one by more than nms_threshold; of an image keep_top_k stay.
+
+    With save_output_param what is found is written to files as well, see `ResultFiles`. The host
+    reads how many there are, so a step is not captured.
+    """
+
+    on_gpu = always_reshape = stops_gradient = True
+    bottoms = (3, None)
+    files: ResultFiles | None = None
+    started = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.settings = self.param.detection_output_param
+        self.classes = param.num_classes
+        if self.classes < 1:
+            raise ConfigError("detection_output_param needs num_classes, the background included")
+        nms = param.nms_param
+        if nms.nms_threshold < 0 or not 0 < nms.eta <= 1:
+            raise ConfigError(
+                "detection_output_param: nms_threshold must be 0 or more and eta above 0, at most "
+                f"1, not {nms.nms_threshold:g} and {nms.eta:g}"
+            )
+        self.code = BoxCode(param.code_type, not param.variance_encoded_in_target)
+        given = param.HasField("confidence_threshold")
+        lowest = float(np.finfo(np.float32).min)
+        self.least = param.confidence_threshold if given else lowest
+        saved = param.save_output_param
+        if saved.output_directory and saved.label_map_file and saved.name_size_file:
+            labels = [c for c in range(self.classes) if c != param.background_label_id]
+            self.files = ResultFiles(saved, labels, self.path)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        locations, scores, priors = bottom[:3]
+        n, groups = locations.shape[0], 1 if self.settings.share_location else self.classes
+        count = priors.shape[2] // 4 if len(priors.shape) > 2 else 0
+        if priors.shape[:3] != (1, 2, 4 * count) or priors.count != 8 * count:
+            raise ConfigError(f"priors must have the shape (1, 2, P * 4), not {list(priors.shape)}")
+        for what, blob, each in (
+            ("locations", locations, 4 * groups),
+            ("scores", scores, self.classes),
+        ):
+            if blob.count != n * count * each:
+                raise ConfigError(
+                    f"{n} images with {count} priors need {n} x {count * each} {what}, not "
+                    f"{list(blob.shape)}"
+                )
+        top_k = self.settings.nms_param.top_k
+        limited = self.settings.nms_param.HasField("top_k") and top_k > -1
+        most = min(top_k, count) if limited else count
+        self.view = (n, count, groups)
+        self.boxes = self.buffer((n, groups, count, 4))
+        self.found = self.buffer((n, self.classes, most, 5))
+        self.counts = self.buffer((n, self.classes), np.int32)
+        if not self.started:
+            top[0].reshape((1, 1, max(1, self.settings.keep_top_k), COLUMNS))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        n, count, groups = self.view
+        locations = bottom[0].data.reshape(n, count, groups, 4)
+        scores = bottom[1].data.reshape(n, count, self.classes)
+        priors = bottom[2].data.reshape(2, count, 4)
+        self.ops.decode_boxes(locations, priors, self.code, self.boxes.data)
+        param, nms = self.settings, self.settings.nms_param
+        boxes, found, counts = self.boxes.data, self.found.data, self.counts.data
+        given = boxes, scores, param.background_label_id, self.least
+        self.ops.detect(*given, nms.nms_threshold, nms.eta, found, counts)
+        rows = self.rows(self.device.on_host(found), self.device.on_host(counts))
+        self.started = True
+        if self.files and self.device.writes_files:
+            self.files.add([rows[(rows[:, 0] == i) & (rows[:, 1] >= 0)] for i in range(n)])
+        top[0].reshape((1, 1, len(rows), COLUMNS))
+        self.device.upload(rows.astype(self.dtype), top[0].data.reshape(rows.shape))
+
+    def rows(self, found: Array, counts: Array) -> Array:
+        """Return the rows (D, 7) of what was found."""
+        images, labels, places = np.nonzero(np.arange(found.shape[2]) < counts[:, :, None])
+        rows = np.column_stack([images, labels, found[images, labels, places]])
+        if (most := self.settings.keep_top_k) > -1:
+            order = np.lexsort((-rows[:, 2], rows[:, 0]))  # by images, then scores, both stable
+            rank = np.arange(len(order)) - np.searchsorted(rows[order, 0], rows[order, 0])
+            rows = rows[np.sort(order[rank < most])]
+        if not len(rows):
+            rows = np.full((len(found), COLUMNS), -1.0)
+            rows[:, 0] = np.arange(len(found))
+        return rows
+
+
+def overlaps(box: Array, others: Array, unit: float) -> Array:
+    """Return the intersection over union of a box with others (T, 4), with sides x2 - x1 + unit."""
+    low, high = np.maximum(box[:2], others[:, :2]), np.minimum(box[2:], others[:, 2:])
+    sides = high - low + unit
+    both = np.where(np.all(high > low, axis=1), np.prod(sides, axis=1), 0)
+    union = area(box, unit) + area(others, unit) - both
+    share: Array = np.divide(both, union, out=np.zeros_like(both), where=union > 0)
+    return share
+
+
+def area(boxes: Array, unit: float) -> Array:
+    """Return the areas of boxes (..., 4), 0 where the ends are the wrong way round."""
+    sides = boxes[..., 2:] - boxes[..., :2]
+    size: Array = np.where(np.all(sides >= 0, axis=-1), np.prod(sides + unit, axis=-1), 0)
+    return size
+
+
+@layer("DetectionEvaluate")
+class DetectionEvaluate(Layer):
+    """Rows (1, 1, K - 1 + D, 5): for each class but the background -1, class, number of true boxes,
+    -1, -1; then for each detection image, class, score, whether it is true, whether it is false.
+
+    Bottoms: detections (1, 1, D, 7) of DetectionOutput, and true boxes (1, 1, G, 8) = image, class,
+    instance, box, difficult, up to the first of image -1. A detection is true if the true box of
+    its class that it overlaps most, by overlap_threshold or more, is no other's before, in the
+    order of scores; neither true nor false if that is difficult and evaluate_difficult_gt is false.
+    """
+
+    always_reshape = stops_gradient = True
+    bottoms = 2
+    images: Images | None = None
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.settings = self.param.detection_evaluate_param
+        if param.num_classes < 1:
+            raise ConfigError("detection_evaluate_param needs num_classes, the background included")
+        if param.name_size_file:
+            self.images = Images(param.name_size_file, self.path)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        for blob, columns, what in ((bottom[0], COLUMNS, "D"), (bottom[1], 8, "G")):
+            if blob.shape[-1:] != (columns,) or blob.count != columns * blob.shape[-2]:
+                raise ConfigError(
+                    f"DetectionEvaluate needs (1, 1, {what}, {columns}), not {list(blob.shape)}"
+                )
+        top[0].reshape((1, 1, self.settings.num_classes - 1 + bottom[0].shape[-2], 5))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.settings
+        found = bottom[0].data.reshape(-1, COLUMNS)
+        truths = bottom[1].data.reshape(-1, 8)
+        truths = truths[: np.argmax(truths[:, 0] < 0) if np.any(truths[:, 0] < 0) else None]
+        found = found[found[:, 0] >= 0]
+        counted = truths if param.evaluate_difficult_gt else truths[truths[:, 7] == 0]
+        labels = [c for c in range(param.num_classes) if c != param.background_label_id]
+        heads = [[-1, c, np.sum(counted[:, 1] == c), -1, -1] for c in labels]
+        rows = [np.reshape(heads, (-1, 5)).astype(np.float64)]
+        for image in np.unique(found[:, 0]):
+            size = self.images.take()[1:] if self.images else None
+            of_image, known = found[found[:, 0] == image], truths[truths[:, 0] == image]
+            for label in np.unique(of_image[of_image[:, 1] >= 0, 1]):
+                own = of_image[of_image[:, 1] == label]
+                rows.append(self.judge(own, known[known[:, 1] == label], size))
+        all_rows = np.concatenate(rows)
+        top[0].reshape((1, 1, len(all_rows), 5))
+        top[0].data[0, 0] = all_rows
+
+    def judge(self, found: Array, truths: Array, size: tuple[float, float] | None) -> Array:
+        """Return the rows of the detections of an image and class; `size` is (height, width) of the
+        image, if boxes are compared in its pixels.
+        """
+        param, rows = self.settings, np.zeros((len(found), 5))
+        if len(truths):
+            found = found[np.argsort(-found[:, 2], kind="stable")]
+        rows[:, :3] = found[:, :3]
+        ours, theirs = found[:, 3:], truths[:, 3:7]
+        if size:
+            resize = param.resize_param if param.HasField("resize_param") else None
+            ours, theirs = (to_pixels(boxes, size, resize) for boxes in (ours, theirs))
+        taken = np.zeros(len(truths), bool)
+        for row, box in zip(rows, ours, strict=True):
+            shares = overlaps(box, theirs, float(size is not None))
+            best = int(np.argmax(shares)) if len(shares) else -1
+            if best < 0 or shares[best] < param.overlap_threshold:
+                row[4] = 1
+            elif param.evaluate_difficult_gt or not truths[best, 7]:
+                row[3], row[4] = not taken[best], taken[best]
+                taken[best] = True
+        return rows

@@ -1,0 +1,44 @@
+"""Average precision against sums by hand."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from caffepy.core.average_precision import average_precision, mean_average_precision
+
+SCORES, TRUE = np.array([0.5, 0.9, 0.7, 0.8, 0.6]), np.array([1, 1, 1, 0, 0])
+# by scores: true, false, true, false, true; precisions 1, 1/2, 2/3, 1/2, 3/5 at recalls 1/4 .. 3/4
+WANT = {
+    "Integral": (1 + 2 / 3 + 3 / 5) / 4,
+    "MaxIntegral": (1 + 2 / 3 + 3 / 5) / 4,
+    "11point": (3 * 1 + 3 * 2 / 3 + 2 * 3 / 5) / 11,
+    "101point": (26 * 1 + 25 * 2 / 3 + 25 * 3 / 5) / 101,
+}
+
+
+@pytest.mark.parametrize("version", WANT)
+def test_average_precision(version: str) -> None:
+    assert average_precision(SCORES, TRUE, 4, version) == pytest.approx(WANT[version])
+    assert average_precision(SCORES[:0], TRUE[:0], 4, version) == 0
+    assert average_precision(SCORES, TRUE, 0, version) == 0
+
+
+def test_the_area_under_the_monotone_precision_is_larger() -> None:
+    scores, true = np.array([0.9, 0.8, 0.7]), np.array([0, 1, 1])
+    assert average_precision(scores, true, 2, "Integral") == pytest.approx((1 / 2 + 2 / 3) / 2)
+    assert average_precision(scores, true, 2, "MaxIntegral") == pytest.approx(2 / 3)
+
+
+def test_the_mean_is_over_classes_with_a_number_of_true_boxes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    rows = [[-1, 1, 1, -1, -1], [-1, 2, 2, -1, -1], [-1, 3, 1, -1, -1]]
+    rows += [[0, 1, 0.9, 1, 0], [0, 2, 0.9, 0, 0], [0, 2, 0.8, 1, 0]]
+    rows += [[-1, 2, 2, -1, -1], [0, 2, 0.7, 1, 0]]  # of another batch
+    mean = mean_average_precision(np.array(rows), "Integral", show=True)
+    assert mean == pytest.approx((1 + 2 / 4 + 0) / 3)
+    assert "class2: 0.5" in caplog.messages
+    assert "Nothing was found of class 3, which has 1 true boxes" in caplog.messages
+    assert mean_average_precision(np.zeros((0, 5)), "Integral") == 0
