@@ -23,6 +23,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     recurrent,
     resize,
     roi,
+    sampling,
     selection,
     shape,
     yolo,

@@ -405,6 +405,19 @@ class Ops(Protocol):
     def interp_backward(self, dy: Array, dx: Array) -> None:
         """Write dx, the transpose of `interp_forward`."""
 
+    # Sampling of x, dx (N, C, H, W) to y, dy (N, C, Ho, Wo) at the places of theta (N, 6)
+
+    def affine_sample_forward(self, x: Array, theta: Array, y: Array) -> None:
+        """Write y[s, t], bilinear, 0 outside: it reads x at ((u + 1) / 2 H, (v + 1) / 2 W), where
+        (u, v) = theta (2, 3) @ (2 s / Ho - 1, 2 t / Wo - 1, 1).
+        """
+
+    def affine_sample_backward(self, dy: Array, theta: Array, dx: Array) -> None:
+        """Write dx, the transpose of `affine_sample_forward`."""
+
+    def affine_theta_gradient(self, dy: Array, x: Array, theta: Array, dtheta: Array) -> None:
+        """Write dtheta (N, 6); at a whole pixel that pixel alone counts, with the slope 1."""
+
     # Boxes of maps: x, dx (N, C, H, W), rois (R, 5) = image, x1, y1, x2, y2, times scale
 
     def roi_pool_forward(self, x: Array, rois: Array, y: Array, index: Array, scale: float) -> None:

@@ -96,6 +96,11 @@ from caffepy.ops.cpu.roi import (
     roi_pool_backward,
     roi_pool_forward,
 )
+from caffepy.ops.cpu.sampling import (
+    affine_sample_backward,
+    affine_sample_forward,
+    affine_theta_gradient,
+)
 from caffepy.ops.cpu.selection import add_rows, take_rows, top_values
 from caffepy.ops.cpu.staging import Staging
 from caffepy.ops.cpu.timers import PhaseTimer, Stopwatch

@@ -109,6 +109,11 @@ from caffepy.ops.cuda.roi import (
     roi_pool_backward,
     roi_pool_forward,
 )
+from caffepy.ops.cuda.sampling import (
+    affine_sample_backward,
+    affine_sample_forward,
+    affine_theta_gradient,
+)
 from caffepy.ops.cuda.selection import add_rows, take_rows, top_values
 from caffepy.ops.cuda.staging import Staging
 from caffepy.ops.cuda.timers import PhaseTimer, Stopwatch
