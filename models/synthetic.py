@@ -29,12 +29,20 @@ _SOURCES = {
     "ImageSegData": "image_data_param",
     "LaneData": "data_param",
     "VideoData": "video_data_param",
+    "VideoSegmentationData": "image_data_param",
+    "VideoWithVoxelTruthData": "image_data_param",
 }
 _MEMORY = "memory_data_param"
 """Layers that read data, and where their batch size stands."""
 
 _DENSE = frozenset({"DenseImageData", "ImageLabelmapData", "ImageSegData"})
 """Those whose labels are images."""
+
+_VOXELS = frozenset({"VideoSegmentationData", "VideoWithVoxelTruthData"})
+"""Those whose labels are volumes, as their data: C3D's."""
+
+_FRAMES = 16
+"""The length of volumes that a net does not state."""
 
 _BOXES = 8
 """Boxes of a batch that stand for those of AnnotatedData."""
@@ -143,7 +151,8 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
     if video.HasField("num_segments"):  # of each some frames, or flows of two channels
         per_frame = 3 if video.modality == VideoDataParameter.RGB else 2
         return [video.num_segments * per_frame * max(video.new_length, 1), height, width]
-    length = [video.new_length] if video.new_length else []
+    frames = video.new_length or (layer.type in _VOXELS and (files.new_length or _FRAMES))
+    length = [frames] if frames else []
     return [1 if grey else channels, *length, height, width]
 
 
@@ -164,6 +173,8 @@ def _top_shape(
         return [batch, 1, 300, 5]
     if i == 0 and not (guess and guess.other_labels and "label" in name):
         return [batch, *image]
+    if layer.type in _VOXELS:
+        return [batch, layer.image_data_param.num_truth_channels, *image[1:]]
     if layer.type in _DENSE and i == 2:
         return [batch, 1, 1, 2]
     if layer.type in _DENSE or (guess and guess.other_labels):

@@ -1021,7 +1021,7 @@ class DataParameter(_message.Message):
     def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., rand_skip: _Optional[int] = ..., backend: _Optional[_Union[DataParameter.DB, str]] = ..., force_encoded_color: bool = ..., prefetch: _Optional[int] = ..., threads: _Optional[int] = ..., parser_threads: _Optional[int] = ..., cache: bool = ..., shuffle: bool = ..., precache: bool = ..., side: _Optional[_Iterable[int]] = ..., disk_reader_threads: _Optional[int] = ..., huge_video_dataset: bool = ..., limit_samples: _Optional[int] = ..., preselection_file: _Optional[str] = ..., preselection_label: _Optional[int] = ..., range_start: _Optional[int] = ..., range_end: _Optional[int] = ..., rand_permute: bool = ..., rand_permute_order: _Optional[_Union[DataParameter.RANDPERMORDER, str]] = ..., rand_permute_seed: _Optional[int] = ..., slice_point: _Optional[_Iterable[int]] = ..., encoding: _Optional[_Iterable[_Union[DataParameter.CHANNELENCODING, str]]] = ..., verbose: bool = ..., subtract: _Optional[_Iterable[float]] = ..., permute_every_iter: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class ImageDataParameter(_message.Message):
-    __slots__ = ("source", "scale", "mean_file", "batch_size", "crop_size", "mirror", "rand_skip", "shuffle", "new_height", "new_width", "is_color", "root_folder", "short_side", "threads", "cache", "precache", "dataset_share_per_node", "min_height", "min_width", "ignore_label", "label_type", "face_transform", "max_shear_ratio", "max_aspect_ratio", "max_rotate_angle", "min_random_scale", "max_random_scale", "max_random_shift", "face_mirror", "face_point_num", "balance_class", "balance_by", "label_cut_start", "label_cut_end")
+    __slots__ = ("source", "scale", "mean_file", "batch_size", "crop_size", "mirror", "rand_skip", "shuffle", "new_height", "new_width", "is_color", "root_folder", "short_side", "threads", "cache", "precache", "dataset_share_per_node", "min_height", "min_width", "ignore_label", "label_type", "face_transform", "max_shear_ratio", "max_aspect_ratio", "max_rotate_angle", "min_random_scale", "max_random_scale", "max_random_shift", "face_mirror", "face_point_num", "balance_class", "balance_by", "label_cut_start", "label_cut_end", "new_length", "show_data", "use_image", "sampling_rate", "use_label", "use_temporal_jitter", "mean_value", "num_truth_channels", "use_byte_input", "is_flow", "truth_scale", "clip_min", "clip_max")
     class LabelType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[ImageDataParameter.LabelType]
@@ -1064,6 +1064,19 @@ class ImageDataParameter(_message.Message):
     BALANCE_BY_FIELD_NUMBER: _ClassVar[int]
     LABEL_CUT_START_FIELD_NUMBER: _ClassVar[int]
     LABEL_CUT_END_FIELD_NUMBER: _ClassVar[int]
+    NEW_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SHOW_DATA_FIELD_NUMBER: _ClassVar[int]
+    USE_IMAGE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_RATE_FIELD_NUMBER: _ClassVar[int]
+    USE_LABEL_FIELD_NUMBER: _ClassVar[int]
+    USE_TEMPORAL_JITTER_FIELD_NUMBER: _ClassVar[int]
+    MEAN_VALUE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRUTH_CHANNELS_FIELD_NUMBER: _ClassVar[int]
+    USE_BYTE_INPUT_FIELD_NUMBER: _ClassVar[int]
+    IS_FLOW_FIELD_NUMBER: _ClassVar[int]
+    TRUTH_SCALE_FIELD_NUMBER: _ClassVar[int]
+    CLIP_MIN_FIELD_NUMBER: _ClassVar[int]
+    CLIP_MAX_FIELD_NUMBER: _ClassVar[int]
     source: str
     scale: float
     mean_file: str
@@ -1098,7 +1111,20 @@ class ImageDataParameter(_message.Message):
     balance_by: int
     label_cut_start: int
     label_cut_end: int
-    def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., rand_skip: _Optional[int] = ..., shuffle: bool = ..., new_height: _Optional[int] = ..., new_width: _Optional[int] = ..., is_color: bool = ..., root_folder: _Optional[str] = ..., short_side: _Optional[int] = ..., threads: _Optional[int] = ..., cache: bool = ..., precache: bool = ..., dataset_share_per_node: _Optional[float] = ..., min_height: _Optional[int] = ..., min_width: _Optional[int] = ..., ignore_label: _Optional[int] = ..., label_type: _Optional[_Union[ImageDataParameter.LabelType, str]] = ..., face_transform: bool = ..., max_shear_ratio: _Optional[float] = ..., max_aspect_ratio: _Optional[float] = ..., max_rotate_angle: _Optional[float] = ..., min_random_scale: _Optional[float] = ..., max_random_scale: _Optional[float] = ..., max_random_shift: _Optional[int] = ..., face_mirror: bool = ..., face_point_num: _Optional[int] = ..., balance_class: bool = ..., balance_by: _Optional[int] = ..., label_cut_start: _Optional[int] = ..., label_cut_end: _Optional[int] = ...) -> None: ...
+    new_length: int
+    show_data: int
+    use_image: bool
+    sampling_rate: int
+    use_label: bool
+    use_temporal_jitter: bool
+    mean_value: float
+    num_truth_channels: int
+    use_byte_input: bool
+    is_flow: bool
+    truth_scale: float
+    clip_min: float
+    clip_max: float
+    def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., rand_skip: _Optional[int] = ..., shuffle: bool = ..., new_height: _Optional[int] = ..., new_width: _Optional[int] = ..., is_color: bool = ..., root_folder: _Optional[str] = ..., short_side: _Optional[int] = ..., threads: _Optional[int] = ..., cache: bool = ..., precache: bool = ..., dataset_share_per_node: _Optional[float] = ..., min_height: _Optional[int] = ..., min_width: _Optional[int] = ..., ignore_label: _Optional[int] = ..., label_type: _Optional[_Union[ImageDataParameter.LabelType, str]] = ..., face_transform: bool = ..., max_shear_ratio: _Optional[float] = ..., max_aspect_ratio: _Optional[float] = ..., max_rotate_angle: _Optional[float] = ..., min_random_scale: _Optional[float] = ..., max_random_scale: _Optional[float] = ..., max_random_shift: _Optional[int] = ..., face_mirror: bool = ..., face_point_num: _Optional[int] = ..., balance_class: bool = ..., balance_by: _Optional[int] = ..., label_cut_start: _Optional[int] = ..., label_cut_end: _Optional[int] = ..., new_length: _Optional[int] = ..., show_data: _Optional[int] = ..., use_image: bool = ..., sampling_rate: _Optional[int] = ..., use_label: bool = ..., use_temporal_jitter: bool = ..., mean_value: _Optional[float] = ..., num_truth_channels: _Optional[int] = ..., use_byte_input: bool = ..., is_flow: bool = ..., truth_scale: _Optional[float] = ..., clip_min: _Optional[float] = ..., clip_max: _Optional[float] = ...) -> None: ...
 
 class HDF5DataParameter(_message.Message):
     __slots__ = ("source", "batch_size", "shuffle")
@@ -1213,7 +1239,7 @@ class PythonParameter(_message.Message):
     def __init__(self, module: _Optional[str] = ..., layer: _Optional[str] = ..., param_str: _Optional[str] = ..., share_in_parallel: bool = ...) -> None: ...
 
 class ConvolutionParameter(_message.Message):
-    __slots__ = ("num_output", "bias_term", "pad", "kernel_size", "group", "stride", "weight_filler", "bias_filler", "pad_h", "pad_w", "kernel_h", "kernel_w", "stride_h", "stride_w", "engine", "axis", "force_nd_im2col", "dilation", "cudnn_convolution_algo_seeker", "conv_algos_override", "relu", "negative_slope", "conv_algorithm", "coeff", "fusion_type", "shape_offset")
+    __slots__ = ("num_output", "bias_term", "pad", "kernel_size", "group", "stride", "weight_filler", "bias_filler", "pad_h", "pad_w", "kernel_h", "kernel_w", "stride_h", "stride_w", "engine", "axis", "force_nd_im2col", "dilation", "cudnn_convolution_algo_seeker", "conv_algos_override", "relu", "negative_slope", "conv_algorithm", "coeff", "fusion_type", "shape_offset", "kernel_depth", "temporal_stride", "filter_group", "temporal_pad")
     class Engine(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         DEFAULT: _ClassVar[ConvolutionParameter.Engine]
@@ -1264,6 +1290,10 @@ class ConvolutionParameter(_message.Message):
     COEFF_FIELD_NUMBER: _ClassVar[int]
     FUSION_TYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    TEMPORAL_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    FILTER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    TEMPORAL_PAD_FIELD_NUMBER: _ClassVar[int]
     num_output: int
     bias_term: bool
     pad: _containers.RepeatedScalarFieldContainer[int]
@@ -1290,10 +1320,14 @@ class ConvolutionParameter(_message.Message):
     coeff: _containers.RepeatedScalarFieldContainer[float]
     fusion_type: ConvolutionParameter.FusionType
     shape_offset: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_output: _Optional[int] = ..., bias_term: bool = ..., pad: _Optional[_Iterable[int]] = ..., kernel_size: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., pad_h: _Optional[int] = ..., pad_w: _Optional[int] = ..., kernel_h: _Optional[int] = ..., kernel_w: _Optional[int] = ..., stride_h: _Optional[int] = ..., stride_w: _Optional[int] = ..., engine: _Optional[_Union[ConvolutionParameter.Engine, str]] = ..., axis: _Optional[int] = ..., force_nd_im2col: bool = ..., dilation: _Optional[_Iterable[int]] = ..., cudnn_convolution_algo_seeker: _Optional[_Union[ConvolutionParameter.CuDNNConvolutionAlgorithmSeeker, str]] = ..., conv_algos_override: _Optional[str] = ..., relu: bool = ..., negative_slope: _Optional[float] = ..., conv_algorithm: _Optional[str] = ..., coeff: _Optional[_Iterable[float]] = ..., fusion_type: _Optional[_Union[ConvolutionParameter.FusionType, str]] = ..., shape_offset: _Optional[_Iterable[int]] = ...) -> None: ...
+    kernel_depth: int
+    temporal_stride: int
+    filter_group: int
+    temporal_pad: int
+    def __init__(self, num_output: _Optional[int] = ..., bias_term: bool = ..., pad: _Optional[_Iterable[int]] = ..., kernel_size: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., pad_h: _Optional[int] = ..., pad_w: _Optional[int] = ..., kernel_h: _Optional[int] = ..., kernel_w: _Optional[int] = ..., stride_h: _Optional[int] = ..., stride_w: _Optional[int] = ..., engine: _Optional[_Union[ConvolutionParameter.Engine, str]] = ..., axis: _Optional[int] = ..., force_nd_im2col: bool = ..., dilation: _Optional[_Iterable[int]] = ..., cudnn_convolution_algo_seeker: _Optional[_Union[ConvolutionParameter.CuDNNConvolutionAlgorithmSeeker, str]] = ..., conv_algos_override: _Optional[str] = ..., relu: bool = ..., negative_slope: _Optional[float] = ..., conv_algorithm: _Optional[str] = ..., coeff: _Optional[_Iterable[float]] = ..., fusion_type: _Optional[_Union[ConvolutionParameter.FusionType, str]] = ..., shape_offset: _Optional[_Iterable[int]] = ..., kernel_depth: _Optional[int] = ..., temporal_stride: _Optional[int] = ..., filter_group: _Optional[int] = ..., temporal_pad: _Optional[int] = ...) -> None: ...
 
 class PoolingParameter(_message.Message):
-    __slots__ = ("pool", "kernel_size", "stride", "pad", "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w", "engine", "global_pooling", "round_mode", "torch_pooling", "pad_3d", "kernel_size_3d", "stride_3d", "avg_include_pad", "axis", "blobs_lr", "blobs_a_min", "ceil_mode")
+    __slots__ = ("pool", "kernel_size", "stride", "pad", "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w", "engine", "global_pooling", "round_mode", "torch_pooling", "pad_3d", "kernel_size_3d", "stride_3d", "avg_include_pad", "axis", "blobs_lr", "blobs_a_min", "ceil_mode", "kernel_depth", "temporal_stride")
     class PoolMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MAX: _ClassVar[PoolingParameter.PoolMethod]
@@ -1342,6 +1376,8 @@ class PoolingParameter(_message.Message):
     BLOBS_LR_FIELD_NUMBER: _ClassVar[int]
     BLOBS_A_MIN_FIELD_NUMBER: _ClassVar[int]
     CEIL_MODE_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    TEMPORAL_STRIDE_FIELD_NUMBER: _ClassVar[int]
     pool: PoolingParameter.PoolMethod
     kernel_size: int
     stride: int
@@ -1364,7 +1400,9 @@ class PoolingParameter(_message.Message):
     blobs_lr: float
     blobs_a_min: float
     ceil_mode: bool
-    def __init__(self, pool: _Optional[_Union[PoolingParameter.PoolMethod, str]] = ..., kernel_size: _Optional[int] = ..., stride: _Optional[int] = ..., pad: _Optional[int] = ..., kernel_h: _Optional[int] = ..., kernel_w: _Optional[int] = ..., stride_h: _Optional[int] = ..., stride_w: _Optional[int] = ..., pad_h: _Optional[int] = ..., pad_w: _Optional[int] = ..., engine: _Optional[_Union[PoolingParameter.Engine, str]] = ..., global_pooling: bool = ..., round_mode: _Optional[_Union[PoolingParameter.RoundMode, str]] = ..., torch_pooling: bool = ..., pad_3d: _Optional[_Iterable[int]] = ..., kernel_size_3d: _Optional[_Iterable[int]] = ..., stride_3d: _Optional[_Iterable[int]] = ..., avg_include_pad: bool = ..., axis: _Optional[int] = ..., blobs_lr: _Optional[float] = ..., blobs_a_min: _Optional[float] = ..., ceil_mode: bool = ...) -> None: ...
+    kernel_depth: int
+    temporal_stride: int
+    def __init__(self, pool: _Optional[_Union[PoolingParameter.PoolMethod, str]] = ..., kernel_size: _Optional[int] = ..., stride: _Optional[int] = ..., pad: _Optional[int] = ..., kernel_h: _Optional[int] = ..., kernel_w: _Optional[int] = ..., stride_h: _Optional[int] = ..., stride_w: _Optional[int] = ..., pad_h: _Optional[int] = ..., pad_w: _Optional[int] = ..., engine: _Optional[_Union[PoolingParameter.Engine, str]] = ..., global_pooling: bool = ..., round_mode: _Optional[_Union[PoolingParameter.RoundMode, str]] = ..., torch_pooling: bool = ..., pad_3d: _Optional[_Iterable[int]] = ..., kernel_size_3d: _Optional[_Iterable[int]] = ..., stride_3d: _Optional[_Iterable[int]] = ..., avg_include_pad: bool = ..., axis: _Optional[int] = ..., blobs_lr: _Optional[float] = ..., blobs_a_min: _Optional[float] = ..., ceil_mode: bool = ..., kernel_depth: _Optional[int] = ..., temporal_stride: _Optional[int] = ...) -> None: ...
 
 class SPPParameter(_message.Message):
     __slots__ = ("pyramid_height", "pool", "engine")
@@ -2729,6 +2767,17 @@ class V1LayerParameter(_message.Message):
         ROIPOOLING: _ClassVar[V1LayerParameter.LayerType]
         BATCH_NORM: _ClassVar[V1LayerParameter.LayerType]
         ELTWISE_AFFINE: _ClassVar[V1LayerParameter.LayerType]
+        CONVOLUTION3D: _ClassVar[V1LayerParameter.LayerType]
+        POOLING3D: _ClassVar[V1LayerParameter.LayerType]
+        VOLUME_DATA: _ClassVar[V1LayerParameter.LayerType]
+        VIDEO_DATA: _ClassVar[V1LayerParameter.LayerType]
+        DECONVOLUTION3D: _ClassVar[V1LayerParameter.LayerType]
+        VIDEO_SEGMENTATION_DATA: _ClassVar[V1LayerParameter.LayerType]
+        VOXEL_SOFTMAX: _ClassVar[V1LayerParameter.LayerType]
+        VOXEL_SOFTMAX_LOSS: _ClassVar[V1LayerParameter.LayerType]
+        VIDEO_WITH_VOXEL_TRUTH_DATA: _ClassVar[V1LayerParameter.LayerType]
+        VOXEL_CUSTOM_LOSS: _ClassVar[V1LayerParameter.LayerType]
+        DOWN_SAMPLING: _ClassVar[V1LayerParameter.LayerType]
     NONE: V1LayerParameter.LayerType
     ABSVAL: V1LayerParameter.LayerType
     ACCURACY: V1LayerParameter.LayerType
@@ -2778,6 +2827,17 @@ class V1LayerParameter(_message.Message):
     ROIPOOLING: V1LayerParameter.LayerType
     BATCH_NORM: V1LayerParameter.LayerType
     ELTWISE_AFFINE: V1LayerParameter.LayerType
+    CONVOLUTION3D: V1LayerParameter.LayerType
+    POOLING3D: V1LayerParameter.LayerType
+    VOLUME_DATA: V1LayerParameter.LayerType
+    VIDEO_DATA: V1LayerParameter.LayerType
+    DECONVOLUTION3D: V1LayerParameter.LayerType
+    VIDEO_SEGMENTATION_DATA: V1LayerParameter.LayerType
+    VOXEL_SOFTMAX: V1LayerParameter.LayerType
+    VOXEL_SOFTMAX_LOSS: V1LayerParameter.LayerType
+    VIDEO_WITH_VOXEL_TRUTH_DATA: V1LayerParameter.LayerType
+    VOXEL_CUSTOM_LOSS: V1LayerParameter.LayerType
+    DOWN_SAMPLING: V1LayerParameter.LayerType
     class DimCheckMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STRICT: _ClassVar[V1LayerParameter.DimCheckMode]

@@ -114,6 +114,7 @@ _LAYERS = {
     "FlowNet": "Accum BlackAugmentation ChannelNorm Correlation Correlation1D CustomData "
     "DataAugmentation Downsample FlowAugmentation FlowWarp GenerateAugmentationParameters "
     "LpqLoss Mean NegReLU Resample",
+    "C3D": "DownSampling VideoSegmentationData VideoWithVoxelTruthData VolumeData VoxelCustomLoss",
     "YOLO for Caffe": "EvalDetection",
     "Temporal Segment Networks": "BatchReduction Gather Scatter SegData SyncBN",
 }

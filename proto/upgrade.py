@@ -18,6 +18,7 @@ from caffepy.core.registry import nearest
 from caffepy.proto.caffe_pb2 import (
     BlobShape,
     LayerParameter,
+    LossParameter,
     NetParameter,
     ParamSpec,
     SolverParameter,
@@ -33,15 +34,20 @@ _SPELLED = {
     "ARGMAX": "ArgMax",
     "BN": "BN",
     "BNLL": "BNLL",
+    "CONVOLUTION3D": "Convolution3D",
+    "DECONVOLUTION3D": "Deconvolution3D",
     "HDF5_DATA": "HDF5Data",
     "HDF5_OUTPUT": "HDF5Output",
     "LRN": "LRN",
     "MVN": "MVN",
+    "POOLING3D": "Pooling3D",
     "RELU": "ReLU",
     "RELU6": "ReLU6",
     "ROIPOOLING": "ROIPooling",
     "SOFTMAX_LOSS": "SoftmaxWithLoss",
     "TANH": "TanH",
+    "VOXEL_SOFTMAX": "Softmax",
+    "VOXEL_SOFTMAX_LOSS": "SoftmaxWithLoss",
 }
 V1_TYPES = {
     name: _SPELLED.get(name, "".join(map(str.capitalize, name.split("_"))))
@@ -103,7 +109,18 @@ _DATA_PARAMS = {
     V1LayerParameter.DATA: "data_param",
     V1LayerParameter.IMAGE_DATA: "image_data_param",
     V1LayerParameter.WINDOW_DATA: "window_data_param",
+    V1LayerParameter.VIDEO_DATA: "image_data_param",
+    V1LayerParameter.VIDEO_SEGMENTATION_DATA: "image_data_param",
+    V1LayerParameter.VIDEO_WITH_VOXEL_TRUTH_DATA: "image_data_param",
 }
+
+_VOLUMES = {
+    "Convolution3D": ("convolution_param", "convolution3d_param"),
+    "Deconvolution3D": ("convolution_param", "convolution3d_param"),
+    "Pooling3D": ("pooling_param", "pooling3d_param"),
+    "VideoData": ("image_data_param", "video_data_param"),
+}
+"""Types of C3D, and where the settings of their V1 layers are and belong."""
 
 _SOLVER_TYPES = {
     "SGD": "SGD",
@@ -366,6 +383,7 @@ def upgrade_layer(old: V1LayerParameter, new: LayerParameter) -> None:
                 getattr(new, name).CopyFrom(value)
     if old.HasField("type"):
         new.type = V1_TYPES[V1LayerParameter.LayerType.Name(old.type)]
+        _upgrade_volumes(old.type, new)
     specs: dict[str, Sequence[Any]] = {
         "name": old.param,
         "share_mode": old.blob_share_mode,  # the two enums have the same numbers
@@ -376,6 +394,33 @@ def upgrade_layer(old: V1LayerParameter, new: LayerParameter) -> None:
     for name, values in specs.items():
         for spec, value in zip(new.param, values, strict=False):
             setattr(spec, name, value)
+
+
+def _upgrade_volumes(old: int, layer: LayerParameter) -> None:
+    """Move the settings of a V1 layer of C3D to where its type has them today."""
+    if old == V1LayerParameter.VOXEL_SOFTMAX_LOSS:
+        layer.loss_param.normalization = LossParameter.FULL
+    if layer.type not in _VOLUMES:
+        return
+    source, target = _VOLUMES[layer.type]
+    given, moved = getattr(layer, source), getattr(layer, target)
+    for field, value in given.ListFields():
+        name = field.name
+        if source == "image_data_param" and name == "mean_value":
+            layer.transform_param.mean_value.append(value)
+            continue
+        known = moved.DESCRIPTOR.fields_by_name.get(name)
+        several = field.message_type is None and field.default_value == []
+        if known is None or (several and len(value) > 1):
+            raise ConfigError(
+                f'layer "{layer.name}" ({layer.type}): C3D has no {source} with this {name}'
+            )
+        if known.message_type is None:
+            kind = bool if known.type == known.TYPE_BOOL else type(known.default_value)
+            setattr(moved, name, kind(value[0] if several else value))
+        else:
+            getattr(moved, name).CopyFrom(value)
+    layer.ClearField(source)
 
 
 def _upgrade_input(net: NetParameter) -> None:

@@ -19,6 +19,29 @@ def pooling(site: Site) -> None:
     pool(site, site.layer, site.top_shapes[0], site.tops)
 
 
+@writers("Pooling3D")
+def volumes(site: Site) -> None:
+    """MaxPool; or AveragePool over zeros, times how many more elements it counts."""
+    layer, (x,) = site.layer, site.bottoms
+    size, out = site.bottom_shapes[0][2:], site.top_shapes[0][2:]
+    kernel, stride, pad = layer.window
+    axes = list(zip(size, out, kernel, stride, pad, strict=True))
+    end = [max(0, (o - 1) * s + k - n - p) for n, o, k, s, p in axes]
+    if any((o - 1) * s - p >= n for n, o, k, s, p in axes):
+        raise InexpressibleError(
+            "its strides are so large that its last windows lie outside the image"
+        )
+    window = {"kernel_shape": list(kernel), "strides": list(stride)}
+    if not layer.mean:
+        site.finish("MaxPool", x, **window, pads=[*pad, *end])
+        return
+    padded = site.node("Pad", x, site.integers([0, 0, *pad, 0, 0, *end], "pads"))
+    means = site.node("AveragePool", padded, **window)
+    counts = [[k / min(k, n + 2 * p - i * s) for i in range(o)] for n, o, k, s, p in axes]
+    factors = np.einsum("i,j,k->ijk", *counts).astype(np.float32)
+    site.finish("Mul", means, site.constant(factors))
+
+
 @writers("ROIPooling")
 def roi_pooling(site: Site) -> None:
     x, rois = site.bottoms

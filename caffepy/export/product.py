@@ -9,10 +9,12 @@ from caffepy.export.graph import Site, writers
 
 @writers(
     "Convolution",
+    "Convolution3D",
     "ConvolutionDepthwise",
     "DepthwiseConvolution",
     "DepthwiseConv",
     "Deconvolution",
+    "Deconvolution3D",
 )
 def convolution(site: Site) -> None:
     """Conv, or ConvTranspose, which has Caffe's weight and output size, for each bottom.
@@ -20,11 +22,11 @@ def convolution(site: Site) -> None:
     Axes before the channels become one axis; without spatial axes one of size 1 is added.
     """
     layer = site.layer
-    op = "ConvTranspose" if layer.type == "Deconvolution" else "Conv"
+    op = "ConvTranspose" if layer.type.startswith("Deconvolution") else "Conv"
     kernel, stride, pad, dilation = layer.window
     point = () if kernel else (1,)
     weight = site.param(0, (*layer.blobs[0].shape, *point))
-    bias = [site.param(1)] if len(layer.blobs) > 1 else []
+    bias = [site.param(1, (layer.outputs,))] if len(layer.blobs) > 1 else []
     attributes = {
         "kernel_shape": list(kernel or point),
         "strides": list(stride or (1,)),

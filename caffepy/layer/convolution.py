@@ -62,6 +62,8 @@ def read_window(param: ConvolutionParameter, axes: int) -> Window:
             found = tuple(values) or default
         if len(found) == 1:
             found *= axes
+        if param.HasField("kernel_depth"):
+            raise ConfigError("kernel_depth is for layers of C3D, such as Convolution3D")
         if len(found) != axes:
             raise ConfigError(
                 f"{name} must be given once or once for each of {axes} spatial axes, "
@@ -96,11 +98,15 @@ class _Filtering(Weighted):
     def weight_shape(self) -> tuple[int, ...]:
         raise NotImplementedError
 
+    def settings(self, bottom: Blobs) -> ConvolutionParameter:
+        """Return the layer's settings; ConfigError if the first bottom does not fit them."""
+        return self.param.convolution_param
+
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        param = self.param.convolution_param
+        param = self.settings(bottom)
         self.axis = bottom[0].axis(param.axis)
         self.window = read_window(param, len(bottom[0].shape) - self.axis - 1)
-        channels, outputs, group = self.sizes(bottom)
+        channels, outputs, group = self.sizes(bottom, param)
         if outputs < 1:
             raise ConfigError("num_output must be 1 or more")
         if group < 1 or channels % group or outputs % group:
@@ -110,9 +116,8 @@ class _Filtering(Weighted):
         self.channels, self.outputs, self.group = channels, outputs, group
         self.make_weight(self.weight_shape(), outputs, param)
 
-    def sizes(self, bottom: Blobs) -> tuple[int, int, int]:
+    def sizes(self, bottom: Blobs, param: ConvolutionParameter) -> tuple[int, int, int]:
         """Return the numbers of input channels, of outputs, and of groups."""
-        param = self.param.convolution_param
         return bottom[0].shape[self.axis], param.num_output, param.group
 
     def check_bottoms(self, bottom: Blobs) -> tuple[int, ...]:
@@ -219,7 +224,7 @@ class ConvolutionDepthwise(Convolution):
     num_output and group are not read.
     """
 
-    def sizes(self, bottom: Blobs) -> tuple[int, int, int]:
+    def sizes(self, bottom: Blobs, param: ConvolutionParameter) -> tuple[int, int, int]:
         channels = bottom[0].shape[self.axis]
         return channels, channels, channels
 
@@ -274,6 +279,60 @@ class Deconvolution(_Filtering):
         """Each input is multiplied by one filter."""
         weight = self.blobs[0]
         return weight.count * (sum(bottoms) // weight.shape[0])
+
+
+class _OverVolumes(_Filtering):
+    """Base of C3D's layers, which have settings of their own and a bias (1, 1, 1, 1, O)."""
+
+    def settings(self, bottom: Blobs) -> ConvolutionParameter:
+        """The settings as those of Convolution: sizes along time first, then along both axes."""
+        given = self.param.convolution3d_param
+        if len(bottom[0].shape) != 5:
+            raise ConfigError(f"{self.type} needs (N, C, L, H, W), not {list(bottom[0].shape)}")
+        if given.filter_group < 1 or given.num_output % given.filter_group:
+            raise ConfigError(
+                f"{given.num_output} outputs cannot be split into {given.filter_group} "
+                "filter_groups"
+            )
+        names = ("num_output", "bias_term", "weight_filler", "bias_filler")
+        param = ConvolutionParameter(**{name: getattr(given, name) for name in names})
+        for over_time, within, target in (
+            (given.kernel_depth, given.kernel_size, param.kernel_size),
+            (given.temporal_stride, given.stride, param.stride),
+            (given.temporal_pad, given.pad, param.pad),
+        ):
+            target.extend([over_time, within, within])
+        return param
+
+    def make_weight(self, shape: Sequence[int], outputs: int, param: Any) -> None:
+        shapes = {"weight": shape} | ({"bias": (1, 1, 1, 1, outputs)} if param.bias_term else {})
+        self.make_params(shapes, (param.weight_filler, param.bias_filler))
+
+    @property
+    def bias(self) -> Array | None:
+        bias = super().bias
+        return None if bias is None else bias.reshape(-1)
+
+    @property
+    def bias_diff(self) -> Array | None:
+        db = super().bias_diff
+        return None if db is None else db.reshape(-1)
+
+
+@layer("Convolution3D")
+class Convolution3D(_OverVolumes, Convolution):
+    """(N, C, L, H, W) -> (N, O, Lo, Ho, Wo); weight (O, C, depth, k, k), bias (1, 1, 1, 1, O).
+
+    C3D's Convolution over three axes (Tran et al. 2015). temporal_stride, temporal_pad and
+    kernel_depth are those of L. `group` is not read, filter_group changes no result.
+    """
+
+
+@layer("Deconvolution3D")
+class Deconvolution3D(_OverVolumes, Deconvolution):
+    """(N, C, L, H, W) -> (N, O, Lo, Ho, Wo), the transpose of Convolution3D; weight (C, O, depth,
+    k, k), bias (1, 1, 1, 1, O).
+    """
 
 
 @layer("Im2col")

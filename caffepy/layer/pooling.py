@@ -6,9 +6,9 @@ from math import ceil, floor, prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import MAX_COUNT, Blob
+from caffepy.device.blob import MAX_COUNT, Array, Blob
 from caffepy.layer.base import Blobs, Drawing, Layer, layer
-from caffepy.proto.caffe_pb2 import LayerParameter, PoolingParameter
+from caffepy.proto.caffe_pb2 import LayerParameter, Pooling3DParameter, PoolingParameter
 
 Pair = tuple[int, int]
 
@@ -66,6 +66,8 @@ class Pooling(Drawing):
         self.takes_preferred_layout = not self.tells_where
         if self.tells_where and self.method != PoolingParameter.MAX:
             raise ConfigError("only MAX pooling has a second top")
+        if param.HasField("kernel_depth"):
+            raise ConfigError("kernel_depth is for Pooling3D, a layer of C3D")
         has_kernel = any(param.HasField(name) for name in ("kernel_size", "kernel_h", "kernel_w"))
         if self.whole and has_kernel:
             raise ConfigError(
@@ -149,6 +151,68 @@ class Pooling(Drawing):
             raise ConfigError("STOCHASTIC pooling has a gradient in the TRAIN phase only")
         else:
             self.ops.max_pool_backward(dy, self.index.data, dx, window)
+
+
+@layer("Pooling3D")
+class Pooling3D(Layer):
+    """(N, C, L, H, W) -> (N, C, Lo, Ho, Wo): C3D's pooling over three axes (Tran et al. 2015).
+
+    Ho = ceil((H + 2*pad - kernel_size) / stride) + 1; Lo likewise, of kernel_depth and
+    temporal_stride, without padding. AVE counts padding in its divisor. The gradient of MAX goes to
+    every element that equals the maximum, as C3D's.
+    """
+
+    on_gpu = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.pooling3d_param
+        self.mean = param.pool == Pooling3DParameter.AVE
+        self.backward_reads_bottom = self.backward_reads_top = not self.mean
+        if param.pool == Pooling3DParameter.STOCHASTIC:
+            raise ConfigError("pooling3d_param: there is no STOCHASTIC pooling of volumes")
+        if param.pad and not self.mean:
+            raise ConfigError("pooling3d_param: only AVE pooling can have a pad")
+        side, stride, pad = param.kernel_size, param.stride, param.pad
+        kernel, steps = (param.kernel_depth, side, side), (param.temporal_stride, stride, stride)
+        if min(kernel) < 1 or min(steps) < 1:
+            raise ConfigError(
+                "pooling3d_param: kernel_depth, kernel_size and strides must be 1 or more"
+            )
+        self.window = kernel, steps, (0, pad, pad)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape = bottom[0].shape
+        if len(shape) != 5:
+            raise ConfigError(f"Pooling3D needs (N, C, L, H, W), not {list(shape)}")
+        n, c, *size = shape
+        axes = zip(size, *self.window, strict=True)
+        out = [pooled_size(*axis, any_pad=False, up=True) for axis in axes]
+        if min(out) < 1:
+            raise ConfigError(f"kernel {_by(self.window[0])} does not fit its {_by(size)} input")
+        top[0].reshape((n, c, *out))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y = self.volumes(bottom[0].data), self.volumes(top[0].data)
+        if self.mean:
+            self.ops.ave_pool_volumes_forward(x, y, self.window)
+        else:
+            least = float(np.finfo(np.float32).min)
+            self.ops.max_pool_volumes_forward(x, y, least, self.window)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx is dy shared evenly, or dy at each element that equals the maximum."""
+        if not propagate_down[0]:
+            return
+        dy, dx = self.volumes(top[0].diff), self.volumes(bottom[0].diff)
+        if self.mean:
+            self.ops.ave_pool_volumes_backward(dy, dx, self.window)
+        else:
+            x, y = self.volumes(bottom[0].data), self.volumes(top[0].data)
+            self.ops.max_pool_volumes_backward(x, y, dy, dx, self.window)
+
+    @staticmethod
+    def volumes(x: Array) -> Array:
+        return x.reshape(-1, *x.shape[2:])
 
 
 @layer("SPP")

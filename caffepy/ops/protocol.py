@@ -39,6 +39,9 @@ Maybe = Array | None
 Pair = tuple[int, int]
 Window = tuple[Pair, Pair, Pair]
 """kernel, stride and pad, each (height, width)."""
+Three = tuple[int, int, int]
+Volume = tuple[Three, Three, Three]
+"""kernel, stride and pad, each (length, height, width)."""
 Sizes = Sequence[int]
 Counting = tuple[int | None, float | None]
 """The label to ignore, and the divisor of a loss."""
@@ -396,6 +399,22 @@ class Ops(Protocol):
 
     def stochastic_pool_mean(self, x: Array, y: Array, window: Window) -> None:
         """Write the mean of `stochastic_pool_forward`: sum of squares / sum, 0 if that is <= 0."""
+
+    # Pooling of volumes: x, dx (P, L, H, W), y, dy (P, Lo, Ho, Wo), window of three axes
+
+    def max_pool_volumes_forward(self, x: Array, y: Array, least: float, window: Volume) -> None:
+        """Write the maximum of each window, `least` for one without elements."""
+
+    def max_pool_volumes_backward(
+        self, x: Array, y: Array, dy: Array, dx: Array, window: Volume
+    ) -> None:
+        """Write dx: each dy goes to every element of its window that equals y."""
+
+    def ave_pool_volumes_forward(self, x: Array, y: Array, window: Volume) -> None:
+        """Write the mean of each window; the divisor counts padding, but nothing beyond it."""
+
+    def ave_pool_volumes_backward(self, dy: Array, dx: Array, window: Volume) -> None:
+        """Write dx: each dy divided evenly over its window."""
 
     # Resizing of planes: x, dx (P, H, W), y, dy (P, Ho, Wo)
 

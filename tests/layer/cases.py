@@ -80,6 +80,20 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
             "convolution_param { num_output: 2 kernel_size: 4 dilation: 2 stride: 2 }",
         ),
     ],
+    "Convolution3D": [
+        (
+            [(2, 3, 4, 5, 6)],
+            1,
+            "convolution3d_param { num_output: 2 kernel_depth: 2 kernel_size: 3 pad: 1 stride: 2 }",
+        ),
+    ],
+    "Deconvolution3D": [
+        (
+            [(2, 3, 4, 5, 6)],
+            1,
+            "convolution3d_param { num_output: 2 kernel_depth: 2 kernel_size: 3 temporal_stride: 2 }",
+        ),
+    ],
     "DepthwiseConvolution": [
         ([IMAGE], 1, "convolution_param { num_output: 12 kernel_size: 3 pad: 1 group: 6 }"),
     ],
@@ -234,6 +248,24 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE], 1, "pooling_param { pool: AVE global_pooling: true }"),
         ([IMAGE], 2, "pooling_param { global_pooling: true }"),
         ([IMAGE], 1, "pooling_param { pool: STOCHASTIC kernel_size: 3 stride: 2 }"),
+    ],
+    "Pooling3D": [
+        (
+            [(2, 3, 4, 5, 6)],
+            1,
+            "pooling3d_param { kernel_depth: 2 kernel_size: 3 stride: 2 temporal_stride: 2 }",
+        ),
+        (
+            [(2, 3, 4, 5, 6)],
+            1,
+            "pooling3d_param { pool: AVE kernel_depth: 3 kernel_size: 3 stride: 2 pad: 1 }",
+        ),
+        (
+            [(2, 3, 4, 6, 6)],
+            1,
+            "pooling3d_param { pool: AVE kernel_depth: 2 kernel_size: 3 stride: 2 "
+            "temporal_stride: 3 }",
+        ),
     ],
     "SPP": [
         ([(2, 3, 9, 11)], 1, "spp_param { pyramid_height: 3 }"),

@@ -102,6 +102,11 @@ GUESSED = {
         "video_data_param { batch_size: 2 new_length: 16 crop_size: 7 }",
         [[2, 3, 16, 7, 7], [2]],
     ),
+    "volumes of flows": (
+        'type: "VideoWithVoxelTruthData" top: "x" top: "y" '
+        "image_data_param { batch_size: 2 num_truth_channels: 2 }",
+        [[2, 3, 16, 9, 9], [2, 2, 16, 9, 9]],
+    ),
     "flows of segments": (
         'type: "VideoData" top: "x" top: "y" '
         "video_data_param { batch_size: 2 new_length: 5 num_segments: 3 modality: FLOW }",

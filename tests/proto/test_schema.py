@@ -144,20 +144,31 @@ def of_forks() -> dict[tuple[str, str], list[dict[str, str]]]:
 
 
 UNNUMBERED = {
+    "ConvolutionParameter": "kernel_depth temporal_stride filter_group temporal_pad",
     "DenseImageDataParameter": "label_divide_factor",
+    "ImageDataParameter": "new_length show_data use_image sampling_rate use_label "
+    "use_temporal_jitter mean_value num_truth_channels use_byte_input is_flow truth_scale clip_min "
+    "clip_max",
     "LayerParameter": "source_class",
     "MemoryDataParameter": "source share_in_parallel dataframe_format dataframe_column_select "
     "image_encoded",
     "MemoryOptimizationParameter": "optimize_train optimize_test",
     "NetParameter": "mem_param",
-    "PoolingParameter": "ceil_mode",
+    "PoolingParameter": "ceil_mode kernel_depth temporal_stride",
     "SolverParameter": "further_device_id group_id richness",
     "TransformationParameter": "further_resize_param fix_crop more_fix_crop multi_scale "
     "scale_ratios max_distort is_flow",
     "VideoDataParameter": "num_segments modality name_pattern",
 }
+C3D = (
+    "CONVOLUTION3D POOLING3D VOLUME_DATA VIDEO_DATA DECONVOLUTION3D VIDEO_SEGMENTATION_DATA "
+    "VOXEL_SOFTMAX VOXEL_SOFTMAX_LOSS VIDEO_WITH_VOXEL_TRUTH_DATA VOXEL_CUSTOM_LOSS DOWN_SAMPLING"
+)
+"""C3D 1.0's types of V1 layers."""
 OWN = {(message, name) for message, names in UNNUMBERED.items() for name in names.split()}
-"""Fields of forks whose number is not known, and those for what forks have several times."""
+"""Fields of forks whose number is not known, those for what forks have several times, and those of
+C3D 1.0, whose binary nets are read otherwise.
+"""
 OTHER_TYPE = {("UpsampleParameter", "scale"): "int32"}
 """SegNet's is uint32."""
 NOT_TAKEN = {
@@ -205,6 +216,7 @@ def test_enums_are_those_of_the_tables() -> None:
     values = {key for key, found in of_forks().items() if found[0]["type"] == "enum value"}
     taken = {(enum, name) for enum, name in values if enum not in NOT_TAKEN}
     unnumbered = {("VideoDataParameter.Modality", name) for name in ("RGB", "FLOW")}
+    unnumbered |= {("V1LayerParameter.LayerType", name) for name in C3D.split()}
     assert {(enum, name) for enum, name, _ in ours - known} - unnumbered == taken - {
         (enum, name) for enum, name, _ in known
     }

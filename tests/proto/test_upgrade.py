@@ -66,6 +66,28 @@ layer { name: "s" type: "Silence" }
 BATCH_NORM = 'layer { type: "BatchNorm" param { lr_mult: 1 } param { } param { name: "c" } }'
 BATCH_NORM_NEW = """layer { type: "BatchNorm" param { lr_mult: 0 decay_mult: 0 } param { lr_mult: 0 decay_mult: 0 }
   param { name: "c" lr_mult: 0 decay_mult: 0 } }"""
+C3D = """
+layers { name: "d" type: VIDEO_DATA top: "x" top: "y" image_data_param { source: "l" use_image: true mean_file: "m"
+  batch_size: 3 crop_size: 112 mirror: true show_data: 2 new_height: 128 new_length: 16 mean_value: 5 } }
+layers { name: "c" type: CONVOLUTION3D bottom: "x" top: "c" blobs_lr: 1 convolution_param { num_output: 4 kernel_size: 3
+  kernel_depth: 2 pad: 1 temporal_pad: 1 stride: 2 weight_filler { type: "xavier" } } }
+layers { name: "p" type: POOLING3D bottom: "c" top: "p" pooling_param { pool: AVE kernel_size: 2 kernel_depth: 1 } }
+layers { name: "u" type: DECONVOLUTION3D bottom: "p" top: "u" convolution_param { temporal_stride: 2 } }
+layers { name: "l" type: VOXEL_SOFTMAX_LOSS bottom: "u" bottom: "t" }
+layers { name: "s" type: VOXEL_SOFTMAX bottom: "u" top: "s" }
+"""
+C3D_NEW = """
+layer { name: "d" type: "VideoData" top: "x" top: "y" video_data_param { source: "l" use_image: true batch_size: 3
+  new_height: 128 new_length: 16 show_data: true }
+  transform_param { mean_file: "m" crop_size: 112 mirror: true mean_value: 5 } }
+layer { name: "c" type: "Convolution3D" bottom: "x" top: "c" param { lr_mult: 1 } convolution3d_param { num_output: 4
+  kernel_size: 3 kernel_depth: 2 pad: 1 temporal_pad: 1 stride: 2 weight_filler { type: "xavier" } } }
+layer { name: "p" type: "Pooling3D" bottom: "c" top: "p"
+  pooling3d_param { pool: AVE kernel_size: 2 kernel_depth: 1 } }
+layer { name: "u" type: "Deconvolution3D" bottom: "p" top: "u" convolution3d_param { temporal_stride: 2 } }
+layer { name: "l" type: "SoftmaxWithLoss" bottom: "u" bottom: "t" loss_param { normalization: FULL } }
+layer { name: "s" type: "Softmax" bottom: "u" top: "s" }
+"""
 CASES = {
     "V0": (V0, V0_NEW),
     "V1": (V1, V1_NEW),
@@ -74,6 +96,7 @@ CASES = {
     "names of inputs only": ('input: "a" layer { name: "s" }', 'layer { name: "s" }'),
     "BatchNorm": (BATCH_NORM, BATCH_NORM_NEW),
     "BatchNorm with two params": ('layer { type: "BatchNorm" param { } param { } }',) * 2,
+    "C3D 1.0": (C3D, C3D_NEW),
     "data_param of a new layer stays": ('layer { type: "Data" data_param { scale: 2 } }',) * 2,
 }
 
@@ -186,6 +209,10 @@ ERRORS = {
     "layers and layer": (
         'layers { name: "a" } layer { name: "b" }',
         'the net has both old "layers" and new "layer" entries; use "layer" for all of them',
+    ),
+    "two paddings of volumes": (
+        'layers { name: "c" type: CONVOLUTION3D convolution_param { pad: 1 pad: 2 } }',
+        'layer "c" (Convolution3D): C3D has no convolution_param with this pad',
     ),
     "too few input_dim": ('input: "a" input_dim: 1', "1 inputs need 4 input_dim entries, not 1"),
     "too few input_shape": (

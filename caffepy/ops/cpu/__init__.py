@@ -108,4 +108,10 @@ from caffepy.ops.cpu.transform import transform_batch
 from caffepy.ops.cpu.update import update_params
 from caffepy.ops.cpu.update_state import Sums, UpdateState
 from caffepy.ops.cpu.vector_norm import normalize_backward, normalize_forward
+from caffepy.ops.cpu.volumes import (
+    ave_pool_volumes_backward,
+    ave_pool_volumes_forward,
+    max_pool_volumes_backward,
+    max_pool_volumes_forward,
+)
 from caffepy.ops.cpu.yolo import region_truths, yolo_scores, yolo_truths

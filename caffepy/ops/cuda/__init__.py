@@ -121,4 +121,10 @@ from caffepy.ops.cuda.transform import transform_batch
 from caffepy.ops.cuda.update import update_params
 from caffepy.ops.cuda.update_state import Sums, UpdateState
 from caffepy.ops.cuda.vector_norm import normalize_backward, normalize_forward
+from caffepy.ops.cuda.volumes import (
+    ave_pool_volumes_backward,
+    ave_pool_volumes_forward,
+    max_pool_volumes_backward,
+    max_pool_volumes_forward,
+)
 from caffepy.ops.cuda.yolo import region_truths, yolo_scores, yolo_truths
