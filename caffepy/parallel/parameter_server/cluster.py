@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from caffepy import ops
 from caffepy.core.errors import CaffeError, SyncError, UsageError
+from caffepy.core.events import asked_to_end
 from caffepy.core.files import working_directory
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -59,6 +60,9 @@ with ten, one to four points.
 
 LEAST_WAIT = 0.05
 """Seconds of waiting for another worker that are worth a word."""
+
+WAIT, AGAIN = 10.0, 60.0
+"""Seconds until a run says which workers it waits for to begin, and until it says so again."""
 
 HOPELESS = 3
 """Workers that may die one after the other before they have joined."""
@@ -201,11 +205,13 @@ class _Processes:
         self, engine: RayEngine, options: WorkerOptions, most: int, devices: Callable[[int], Any]
     ) -> None:
         self._engine, self._options, self._devices = engine, options, devices
+        self._most = most
         self._running: dict[int, Future[Any]] = {}
         self._next, self._deaths, self._ended = 1, 0, False
         self._lock = threading.Lock()
         self.error: BaseException | None = None
         self._joined = set[int]()
+        self._told = time.monotonic() + WAIT - AGAIN  # whom the run waits for to begin
         for place in range(1, most):
             self._start(place, options)
 
@@ -236,6 +242,11 @@ class _Processes:
         self._deaths = 1 if number in self._joined else self._deaths + 1
         if self._deaths > HOPELESS:
             log.warning("No worker takes its place: %d have died in a row", self._deaths)
+            if not self._begun:
+                self.error = SyncError(
+                    f"{self._deaths} workers have died one after the other before they joined: "
+                    "Ray's logs of them are in session_latest/logs of its folder on their hosts"
+                )
             return
         begun = replace(self._options, begin_together=1)
         start = threading.Timer(PAUSE, self._start, (place, begun))
@@ -251,10 +262,44 @@ class _Processes:
             self._engine.kill(f"worker-{number}")
 
     def check(self) -> None:
-        """Raise the error that ended a worker, if one did, or of the cluster."""
+        """Raise the error that ended a worker, if one did, or of the cluster. While workers are
+        missing that the run begins with, tell why; a signal ends that.
+        """
         if self.error:
             raise self.error
         self._engine.check()
+        if not self._begun:
+            self._await_begin()
+
+    @property
+    def _begun(self) -> bool:
+        return len(self._joined) >= self._options.begin_together
+
+    def _await_begin(self) -> None:
+        if asked_to_end.is_set():
+            raise KeyboardInterrupt
+        if time.monotonic() < self._told + AGAIN:
+            return
+        self._told = time.monotonic()
+        _, needs = self._devices(1)
+        log.warning(
+            "The run begins with %d workers, of which %d have joined. %s",
+            *(self._options.begin_together, len(self._joined)),
+            self._missing(needs, *self._engine.room(needs)),
+        )
+
+    def _missing(self, needs: Mapping[str, float], hosts: int, room: float, free: float) -> str:
+        """Return why workers are missing, if a host of Ray has room and so many are free."""
+        what = ", ".join(f"{name}: {count:g}" for name, count in needs.items())
+        if room < self._options.begin_together:
+            return (
+                f"Ray's {hosts} host(s) have room for {room:g}, as each needs {what}: start it on "
+                "more hosts (ray start --address=HOST:PORT), or give a smaller --nodes, such as "
+                f"{max(1, room):g}:{self._most}"
+            )
+        if free < 1 and needs:
+            return f"The others start, or wait for what other programs have of Ray's {what}"
+        return "The others are starting"
 
     def end(self) -> Mapping[int, Any]:
         """Wait for the ends of the workers; return their results by number."""
@@ -295,6 +340,7 @@ def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> It
                 return None, {"CPU": 1}
             return ",".join(map(str, range(len(own)))), {"GPU": len(own)}
 
+        engine.reserve(device_of(0)[1])
         processes = _Processes(engine, worker, most, device_of)
         client = Client(engine, 0, poll=processes.check, watch=processes.follow, bf16=filters.bf16)
         workers = ServedWorkers(solver, client, worker.rule, worker.every, fewest, filters)

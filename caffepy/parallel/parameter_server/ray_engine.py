@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 import secrets
 import signal
@@ -18,7 +19,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -215,9 +216,11 @@ def _use_token(cluster: str) -> None:
 
 
 def _set_token_mode() -> None:
-    """Use the token, unless the environment says something else; Ray has read that already."""
+    """Use the token, unless the environment says something else: Ray has read both already."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    _ray()._raylet.Config.initialize("")
+    raylet = _ray()._raylet
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _has_token() -> bool:
@@ -312,6 +315,31 @@ class RayEngine:
         """As `messages.Engine.names`."""
         found: list[str] = self._ray.util.list_named_actors()
         return found
+
+    def reserve(self, resources: Mapping[str, float]) -> None:
+        """Keep these resources of this process's node for it while it lives, if they are free."""
+        if not resources:
+            return
+        node = self._ray.get_runtime_context().get_node_id()
+        placement_group = self._ray.util.placement_group
+        here = placement_group([resources], bundle_label_selector=[{"ray.io/node-id": node}])
+        if not here.wait(ANSWERS):
+            told = "Ray has not all of %s free on this host: other workers here may use the same"
+            log.warning(told, dict(resources))
+
+    def room(self, needs: Mapping[str, float]) -> tuple[int, float, float]:
+        """Return the number of hosts of the cluster, how many workers with these needs they have
+        room for, and how many of them nobody uses.
+        """
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        free = self._ray._private.state.available_resources_per_node().values()
+
+        def places(hosts: Iterable[Mapping[str, float]]) -> float:
+            return sum(min(host.get(key, 0) // n for key, n in needs.items()) for host in hosts)
+
+        if not needs:
+            return len(nodes), math.inf, math.inf
+        return len(nodes), places(nodes), places(free)
 
     def watch_store(self) -> None:
         """Look from now on whether Ray's store answers, see `check`."""

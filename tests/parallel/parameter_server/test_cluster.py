@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from caffepy.commands.train import TrainOptions, train
-from caffepy.core.errors import DataError, UsageError
+from caffepy.core.errors import DataError, SyncError, UsageError
+from caffepy.core.events import asked_to_end
 from caffepy.device.threads import num_threads, set_num_threads
 from caffepy.parallel.parameter_server import cluster
 from caffepy.parallel.parameter_server.cluster import (
@@ -34,7 +35,7 @@ from tests.solver.cases import solver_of
 
 
 class Engine:
-    """Starts nothing; `futures` are of the workers, by number."""
+    """Starts nothing; `futures` are of the workers, by number. It has room for two of them."""
 
     def __init__(self) -> None:
         self.futures: dict[int, Future[Any]] = {}
@@ -42,6 +43,12 @@ class Engine:
     def spawn_worker(self, number: int, *arguments: object, **options: object) -> "Future[Any]":
         self.futures[number] = Future()
         return self.futures[number]
+
+    def check(self) -> None:
+        pass
+
+    def room(self, needs: object) -> tuple[int, float, float]:
+        return 1, 2, 0
 
     def kill(self, actor: str) -> None:
         self.die(int(actor.removeprefix("worker-")))
@@ -58,10 +65,10 @@ def starts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "PAUSE", 0)
 
 
-def processes(engine: Engine, rule: Rule) -> _Processes:
-    options = WorkerOptions(b"", "", "", None, None, True, True, 1, 5, "", rule, 2)
+def processes(engine: Engine, rule: Rule, begin_together: int = 2) -> _Processes:
+    options = WorkerOptions(b"", "", "", None, None, True, True, 1, 5, "", rule, begin_together)
     of_ray: Any = engine
-    return _Processes(of_ray, options, 2, lambda place: (None, {}))
+    return _Processes(of_ray, options, 2, lambda place: (None, {"GPU": 1}))
 
 
 def test_workers_that_have_joined_are_replaced_however_often() -> None:
@@ -76,11 +83,13 @@ def test_workers_that_have_joined_are_replaced_however_often() -> None:
 
 def test_workers_that_die_before_they_join_are_given_up(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
-    processes(engine, Rule(1))
+    started = processes(engine, Rule(1))
     for number in range(1, HOPELESS + 2):
         engine.die(number)
     time.sleep(0.2)
     assert max(engine.futures) == HOPELESS + 1
+    with pytest.raises(SyncError, match="4 workers have died one after the other before they"):
+        started.check()  # the run has not begun
     assert f"No worker takes its place: {HOPELESS + 1} have died in a row" in caplog.messages
 
 
@@ -91,6 +100,30 @@ def test_workers_that_push_gradients_are_not_replaced(caplog: pytest.LogCaptureF
     time.sleep(0.2)
     assert max(engine.futures) == 1
     assert any("those that push gradients begin together" in text for text in caplog.messages)
+
+
+def test_whom_a_run_waits_for_to_begin_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "WAIT", 0)
+    started = processes(Engine(), Rule(1), begin_together=3)
+    started.follow(View(members={0: 0}))
+    started.check()
+    started.check()  # which it says once
+    (told,) = (text for text in caplog.messages if "begins with" in text)
+    assert told == (
+        "The run begins with 3 workers, of which 1 have joined. Ray's 1 host(s) have room for 2, "
+        "as each needs GPU: 1: start it on more hosts (ray start --address=HOST:PORT), or give a "
+        "smaller --nodes, such as 2:2"
+    )
+    asked_to_end.set()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            started.check()
+        started.follow(View(members={0: 0, 1: 0, 2: 0}))
+        started.check()
+    finally:
+        asked_to_end.clear()
 
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])
