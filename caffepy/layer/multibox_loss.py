@@ -216,7 +216,7 @@ class MultiBoxLoss(ClassLoss):
                 matches[:, c] = -1
                 continue
             boxes, own = (
-                np.ascontiguousarray(self.boxes.data[:, c]),
+                self.boxes.data[:, c].copy(),
                 np.empty_like(self.labels.data),
             )
             label = c if by_class else -1

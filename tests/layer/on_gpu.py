@@ -44,6 +44,7 @@ def check_on_gpu(text: str, *bottoms: Array, tops: int = 1) -> None:
             layer = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, device)
             layer.setup(bottom, top)
             layer.reshape(bottom, top)
+            layer.param_propagate_down = [True] * len(layer.blobs)
             assert not layer.on_host
             assert layer.layout_for(preferred) == preferred
             for blob, values in zip(bottom, bottoms, strict=True):
