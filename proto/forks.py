@@ -6,7 +6,7 @@ from google.protobuf.message import Message
 
 _FIELDS = {
     "Intel Caffe": {
-        "BatchNormParameter": "use_weight_bias bias_term filler stats_batch_size relu",
+        "BatchNormParameter": "stats_batch_size relu",
         "ConvolutionParameter": "relu negative_slope coeff fusion_type",
         "DataParameter": "side",
         "FillerParameter": "scale",
@@ -86,6 +86,7 @@ _DATA = frozenset(
 """Messages of data: nets with other data in their place need not heed them."""
 
 _IGNORED = {
+    "BatchNormParameter": "use_weight_bias bias_term filler",
     "ConcatParameter": "engine per_fla_fuse",
     "ConvolutionParameter": "conv_algorithm",
     "DataParameter": "disk_reader_threads verbose huge_video_dataset",

@@ -50,6 +50,30 @@ def roi_pooling(site: Site) -> None:
     site.finish("MaxRoiPool", x, rois, pooled_shape=size, spatial_scale=scale)
 
 
+@writers("ROIAlign")
+def roi_align(site: Site) -> None:
+    """RoiAlign; its boxes and their images come apart."""
+    layer, (x, rois) = site.layer, site.bottoms
+    if layer.beyond:
+        raise InexpressibleError("no operator has its roi_end_mode 1")
+    rois = site.reshape(rois, (site.bottom_shapes[1][0], 5))
+    image, box = site.between("image"), site.between("box")
+    site.node("Split", rois, site.integers([1, 4], "parts"), out=[image, box], axis=1)
+    image = site.node("Cast", site.reshape(image, (-1,)), to=np.dtype(np.int64))
+    old = {"coordinate_transformation_mode": "output_half_pixel"}
+    site.finish(
+        "RoiAlign",
+        x,
+        box,
+        image,
+        output_height=layer.size[0],
+        output_width=layer.size[1],
+        sampling_ratio=max(layer.samples, 0),
+        spatial_scale=layer.scale,
+        **(old if site.graph.opset >= 16 else {}),
+    )
+
+
 def pool(site: Site, layer: Any, out_shape: Shape, outs: Sequence[str | None]) -> str:
     """Pool the bottom with the settings of a Pooling layer; `outs` are its tops."""
     size, out = site.bottom_shapes[0][2:], out_shape[2:]

@@ -1,8 +1,9 @@
-"""Layers that pool boxes of feature maps: those of Fast R-CNN and R-FCN.
+"""Layers that pool boxes of feature maps: those of Fast, Faster and Mask R-CNN and R-FCN.
 
 Boxes are rois (R, 5) = image, x1, y1, x2, y2 in pixels of the net's input.
 """
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, layer
+
+log = logging.getLogger(__name__)
 
 
 class RoiLayer(Layer):
@@ -46,6 +49,16 @@ class RoiLayer(Layer):
             self.no_image.check()
             image[...] = np.where(bad, 0, image)  # a GPU goes on until the error is seen
         return rois
+
+
+def check_channels(message: str, channels: int, outputs: int, group: int) -> None:
+    """ConfigError unless there is a channel for each output and part."""
+    needed = outputs * group**2
+    if channels != needed:
+        raise ConfigError(
+            f"{message} needs {needed} channels (output_dim {outputs} times "
+            f"{group} x {group}), not {channels}"
+        )
 
 
 @layer("ROIPooling")
@@ -100,12 +113,7 @@ class PSROIPooling(RoiLayer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self.check(bottom)
-        needed = self.outputs * self.group**2
-        if bottom[0].shape[1] != needed:
-            raise ConfigError(
-                f"psroi_pooling_param needs {needed} channels (output_dim {self.outputs} times "
-                f"{self.group} x {self.group}), not {bottom[0].shape[1]}"
-            )
+        check_channels("psroi_pooling_param", bottom[0].shape[1], self.outputs, self.group)
         top[0].reshape((bottom[1].shape[0], self.outputs, self.group, self.group))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -118,3 +126,88 @@ class PSROIPooling(RoiLayer):
             bottom[1].diff.fill(0)
         if propagate_down[0]:
             self.ops.psroi_pool_backward(top[0].diff, self.rois.data, bottom[0].diff, self.scale)
+
+
+class _Aligned(RoiLayer):
+    """Base of the layers that pool samples between the pixels."""
+
+    samples: int
+    scale: float
+    beyond: int  # how much is added to the ends of boxes
+    sensitive: bool  # each part has a channel of its own
+
+    @property
+    def settings(self) -> tuple[float, int, int, bool]:
+        return self.scale, self.samples, self.beyond, self.sensitive
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        rois = self.boxes(bottom)
+        self.ops.roi_align_forward(bottom[0].data, rois, top[0].data, *self.settings)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx is dy / samples at the four pixels of each sample, by their shares."""
+        if propagate_down[1]:
+            bottom[1].diff.fill(0)
+        if propagate_down[0]:
+            rois = self.rois.data
+            self.ops.roi_align_backward(top[0].diff, rois, bottom[0].diff, *self.settings)
+
+
+@layer("ROIAlign")
+class ROIAlign(_Aligned):
+    """(R, C, pooled_h, pooled_w): the mean of n x n values between the pixels of each of pooled_h x
+    pooled_w parts of each box (Mask R-CNN: He et al. 2017, as Detectron computes it).
+
+    n is sampling_ratio, or the size of a part, rounded up. Box k lies from x1 to x2 + roi_end_mode,
+    times spatial_scale, and is 1 wide and high at least. Sample i of part p is at p + (i + 0.5) / n
+    parts from its start; more than 1 outside the map it counts as 0.
+    """
+
+    sensitive = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        param = self.param.roi_align_param
+        self.size, self.scale = (param.pooled_h, param.pooled_w), param.spatial_scale
+        self.samples, self.beyond = param.sampling_ratio, param.roi_end_mode
+        if min(self.size) < 1 or self.scale <= 0:
+            raise ConfigError(
+                "roi_align_param: pooled_h and pooled_w must be 1 or more, spatial_scale above 0"
+            )
+        if self.beyond not in (0, 1):
+            raise ConfigError(f"roi_align_param: roi_end_mode is 0 or 1, not {self.beyond}")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self.check(bottom)
+        top[0].reshape((bottom[1].shape[0], bottom[0].shape[1], *self.size))
+
+
+@layer("PSROIAlign")
+class PSROIAlign(_Aligned):
+    """(R, output_dim, g, g): the mean of n x n values between the pixels of part (i, j) of each box
+    in channel (k g + i) g + j of the map; g is group_size, n sample_num (R-FCN-PSROIAlign).
+
+    A box lies from x1 to x2 + 1, times spatial_scale. Sample i of n is i / (n + 1) of the part from
+    its start, which is cut to the map; one at or behind the part's end counts as 0. The gradient is
+    the fork's: pixels behind the part get none.
+    """
+
+    sensitive = True
+    beyond = 1
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        param = self.param.psroi_align_param
+        self.outputs, self.group = param.output_dim, param.group_size
+        self.scale, self.samples = param.spatial_scale, param.sample_num
+        if min(self.outputs, self.group, self.samples) < 1 or self.scale <= 0:
+            raise ConfigError(
+                "psroi_align_param needs spatial_scale, output_dim, group_size and sample_num "
+                "above 0"
+            )
+        log.info("PSROIAlign: pixels behind a part get no gradient, as in R-FCN-PSROIAlign")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self.check(bottom)
+        check_channels("psroi_align_param", bottom[0].shape[1], self.outputs, self.group)
+        top[0].reshape((bottom[1].shape[0], self.outputs, self.group, self.group))

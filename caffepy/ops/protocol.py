@@ -455,6 +455,36 @@ class Ops(Protocol):
     def psroi_pool_backward(self, dy: Array, rois: Array, dx: Array, scale: float) -> None:
         """Write dx, the sums of dy / elements of the part."""
 
+    def roi_align_forward(
+        self,
+        x: Array,
+        rois: Array,
+        y: Array,
+        scale: float,
+        samples: int,
+        beyond: int,
+        sensitive: bool,
+    ) -> None:
+        """Write the mean of samples x samples values, bilinear, in each part of each box, whose end
+        is `beyond` farther; with samples below 1 of as many as the part has pixels.
+
+        `sensitive`: as `psroi_pool_forward`, of PSROIAlign's places.
+        """
+
+    def roi_align_backward(
+        self,
+        dy: Array,
+        rois: Array,
+        dx: Array,
+        scale: float,
+        samples: int,
+        beyond: int,
+        sensitive: bool,
+    ) -> None:
+        """Write dx, the transpose of `roi_align_forward`; if `sensitive` without what lies behind a
+        part.
+        """
+
     def decode_proposals(
         self,
         scores: Array,

@@ -18,9 +18,11 @@ OTHERWISE = {
     "DetectionEvaluate": "judges what was found",
     "DetectionOutput": "gives as many boxes as its data say",
     "Filter": "gives as many items as its data say",
+    "PSROIAlign": "has no operator",
     "PSROIPooling": "has no operator",
     "Proposal": "gives as many boxes as its data say",
     "Python": "has no operators",
+    "ROIAlign": "has a test of its own, for its boxes",
     "ROIPooling": "has a test of its own, for its boxes",
     "SpatialTransformer": "is not written yet, docs/forks.md says so",
     "YoloDetectionOutput": "gives as many boxes as its data say",
@@ -82,6 +84,19 @@ def test_upsampling_to_places(dynamic: bool) -> None:
         dynamic=dynamic,
     )
     compare(model)
+
+
+@pytest.mark.parametrize("ratio", [-1, 2])
+def test_roi_align(ratio: int) -> None:
+    text = (
+        inputs((2, 3, 8, 9), (4, 5))
+        + 'layer { name: "it" type: "ROIAlign" bottom: "x0" bottom: "x1" top: "y" roi_align_param '
+        + f"{{ pooled_h: 2 pooled_w: 3 spatial_scale: 0.5 sampling_ratio: {ratio} }} }}"
+    )
+    rois = [[0, 2, 3, 12.4, 13], [1, 0, 0, 17, 15], [1, 5, 5, 5, 5], [0, -6, -6, 4, 30]]
+    compare(written(text), {"x1": np.array(rois, np.float32)})
+    with pytest.raises(ConfigError, match="roi_end_mode"):
+        written(text.replace("pooled_h", "roi_end_mode: 1 pooled_h"))
 
 
 @pytest.mark.parametrize("opset", [13, 18, 21])

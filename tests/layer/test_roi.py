@@ -34,6 +34,19 @@ def psroi(group):
     return f'type: "PSROIPooling" psroi_pooling_param {{ {numbers} }}'
 
 
+def align(size, more=""):
+    numbers = "pooled_h: {} pooled_w: {} spatial_scale: 0.0625".format(*size)
+    return f'type: "ROIAlign" roi_align_param {{ {numbers} {more} }}'
+
+
+def psalign(group, samples):
+    numbers = f"output_dim: {18 // group**2} group_size: {group} sample_num: {samples}"
+    return f'type: "PSROIAlign" psroi_align_param {{ {numbers} spatial_scale: 0.0625 }}'
+
+
+ALIGNED = [align((2, 3)), align((7, 7), "sampling_ratio: 2"), psalign(1, 3), psalign(3, 2)]
+
+
 def rounded(x):
     return floor(abs(x) + 0.5) * (1 if x >= 0 else -1)
 
@@ -72,7 +85,79 @@ def test_psroi_pooling_against_a_loop(group):
         assert y[r, k, i, j] == pytest.approx(np.mean(values) if values else 0)
 
 
-@pytest.mark.parametrize("text", [roi((2, 3)), psroi(3)], ids=["ROIPooling", "PSROIPooling"])
+def between(at, size):
+    """The pixels on both sides of a place with their shares."""
+    low = min(int(at), size - 1)
+    return [(low, 1.0)] if low == size - 1 else [(low, low + 1 - at), (low + 1, at - low)]
+
+
+def aligned(begin, end, part, parts, samples, beyond, size):
+    """Where the samples of a part lie along an axis, None for those outside."""
+    begin, end = begin / 16, (end + beyond) / 16
+    length = max(end - begin, 1) / parts
+    n = samples if samples > 0 else ceil(length)
+    places = [begin + (part + (i + 0.5) / n) * length for i in range(n)]
+    return [max(at, 0) if -1 <= at <= size else None for at in places]
+
+
+def sensitive(begin, end, part, parts, samples, beyond, size):
+    """The same of PSROIAlign."""
+    begin, end = begin / 16, (end + beyond) / 16
+    length = max(end - begin, 0.1) / parts
+    first, last = (min(max(begin + (part + k) * length, 0), size - 1) for k in (0, 1))
+    places = [first + (i + 1) * length / (samples + 1) for i in range(samples)]
+    return [at if at < last else None for at in places]
+
+
+def shares(roi, part, parts, samples, beyond, places):
+    """Yield each pixel that a part reads, with its share."""
+    x1, y1, x2, y2 = roi
+    rows = places(y1, y2, part[0], parts[0], samples, beyond, 8)
+    columns = places(x1, x2, part[1], parts[1], samples, beyond, 9)
+    for v in rows:
+        for u in columns:
+            for a, p in between(v, 8) if v is not None and u is not None else ():
+                for b, q in between(u, 9):
+                    yield a, b, p * q / len(rows) / len(columns)
+
+
+@pytest.mark.parametrize("more", ["", "sampling_ratio: 2", "sampling_ratio: 1 roi_end_mode: 1"])
+def test_roi_align_against_a_loop(more):
+    (y,) = Single(align((2, 3), more), X, ROIS).forward()
+    samples = int(more.split()[1]) if more else -1
+    for r, c, i, j in np.ndindex(y.shape):
+        n, *box = ROIS[r]
+        found = shares(box, (i, j), (2, 3), samples, "end" in more, aligned)
+        want = sum(share * X[int(n), c, a, b] for a, b, share in found)
+        assert y[r, c, i, j] == pytest.approx(want, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(("group", "samples"), [(1, 3), (3, 1), (3, 2)])
+def test_psroi_align_against_a_loop(group, samples):
+    single = Single(psalign(group, samples), X, ROIS)
+    (y,) = single.forward()
+    dy = seeded(1).standard_normal(y.shape)
+    dx = np.zeros(X.shape)
+    for r, k, i, j in np.ndindex(y.shape):
+        n, *box = ROIS[r]
+        channel = (k * group + i) * group + j
+        found = [*shares(box, (i, j), (group, group), samples, 1, sensitive)]
+        want = sum(share * X[int(n), channel, a, b] for a, b, share in found)
+        assert y[r, k, i, j] == pytest.approx(want, rel=1e-5, abs=1e-5)
+        x1, y1, x2, y2 = box
+        down, right = (max((e + 1 - b) / 16, 0.1) / group for b, e in ((y1, y2), (x1, x2)))
+        behind = ceil(y1 / 16 + (i + 1) * down), ceil(x1 / 16 + (j + 1) * right)
+        for a, b, share in found:
+            if a < behind[0] and b < behind[1]:  # others get none, as in the fork
+                dx[int(n), channel, a, b] += share * dy[r, k, i, j]
+    (got, drois), _ = single.backward([dy])
+    np.testing.assert_allclose(got, dx, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(drois, 0)
+
+
+@pytest.mark.parametrize(
+    "text", [roi((2, 3)), psroi(3), align((2, 3))], ids=["ROIPooling", "PSROIPooling", "ROIAlign"]
+)
 def test_gradient(text):
     x = seeded().permutation(2 * 9 * 8 * 3).reshape(2, 9, 8, 3) / 10
     text = text.replace("output_dim: 2", "output_dim: 1")
@@ -105,6 +190,10 @@ def test_no_boxes_give_no_top():
         (roi((1, 1)), [(1, 2, 3), (1, 5)], "ROIPooling needs features"),
         (roi((1, 1)), [(1, 2, 3, 3), (1, 4)], r"needs boxes \(R, 5\), not \[1, 4\]"),
         (psroi(3), [(1, 17, 3, 3), (1, 5)], r"needs 18 channels \(output_dim 2 times 3 x 3\)"),
+        ('type: "ROIAlign"', [(1, 2, 3, 3), (1, 5)], "pooled_w must be 1 or more"),
+        (align((1, 1), "roi_end_mode: 2"), [(1, 2, 3, 3), (1, 5)], "is 0 or 1, not 2"),
+        (psalign(3, 0), [(1, 18, 3, 3), (1, 5)], "sample_num above 0"),
+        (psalign(3, 1), [(1, 17, 3, 3), (1, 5)], "psroi_align_param needs 18 channels"),
         ('type: "PSROIPooling"', [(1, 2, 3, 3), (1, 5)], "group_size above 0"),
     ],
 )
@@ -114,6 +203,6 @@ def test_what_does_not_fit_is_refused(text, shapes, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("text", [*map(roi, SIZES), psroi(1), psroi(3)])
+@pytest.mark.parametrize("text", [*map(roi, SIZES), psroi(1), psroi(3), *ALIGNED])
 def test_on_gpu(text):
     check_plain_on_gpu(text, X, ROIS, propagate_down=[True, False])

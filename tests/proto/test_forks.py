@@ -36,7 +36,7 @@ def test_look_ups() -> None:
     assert forks.fork_of_field("SolverParameter", "bn_param") is None
     assert forks.fork_of_value("SORT") == "happynear"
     assert forks.fork_of_value("CUDNN") is None
-    assert forks.fork_of_layer("MultiBoxLoss") == "SSD"
+    assert forks.fork_of_layer("DenseCRF") == "PSPNet"
     assert forks.fork_of_layer("Convolution") is None
 
 

@@ -149,7 +149,14 @@ UNNUMBERED = {
     "ImageDataParameter": "new_length show_data use_image sampling_rate use_label "
     "use_temporal_jitter mean_value num_truth_channels use_byte_input is_flow truth_scale clip_min "
     "clip_max",
-    "LayerParameter": "source_class",
+    "GatherParameter": "indices shape axis",
+    "LayerParameter": "source_class roi_align_param psroi_align_param rrelu_param matmul_param "
+    "gather_param pass_through_param",
+    "MatMulParameter": "transpose_a transpose_b blob_shape dim_1 dim_2 dim_3",
+    "PSROIAlignParameter": "spatial_scale output_dim group_size sample_num",
+    "PassThroughParameter": "num_output block_height block_width",
+    "ROIAlignParameter": "pooled_h pooled_w spatial_scale sampling_ratio roi_end_mode",
+    "RReLUParameter": "negative_slope_lower negative_slope_upper",
     "MemoryDataParameter": "source share_in_parallel dataframe_format dataframe_column_select "
     "image_encoded",
     "MemoryOptimizationParameter": "optimize_train optimize_test",

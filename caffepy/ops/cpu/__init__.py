@@ -93,6 +93,8 @@ from caffepy.ops.cpu.resize import interp_backward, interp_forward
 from caffepy.ops.cpu.roi import (
     psroi_pool_backward,
     psroi_pool_forward,
+    roi_align_backward,
+    roi_align_forward,
     roi_pool_backward,
     roi_pool_forward,
 )

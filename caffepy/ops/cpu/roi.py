@@ -4,6 +4,7 @@ float32, as the forks do.
 
 from functools import partial
 from math import ceil, floor
+from typing import Any
 
 import numpy as np
 
@@ -145,3 +146,145 @@ def psroi_pool_forward(x: Array, rois: Array, y: Array, scale: float) -> None:
 
 def psroi_pool_backward(dy: Array, rois: Array, dx: Array, scale: float) -> None:
     parallel(partial(_psroi_pool_gradient, dy, rois, dx, np.float32(scale)), dy.shape[1])
+
+
+@_inside
+def _start(begin: float, end: float, scale: float, sensitive: bool, beyond: int) -> Any:
+    """Where a box starts along an axis, and its length: at least 1, or 0.1 of PSROIAlign's."""
+    start = np.float32(begin) * scale
+    length = (np.float32(end) + np.float32(beyond)) * scale - start
+    return start, max(length, np.float32(0.1) if sensitive else np.float32(1))
+
+
+@_inside
+def _taken(start: float, length: float, p: int, i: int, n: int, size: int, sensitive: bool) -> Any:
+    """Where sample i of n of bin p lies along an axis, in pixels; -1 if it does not count."""
+    at = np.float32(p) * length + start
+    if sensitive:
+        most = np.float32(size - 1)
+        last = min(max(np.float32(p + 1) * length + start, np.float32(0)), most)
+        at = min(max(at, np.float32(0)), most) + np.float32(i + 1) * (length / np.float32(n + 1))
+        return at if at < last else np.float32(-1)
+    at += (np.float32(i) + np.float32(0.5)) * length / np.float32(n)
+    return max(at, np.float32(0)) if -1 <= at <= size else np.float32(-1)
+
+
+@_inside
+def _neighbours(at: float, size: int) -> tuple[int, int, Any]:
+    """The pixels on both sides of a place, and the share of the second."""
+    low = int(at)
+    if low >= size - 1:
+        return size - 1, size - 1, np.float32(0)
+    return low, low + 1, at - np.float32(low)
+
+
+@_inside
+def _learns(pixel: int, p: int, start: float, length: float, sensitive: bool) -> bool:
+    """False for a pixel behind bin p, to which PSROIAlign gives no gradient."""
+    return not sensitive or pixel < ceil(np.float32(p + 1) * length + start)
+
+
+@_inside
+def _count(samples: int, length: float) -> int:
+    return samples if samples > 0 else ceil(length)
+
+
+@_exact
+def _align(
+    x: Array,
+    rois: Array,
+    y: Array,
+    scale: float,
+    samples: int,
+    beyond: int,
+    sensitive: bool,
+    lo: int,
+    hi: int,
+) -> None:
+    h, w = x.shape[2:]
+    rows, columns = y.shape[2:]
+    one = y.dtype.type(1)
+    for r in range(y.shape[0]):
+        n = int(rois[r, 0])
+        left, width = _start(rois[r, 1], rois[r, 3], scale, sensitive, beyond)
+        top, height = _start(rois[r, 2], rois[r, 4], scale, sensitive, beyond)
+        down, across = height / np.float32(rows), width / np.float32(columns)
+        many, wide = _count(samples, down), _count(samples, across)
+        for i in range(rows):
+            for j in range(columns):
+                y[r, lo:hi, i, j] = 0
+                for s in range(many):
+                    v = _taken(top, down, i, s, many, h, sensitive)
+                    for t in range(wide):
+                        u = _taken(left, across, j, t, wide, w, sensitive)
+                        if v < 0 or u < 0:
+                            continue
+                        a, below, q = _neighbours(v, h)
+                        b, behind, p = _neighbours(u, w)
+                        for k in range(lo, hi):
+                            c = (k * rows + i) * columns + j if sensitive else k
+                            upper = (one - p) * x[n, c, a, b] + p * x[n, c, a, behind]
+                            lower = (one - p) * x[n, c, below, b] + p * x[n, c, below, behind]
+                            y[r, k, i, j] += (one - q) * upper + q * lower
+                y[r, lo:hi, i, j] /= y.dtype.type(many * wide)
+
+
+@_exact
+def _align_gradient(
+    dy: Array,
+    rois: Array,
+    dx: Array,
+    scale: float,
+    samples: int,
+    beyond: int,
+    sensitive: bool,
+    lo: int,
+    hi: int,
+) -> None:
+    h, w = dx.shape[2:]
+    rows, columns = dy.shape[2:]
+    one = dx.dtype.type(1)
+    parts = rows * columns if sensitive else 1
+    dx[:, lo * parts : hi * parts] = 0
+    for r in range(dy.shape[0]):
+        n = int(rois[r, 0])
+        left, width = _start(rois[r, 1], rois[r, 3], scale, sensitive, beyond)
+        top, height = _start(rois[r, 2], rois[r, 4], scale, sensitive, beyond)
+        down, across = height / np.float32(rows), width / np.float32(columns)
+        many, wide = _count(samples, down), _count(samples, across)
+        for i in range(rows):
+            for j in range(columns):
+                for s in range(many):
+                    v = _taken(top, down, i, s, many, h, sensitive)
+                    for t in range(wide):
+                        u = _taken(left, across, j, t, wide, w, sensitive)
+                        if v < 0 or u < 0:
+                            continue
+                        a, below, q = _neighbours(v, h)
+                        b, behind, p = _neighbours(u, w)
+                        down_too = _learns(below, i, top, down, sensitive)
+                        right_too = _learns(behind, j, left, across, sensitive)
+                        for k in range(lo, hi):
+                            c = (k * rows + i) * columns + j if sensitive else k
+                            share = dy[r, k, i, j] / dy.dtype.type(many * wide)
+                            dx[n, c, a, b] += (one - q) * (one - p) * share
+                            if right_too:
+                                dx[n, c, a, behind] += (one - q) * p * share
+                            if down_too:
+                                dx[n, c, below, b] += q * (one - p) * share
+                            if down_too and right_too:
+                                dx[n, c, below, behind] += q * p * share
+
+
+def roi_align_forward(
+    x: Array, rois: Array, y: Array, scale: float, samples: int, beyond: int, sensitive: bool
+) -> None:
+    settings = np.float32(scale), samples, beyond, sensitive
+    parallel(partial(_align, x, rois, y, *settings), y.shape[1])
+
+
+def roi_align_backward(
+    dy: Array, rois: Array, dx: Array, scale: float, samples: int, beyond: int, sensitive: bool
+) -> None:
+    settings = np.float32(scale), samples, beyond, sensitive
+    parallel(partial(_align_gradient, dy, rois, dx, *settings), dy.shape[1])

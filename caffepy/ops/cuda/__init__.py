@@ -106,6 +106,8 @@ from caffepy.ops.cuda.resize import interp_backward, interp_forward
 from caffepy.ops.cuda.roi import (
     psroi_pool_backward,
     psroi_pool_forward,
+    roi_align_backward,
+    roi_align_forward,
     roi_pool_backward,
     roi_pool_forward,
 )
