@@ -2,7 +2,7 @@
 fork; and fields of forks that are ignored.
 """
 
-from google.protobuf.message import Message
+from caffepy.proto.caffe_pb2 import LayerParameter
 
 _FIELDS = {
     "Intel Caffe": {
@@ -85,6 +85,12 @@ _DATA = frozenset(
 )
 """Messages of data: nets with other data in their place need not heed them."""
 
+_HEEDED = {
+    "DenseImageData": "label_divide_factor",
+    "ImageSegData": "ignore_label label_type scale_factors crop_width crop_height",
+}
+"""Those of these fields that a layer type of forks heeds."""
+
 _IGNORED = {
     "BatchNormParameter": "use_weight_bias bias_term filler",
     "ConcatParameter": "engine per_fla_fuse",
@@ -108,10 +114,9 @@ _ENUM_VALUES = dict.fromkeys(
 
 _LAYERS = {
     "NVCaffe": "DetectNetTransformation TRT",
-    "SSD": "AnnotatedData VideoData",
+    "SSD": "VideoData",
     "Intel Caffe": "BoxData MnActivation SpatialDropout",
-    "PSPNet": "BiasChannel DenseCRF DomainTransform ImageSegData MatRead MatWrite UniqueLabel",
-    "SegNet": "DenseImageData",
+    "PSPNet": "BiasChannel DenseCRF DomainTransform MatRead MatWrite UniqueLabel",
     "FlowNet": "Accum BlackAugmentation ChannelNorm Correlation Correlation1D CustomData "
     "DataAugmentation Downsample FlowAugmentation FlowWarp GenerateAugmentationParameters "
     "LpqLoss Mean NegReLU Resample",
@@ -150,11 +155,14 @@ def is_refused(message: str, field: str) -> bool:
     return message not in _DATA and fork_of_field(message, field) is not None
 
 
-def refused_setting(layer: Message) -> tuple[str, str] | None:
+def refused_setting(layer: LayerParameter) -> tuple[str, str] | None:
     """A field in a layer's settings of data that no code heeds, and its forks; None without one."""
+    heeded = _HEEDED.get(layer.type, "").split()
     for setting, inner in layer.ListFields():
         if setting.message_type is not None and setting.message_type.name in _DATA:
             for field, _ in inner.ListFields():
+                if field.name in heeded:
+                    continue
                 if fork := fork_of_field(setting.message_type.name, field.name):
                     return f"{setting.name} {field.name}", fork
     return None

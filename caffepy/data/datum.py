@@ -1,15 +1,16 @@
 """Datums: serialized records of one image each, (C, H, W), uint8 or float32, raw or encoded as an
-image file.
+image file; AnnotatedDatums: the same with boxes.
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from caffepy.core.errors import DataError
 from caffepy.device.blob import Array, shape_string
-from caffepy.proto.caffe_pb2 import Datum
+from caffepy.proto.caffe_pb2 import AnnotatedDatum, Datum, NormalizedBBox
 
 Record = memoryview | bytes
 
@@ -35,6 +36,10 @@ def decode(record: Record, mode: int = NATIVE) -> tuple[Array, int, bool]:
         raise DataError(f"not a Datum ({len(record)} bytes)") from None
     if datum.encoded:
         return decode_image(datum.data, mode), datum.label, True
+    return _raw_image(datum), datum.label, False
+
+
+def _raw_image(datum: Datum) -> Array:
     shape = datum.channels, datum.height, datum.width
     values: Array = np.frombuffer(datum.data, np.uint8)
     if not datum.data:
@@ -43,7 +48,62 @@ def decode(record: Record, mode: int = NATIVE) -> tuple[Array, int, bool]:
         raise DataError(f"not a Datum with an image: its shape is {shape_string(shape)}")
     if values.size != shape[0] * shape[1] * shape[2]:
         raise DataError(f"a Datum of shape {shape_string(shape)} with {values.size} values")
-    return values.reshape(shape), datum.label, False
+    return values.reshape(shape)
+
+
+class Annotated(NamedTuple):
+    """An image with boxes: `image` (C, H, W), its Datum's label if it has one, True if it was
+    `encoded`, the type of annotation if the record has one, and the objects (n, 7) of
+    `caffepy.data.boxes`.
+    """
+
+    image: Array
+    label: int | None
+    encoded: bool
+    type: int | None
+    objects: Array
+
+
+def decode_annotated(record: Record, mode: int = NATIVE) -> Annotated:
+    """The content of a serialized AnnotatedDatum; DataError says what is wrong."""
+    annotated = _annotated(record)
+    if annotated is None:
+        plain = _is_datum(record)
+        hint = ", but a Datum; the layer Data reads it" if plain else f" ({len(record)} bytes)"
+        raise DataError(f"not an AnnotatedDatum{hint}")
+    datum = annotated.datum
+    rows = [
+        (group.group_label, one.instance_id, *_box(one.bbox))
+        for group in annotated.annotation_group
+        for one in group.annotation
+    ]
+    return Annotated(
+        decode_image(datum.data, mode) if datum.encoded else _raw_image(datum),
+        datum.label if datum.HasField("label") else None,
+        datum.encoded,
+        annotated.type if annotated.HasField("type") else None,
+        np.array(rows, np.float32).reshape(-1, 7),
+    )
+
+
+def _annotated(record: Record) -> AnnotatedDatum | None:
+    try:
+        annotated = AnnotatedDatum.FromString(record)  # type: ignore[arg-type]
+    except DecodeError:
+        return None
+    return annotated if annotated.HasField("datum") else None
+
+
+def _is_datum(record: Record) -> bool:
+    try:
+        datum = Datum.FromString(record)  # type: ignore[arg-type]
+    except DecodeError:
+        return False
+    return datum.encoded or datum.channels > 0
+
+
+def _box(box: NormalizedBBox) -> tuple[float, float, float, float, bool]:
+    return box.xmin, box.ymin, box.xmax, box.ymax, box.difficult
 
 
 def image_file(record: Record) -> bytes | None:

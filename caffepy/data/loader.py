@@ -27,10 +27,10 @@ so the state of a Reader is exact whatever was read ahead.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -50,6 +50,7 @@ wait for it.
 """
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 
 class Batch:
@@ -57,8 +58,9 @@ class Batch:
     after them.
 
     What arrives by `staging`, in the order of ops.transform_batch: images (N, C, H, W), start rows
-    and columns of their crops (N,), True where they are mirrored (N,); then labels (N,). The images
-    become (N, C, h, w) = `shape`. `rank` is the local rank of the device that gets the batch.
+    and columns of their crops (N,), True where they are mirrored (N,); then the labels: (N,), or
+    what else there is for the tops. The images become (N, C, h, w) = `shape`. `rank` is the local
+    rank of the device that gets the batch.
     """
 
     __slots__ = ("_parts", "dtype", "rank", "shape", "size", "staging", "state")
@@ -71,10 +73,13 @@ class Batch:
         self.shape: Shape = ()
         self.state: State = {}
 
-    def room(self, shape: Shape, dtype: DTypeLike) -> Array:
-        """An array (N, *shape) for the images; it replaces one that was returned before."""
+    def room(self, shape: Shape, dtype: DTypeLike, labels: Sequence[Shape] | None = None) -> Array:
+        """An array (N, *shape) for the images; it replaces one that was returned before. `labels`
+        are the shapes of the labels, (N,) unless given.
+        """
         n = (self.size,)
-        beside = [(n, dtype) for dtype in (np.int64, np.int64, np.bool_, self.dtype)]
+        beside: list[tuple[Shape, DTypeLike]] = [(n, t) for t in (np.int64, np.int64, np.bool_)]
+        beside += [(label, self.dtype) for label in ([n] if labels is None else labels)]
         images, *self._parts = self.staging.room(((n + shape, np.dtype(dtype)), *beside))
         assert isinstance(images, np.ndarray)
         return images
@@ -145,6 +150,10 @@ class Loader:
         """(C, h, w) of the next image of a batch, which is not consumed."""
         raise NotImplementedError
 
+    def label_shapes(self) -> list[Shape]:
+        """The shapes of the labels of a batch, by the next image, which is not consumed."""
+        return [(self.batch_size,)]
+
     def extent(self) -> str:
         """The size of the source and the names of its ends, see `Source.extent`."""
         raise NotImplementedError
@@ -204,22 +213,23 @@ class SequentialLoader(Loader):
         self.mean, self.scale = transformer.mean, transformer.param.scale
 
     def shape(self) -> Shape:
-        return self.transformer.output_shape(self._peek().shape)
+        return self.transformer.output_shape(self._peek(self.source.decode)[0].shape)
 
     def extent(self) -> str:
         return self.source.extent()
 
-    def _peek(self) -> Array:
+    def _peek(self, decode: Callable[[Any], T]) -> T:
+        """The result of `decode` for the next item, or for the first one after it that is good."""
         source = self.source
         try:
-            return source.decode(source.peek())[0]
+            return decode(source.peek())
         except DataError as error:
             here = source.state()
             try:
                 for _ in range(self.bad.most):
                     source.take(1)
                     with suppress(DataError):
-                        return source.decode(source.peek())[0]
+                        return decode(source.peek())
             finally:
                 source.set_state(here)
             raise RecordError(error.message) from None
@@ -342,10 +352,11 @@ class SequentialLoader(Loader):
         if len({image.shape for image in images}) == 1:
             np.stack(images, out=batch.room(images[0].shape, dtype))
             return h_off, w_off, mirror
-        size = self.transformer.crop
-        room = batch.room((len(images[0]), size, size), dtype)
+        assert self.transformer.crop  # or they would have one shape
+        height, width = self.transformer.crop
+        room = batch.room((len(images[0]), height, width), dtype)
         for crop, image, h, w in zip(room, images, h_off, w_off, strict=True):
-            crop[...] = image[:, h : h + size, w : w + size]
+            crop[...] = image[:, h : h + height, w : w + width]
         return 0, 0, mirror
 
     def state(self) -> State:
@@ -360,3 +371,64 @@ class SequentialLoader(Loader):
 
     def close(self) -> None:
         self.source.close()
+
+
+class JointLoader(SequentialLoader):
+    """Batches of images that are transformed on the host together with their labels; mean and scale
+    are left to the net's device.
+
+    A subclass has `make` and `pack`.
+    """
+
+    def __init__(self, source: Source, transformer: Transformer, batch_size: int) -> None:
+        super().__init__(source, transformer, batch_size)
+        self._mean_image: Array | None = None
+        if self.mean is not None and self.mean.shape[1:] != (1, 1):
+            self._mean_image, self.mean = self.mean, None  # it belongs to pixels before the crop
+
+    def crop(self, pixels: Array, draws: Array) -> tuple[Array, int, int, bool]:
+        """An image (C, h, w), cropped and mirrored; the column and the row at which its crop began,
+        and True if it is mirrored. ConfigError or DataError if it does not fit.
+        """
+        _, h, w = self.transformer.output_shape(pixels.shape)
+        if self._mean_image is not None:
+            pixels = pixels - self._mean_image
+        tops, lefts, mirrored = self.transformer.place(draws[None], pixels.shape[1:])
+        top, left, is_mirrored = int(tops[0]), int(lefts[0]), bool(mirrored[0])
+        pixels = pixels[:, top : top + h, left : left + w]
+        return pixels[:, :, ::-1] if is_mirrored else pixels, left, top, is_mirrored
+
+    def make(self, item: Any, draws: Array, first: Array) -> tuple[Array, Any]:
+        """An image (C, h, w) and its label, from an item and its random numbers; `first` are those
+        of the batch's first item. DataError names the item. Any thread may call it.
+        """
+        raise NotImplementedError
+
+    def pack(self, labels: Sequence[Any]) -> list[Array]:
+        """The labels of a batch as they go to the tops, from what `make` returned."""
+        raise NotImplementedError
+
+    def _fill(self, batch: Batch, items: Items, draws: Array, state: State) -> dict[int, DataError]:
+        n = len(items)
+        made: list[tuple[Array, Any]] = [(np.empty(0), None)] * n
+        bad: dict[int, DataError] = {}
+
+        def make_some(lo: int, hi: int) -> None:
+            for i in range(lo, hi):
+                try:
+                    made[i] = self.make(items[i], draws[i], draws[0])
+                except DataError as error:
+                    bad[i] = error
+
+        parallel(make_some, n, most=DECODERS)
+        if bad:
+            return bad
+        images, labels = [image for image, _ in made], self.pack([label for _, label in made])
+        shape = images[0].shape
+        for i, image in enumerate(images):
+            if image.shape != shape:
+                raise self._unlike(items[i], image.shape, shape)
+        room = batch.room(shape, np.result_type(*images), [label.shape for label in labels])
+        np.stack(images, out=room)
+        batch.finish(shape, state, 0, 0, False, *labels)
+        return {}

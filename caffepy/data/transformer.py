@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
-FIELDS = "scale mirror crop_size mean_file mean_value force_color force_gray random_seed"
+FIELDS = (
+    "scale mirror crop_size crop_h crop_w mean_file mean_value force_color force_gray random_seed"
+)
 OF_NO_VALUE = "use_gpu_transform forward_packing display"
 """Fields that have their effect, and those that change no values."""
 
@@ -69,24 +71,33 @@ class Transformer:
 
     Each image draws mirror, then in TRAIN h_off and w_off of the crop; what is off draws nothing.
     TEST crops the centre. The stream is a Mersenne twister, and a draw below n is its output modulo
-    n, as in Caffe.
+    n, as in Caffe. Each image draws `more` further numbers, which `place` leaves alone. The caller
+    heeds the fields of forks that `heeds` names.
     """
 
     def __init__(
-        self, param: TransformationParameter, phase: int, device: Device, path: str | None = None
+        self,
+        param: TransformationParameter,
+        phase: int,
+        device: Device,
+        path: str | None = None,
+        *,
+        more: int = 0,
+        heeds: str = "",
     ) -> None:
         self.param = param
-        self.crop = param.crop_size
-        self.random_crop = phase == TRAIN and self.crop > 0
+        self.crop = _crop_of(param)
+        self.random_crop = phase == TRAIN and self.crop is not None
         self._host = device.host
-        self._draws = int(param.mirror) + 2 * self.random_crop  # numbers that one image takes
+        # numbers that one image takes
+        self._draws = int(param.mirror) + 2 * self.random_crop + more
         self._twister = new_twister(param, device) if self._draws else Twister(0)
         if param.force_color and param.force_gray:
             raise ConfigError("force_color and force_gray cannot both be set")
         self.decode_mode = COLOR if param.force_color else NATIVE
         if param.force_gray:
             self.decode_mode = GRAY
-        known = f"{FIELDS} {OF_NO_VALUE}".split()
+        known = f"{FIELDS} {OF_NO_VALUE} {heeds}".split()
         if others := [field.name for field, _ in param.ListFields() if field.name not in known]:
             without_effect = "transform_param's %s, known to forks of Caffe, have no effect"
             log.warning(without_effect, ", ".join(others))
@@ -103,9 +114,12 @@ class Transformer:
             shapes = f"{shape_string(mean.shape)}, the image {shape_string(shape)}"
             rule = "it must be of the size of the whole image, before any crop"
             raise DataError(f"the mean in {param.mean_file} has shape {shapes}; {rule}")
-        if crop > min(height, width):
-            raise ConfigError(f"crop_size {crop} is larger than the image, {height} x {width}")
-        return (channels, crop, crop) if crop else shape
+        if crop is None:
+            return shape
+        if crop[0] > height or crop[1] > width:
+            size = f"crop_size {crop[0]}" if param.crop_size else f"a crop of {crop[0]} x {crop[1]}"
+            raise ConfigError(f"{size} is larger than the image, {height} x {width}")
+        return (channels, *crop)
 
     def draw(self, count: int) -> Array:
         """The random numbers of `count` images, a row each, for `place`."""
@@ -121,10 +135,12 @@ class Transformer:
         """
         n = len(draws)
         mirror = draws[:, 0] % 2 == 1 if self.param.mirror else np.zeros(n, np.bool_)
-        room = np.asarray(sizes, np.uint64) - np.uint64(self.crop) if self.crop else 0
+        room = np.asarray(sizes, np.uint64) - np.asarray(self.crop, np.uint64) if self.crop else 0
         room = np.broadcast_to(room, (n, 2))
+        first = int(self.param.mirror)
+        numbers = draws[:, first : first + 2]
         # of 0 to room
-        starts = draws[:, -2:] % (room + np.uint64(1)) if self.random_crop else room // 2
+        starts = numbers % (room + np.uint64(1)) if self.random_crop else room // 2
         h_off, w_off = starts.astype(np.int64).T
         return h_off, w_off, mirror
 
@@ -141,6 +157,16 @@ class Transformer:
         """Restore the random stream; a state without one changes nothing."""
         if self._draws:
             self._twister.set_state(state)
+
+
+def _crop_of(param: TransformationParameter) -> tuple[int, int] | None:
+    """Height and width of the crop, by crop_size or by crop_h and crop_w; None without one."""
+    if param.crop_size and (param.crop_h or param.crop_w):
+        raise ConfigError("transform_param has a crop_size and crop_h or crop_w; give one of them")
+    if bool(param.crop_h) != bool(param.crop_w):
+        raise ConfigError("crop_h and crop_w must both be given or neither")
+    size = param.crop_size
+    return (size or param.crop_h, size or param.crop_w) if size or param.crop_h else None
 
 
 def read_mean(param: TransformationParameter, path: str | None = None) -> Array | None:

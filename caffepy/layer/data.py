@@ -15,6 +15,7 @@ from caffepy.data.datum import COLOR, GRAY
 from caffepy.data.loader import Loader, SequentialLoader
 from caffepy.data.reader import Reader, Turn
 from caffepy.data.sources import open_source
+from caffepy.data.sources.databases import Database
 from caffepy.data.sources.hdf5 import HDF5Rows, append_rows, new_file
 from caffepy.data.sources.image_list import ImageList
 from caffepy.data.transformer import Transformer
@@ -26,6 +27,7 @@ from caffepy.layer.filler import fill
 from caffepy.ops.objects import Staging
 from caffepy.proto.caffe_pb2 import (
     DataParameter,
+    DenseImageDataParameter,
     FillerParameter,
     HDF5DataParameter,
     ImageDataParameter,
@@ -62,8 +64,8 @@ class Feed(Layer):
 
 
 class Prefetching(Feed):
-    """-> (N, C, h, w) and labels (N,): images that a thread reads up to `data_param.prefetch`
-    batches ahead.
+    """-> (N, C, h, w) and labels (N,), or what else the loader makes: images that a thread reads up
+    to `data_param.prefetch` batches ahead.
 
     The first image of a batch decides its shape.
     """
@@ -89,8 +91,8 @@ class Prefetching(Feed):
         loader = self.open()
         top[0].reshape((loader.batch_size, *loader.shape()))
         log.info("output data size: %s", ",".join(map(str, top[0].shape)))
-        if len(top) > 1:
-            top[1].reshape((loader.batch_size,))
+        for t, shape in zip(top[1:], loader.label_shapes(), strict=False):
+            t.reshape(shape)
         self._mean, self._scale, self.length = loader.mean, loader.scale, loader.length
         self._means: dict[object, Blob] = {}  # by the device on which the tops lie
         self._reader = Reader(loader, prefetch, self.dtype, self.ops.Staging)
@@ -126,7 +128,8 @@ class Prefetching(Feed):
         batch = self._reader.take()
         try:
             top[0].reshape(batch.shape)
-            images, *crops, labels = batch.staging.take()
+            images, h_off, w_off, mirror, *labels = batch.staging.take()
+            crops = (h_off, w_off, mirror)
             place, mean = top[0].gpu, None
             if self._mean is not None:
                 if place not in self._means:
@@ -134,8 +137,9 @@ class Prefetching(Feed):
                     self._means[place].host_data[...] = self._mean
                 mean = self._means[place].data
             self.ops.transform_batch(images, top[0].data, crops, mean, self._scale)
-            if len(top) > 1:
-                self.ops.copy(labels, top[1].data)
+            for t, label in zip(top[1:], labels, strict=False):
+                t.reshape(label.shape)
+                self.ops.copy(label, t.data)
             batch.staging.done()
         finally:
             self._reader.give_back(batch)
@@ -178,6 +182,22 @@ class Data(Prefetching):
         return SequentialLoader(self._source, transformer, self.param.data_param.batch_size)
 
 
+@layer("AnnotatedData")
+class AnnotatedData(Data):
+    """-> (N, C, h, w) and boxes (1, 1, B, 8): records of AnnotatedDatum in key order (Liu et al.
+    2016).
+
+    A box is [number in the batch, label, instance, xmin, ymin, xmax, ymax, difficult]; labels
+    (N, 1, 1, 1) of records without boxes; (N, 1, 300, 5) for MobileNet-YOLO.
+    """
+
+    def open(self) -> Loader:
+        from caffepy.data.annotated_loader import AnnotatedLoader  # here, since it loads numba
+
+        assert isinstance(self._source, Database)
+        return AnnotatedLoader(self._source, self.param, self.phase, self.device, self.path)
+
+
 @layer("ImageData")
 class ImageData(Prefetching):
     """-> (N, C, h, w) and labels (N,): image files of a list, in order or shuffled, transformed."""
@@ -204,6 +224,37 @@ class ImageData(Prefetching):
         return SequentialLoader(source, transformer, param.batch_size)
 
 
+@layer("ImageSegData")
+class ImageSegData(Prefetching):
+    """-> (N, C, h, w), labels (N, 1, h, w) and sizes (N, 1, 1, 2): image files of a list with label
+    images, or a label each (Chen et al. 2015, Zhao et al. 2017).
+    """
+
+    tops = (2, 3)
+
+    def open(self) -> Loader:
+        from caffepy.data.segmentation_loader import ImageSegLoader  # here, since it loads OpenCV
+
+        _check_fields(self.param.image_data_param, "image_data_param", MOVED)
+        return ImageSegLoader(self.param, self.phase, self.device, self.path)
+
+
+@layer("DenseImageData")
+class DenseImageData(Prefetching):
+    """-> (N, C, h, w) and labels (N, 1, h, w): image files of a list with label images
+    (Badrinarayanan et al. 2015).
+    """
+
+    tops = (2, 2)
+
+    def open(self) -> Loader:
+        from caffepy.data.segmentation_loader import DenseImageLoader  # here, since it loads OpenCV
+
+        param = self.param.dense_image_data_param
+        _check_fields(param, "dense_image_data_param", ("mean_file",))
+        return DenseImageLoader(self.param, self.phase, self.device, self.path)
+
+
 @layer("WindowData")
 class WindowData(Prefetching):
     """-> (N, 3, crop, crop) and labels (N,): windows of images, background before foreground
@@ -226,7 +277,11 @@ MOVED = ("scale", "mean_file", "crop_size", "mirror")
 
 
 def _check_fields(
-    param: DataParameter | HDF5DataParameter | ImageDataParameter | WindowDataParameter,
+    param: DataParameter
+    | DenseImageDataParameter
+    | HDF5DataParameter
+    | ImageDataParameter
+    | WindowDataParameter,
     name: str,
     moved: Sequence[str] = (),
     unused: Sequence[str] = (),

@@ -75,6 +75,7 @@ def meets_rule(state: NetState, rule: NetStateRule, name: str) -> bool:
 
 BATCHES = (
     "data_param",
+    "dense_image_data_param",
     "hdf5_data_param",
     "image_data_param",
     "memory_data_param",

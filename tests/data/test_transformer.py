@@ -115,9 +115,9 @@ def test_a_seed_of_its_own():
 
 
 def test_fields_of_forks_without_effect_are_named(caplog):
-    transformer("scale: 2 use_gpu_transform: true img_rand_resize_lower: 256 crop_h: 5")
+    transformer("scale: 2 use_gpu_transform: true img_rand_resize_lower: 256 display: true")
     assert caplog.messages == [
-        "transform_param's img_rand_resize_lower, crop_h, known to forks of Caffe, have no effect"
+        "transform_param's img_rand_resize_lower, known to forks of Caffe, have no effect"
     ]
 
 

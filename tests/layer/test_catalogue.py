@@ -228,11 +228,15 @@ NO_GRADIENT_OF_CAFFE = {
 # Types that feed the net from outside -> the test that states their batches or holds them to
 # Caffe's.
 REPLAY = "test_data.py::test_what_caffe_put_on_the_tops"
+FORKS = "test_annotated_data.py::test_what_the_forks_put_on_the_tops"
 BATCHES = {
+    "AnnotatedData": FORKS,
     "Data": REPLAY,
+    "DenseImageData": FORKS,
     "DummyData": "test_data.py::test_dummy_random_values_are_fresh_and_seeded",
     "HDF5Data": REPLAY,
     "ImageData": REPLAY,
+    "ImageSegData": FORKS,
     "MemoryData": "test_data.py::test_memory_goes_around",
     "WindowData": "test_window_data.py::test_background_comes_before_foreground",
 }
