@@ -117,10 +117,9 @@ _LAYERS = {
     "SSD": "VideoData",
     "Intel Caffe": "BoxData MnActivation SpatialDropout",
     "PSPNet": "BiasChannel DenseCRF DomainTransform MatRead MatWrite UniqueLabel",
-    "FlowNet": "Accum BlackAugmentation ChannelNorm Correlation Correlation1D CustomData "
-    "DataAugmentation Downsample FlowAugmentation FlowWarp GenerateAugmentationParameters "
-    "LpqLoss Mean NegReLU Resample",
     "C3D": "DownSampling VideoSegmentationData VideoWithVoxelTruthData VolumeData VoxelCustomLoss",
+    "FlowNet": "BlackAugmentation CustomData DataAugmentation FlowAugmentation "
+    "GenerateAugmentationParameters",
     "YOLO for Caffe": "EvalDetection",
     "Temporal Segment Networks": "BatchReduction Gather Scatter SegData SyncBN",
 }

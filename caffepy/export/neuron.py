@@ -21,6 +21,17 @@ def relu(site: Site) -> None:
         site.finish("Relu", site.bottoms[0])
 
 
+@writers("NegReLU")
+def negative_relu(site: Site) -> None:
+    """-LeakyRelu(-x)."""
+    (x,) = site.bottoms
+    negative = site.node("Neg", x)
+    if slope := site.layer.slope:
+        site.finish("Neg", site.node("LeakyRelu", negative, alpha=slope))
+    else:
+        site.finish("Neg", site.node("Relu", negative))
+
+
 @writers("ReLU6")
 def relu6(site: Site) -> None:
     """Clip, of LeakyRelu if there is a slope."""

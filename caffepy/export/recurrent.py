@@ -11,6 +11,14 @@ import numpy as np
 from caffepy.export.graph import Body, Shape, Site, writers
 
 
+@writers("ContinuationIndicator")
+def continuation_indicator(site: Site) -> None:
+    """A constant: 0 in the first step, then 1."""
+    value = np.ones(site.top_shapes[0])
+    value[0] = 0
+    site.finish("Identity", site.constant(value))
+
+
 @writers("LSTM")
 def lstm(site: Site) -> None:
     """gates = sums_t + w_h (cont_t h); c = f cont_t c + i g; h = o tanh(c)."""

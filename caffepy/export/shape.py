@@ -5,7 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from caffepy.export.graph import InexpressibleError, Site, writers
-from caffepy.proto.caffe_pb2 import EltwiseParameter, FillerParameter, ReductionParameter
+from caffepy.proto.caffe_pb2 import (
+    EltwiseParameter,
+    FillerParameter,
+    ReductionParameter,
+    UnpoolingParameter,
+)
 
 ELTWISE = {EltwiseParameter.PROD: "Mul", EltwiseParameter.SUM: "Sum", EltwiseParameter.MAX: "Max"}
 
@@ -54,6 +59,32 @@ def reorg(site: Site) -> None:
     site.reshape(site.node("Transpose", parts, perm=order), shape, out=site.tops[0])
 
 
+@writers("ChannelNorm")
+def channel_norm(site: Site) -> None:
+    site.reduce("ReduceL2", site.bottoms[0], [1], out=site.tops[0])
+
+
+@writers("Mean")
+def add_mean(site: Site) -> None:
+    """x * input_scale * output_scale + what is left of the mean."""
+    tops = zip(site.bottoms, site.tops, site.layer.means, strict=True)
+    for x, top, mean in tops:
+        scaled = site.node("Mul", x, site.constant(site.layer.factor))
+        site.node("Add", scaled, site.constant(mean.host_data), out=top)
+
+
+@writers("Accum")
+def accum(site: Site) -> None:
+    """Concat of each bottom as large as the top."""
+    size = site.top_shapes[0][2:]
+    how = {"mode": "linear", "coordinate_transformation_mode": "align_corners"}
+    parts = [
+        x if shape[2:] == size else site.node("Resize", x, "", "", _sizes(site, x, size), **how)
+        for x, shape in zip(site.bottoms, site.bottom_shapes, strict=True)
+    ][: site.layer.taken]
+    site.finish("Concat", *parts, axis=1)
+
+
 @writers("Interp")
 def interp(site: Site) -> None:
     """Resize with corners on corners, of a Slice if pads crop."""
@@ -78,19 +109,48 @@ def interp(site: Site) -> None:
 @writers("Upsample")
 def upsample(site: Site) -> None:
     """Resize to blocks of equal values; by places, ScatterElements into zeros."""
-    layer, x, (n, c, h, w) = site.layer, site.bottoms[0], site.bottom_shapes[0]
+    layer, x = site.layer, site.bottoms[0]
     if not layer.by_place:
         scales = site.constant([1, 1, *layer.scales], what="scales")
         how = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
         site.finish("Resize", x, "", scales, mode="nearest", **how)
         return
-    shape = site.top_shapes[0]
-    places = site.node("Cast", site.bottoms[1], to=np.dtype(np.int64))
+    _unpool(site)
+
+
+def _unpool(site: Site) -> None:
+    """ScatterElements of the first bottom to the places of the second one, or to constant ones."""
+    x, (n, c, h, w), shape = site.bottoms[0], site.bottom_shapes[0], site.top_shapes[0]
+    if len(site.bottoms) > 1:
+        places = site.node("Cast", site.bottoms[1], to=np.dtype(np.int64))
+    else:
+        values = site.layer.places.host_data.reshape(1, 1, h, w)
+        sizes = site.node("Shape", x)
+        places = site.node("Expand", site.constant(values, np.int64, "places"), sizes)
     values, places = (site.reshape(y, (n, c, h * w)) for y in (x, places))
-    sizes = _sizes(site, x, [shape[2] * shape[3]])
-    zeros = site.node("ConstantOfShape", sizes, value=np.zeros(1, np.float32))
+    zeros_shape = _sizes(site, x, [shape[2] * shape[3]])
+    zeros = site.node("ConstantOfShape", zeros_shape, value=np.zeros(1, np.float32))
     spread = site.node("ScatterElements", zeros, places, values, axis=2)
     site.reshape(spread, shape, out=site.tops[0])
+
+
+@writers("Unpooling")
+def unpooling(site: Site) -> None:
+    """ScatterElements; a ConvTranspose of each channel with equal weights where windows are filled,
+    cut or filled up to the size of the top.
+    """
+    layer = site.layer
+    if layer.moves:
+        _unpool(site)
+        return
+    x, (_, c, h, w) = site.bottoms[0], site.bottom_shapes[0]
+    if layer.method == UnpoolingParameter.AVE:
+        x = site.node("Mul", x, site.constant(layer.share.host_data))
+    ones = site.constant(np.ones((c, 1, *layer.kernel)), what="ones")
+    y = site.node("ConvTranspose", x, ones, group=c, strides=list(layer.stride))
+    whole = [(s - 1) * by + k for s, by, k in zip((h, w), layer.stride, layer.kernel, strict=True)]
+    ends = [o - s for o, s in zip(site.top_shapes[0][2:], whole, strict=True)]
+    site.finish("Pad", y, site.integers([0, 0, 0, 0, 0, 0, *ends], "pads"))
 
 
 def _sizes(site: Site, x: str, size: Sequence[int]) -> str:

@@ -60,7 +60,7 @@ def sources(net: Net) -> list[int]:
     without_bottoms = [
         (i, layer)
         for i, layer in enumerate(net.layers)
-        if not layer.param.bottom and layer.type != "Parameter"
+        if not layer.param.bottom and layer.type not in ("Parameter", "ContinuationIndicator")
     ]
     varying = [i for i, layer in without_bottoms if not _is_constant(layer.param)]
     return varying or [i for i, _ in without_bottoms]

@@ -6,10 +6,12 @@ All that is to be known of a type stands in its class. Start reading with `base`
 
 from caffepy.layer import (  # noqa: F401 # so that every type is registered
     convolution,
+    ctc,
     data,
     detection,
     detection_loss,
     eltwise,
+    flow,
     inner_product,
     loss,
     metric_loss,

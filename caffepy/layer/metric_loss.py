@@ -10,14 +10,36 @@ import numpy as np
 
 from caffepy.core.errors import ConfigError
 from caffepy.layer.base import Blobs, LossLayer, layer
+from caffepy.layer.flow import FlowL1Loss
 from caffepy.layer.loss import EuclideanLoss, bad_labels, items
 
 
 @layer("L1Loss")
 class L1Loss(EuclideanLoss):
-    """Sum of |a - b| / N over two bottoms of one count; both can be differentiated (NVCaffe)."""
+    """Sum of |a - b| / N over two bottoms of one count; both can be differentiated (NVCaffe).
+
+    With an l1_loss_param, or with one bottom, it is FlowNet's: see FlowL1Loss.
+    """
+
+    bottoms = (1, 2)
+    of_flownet: FlowL1Loss | None = None
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        if self.param.HasField("l1_loss_param") or len(bottom) == 1:
+            how = self.param, self.phase, self.device, self.dtype, self.path
+            self.of_flownet = FlowL1Loss(*how)
+            self.of_flownet.setup(bottom, top)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        if self.of_flownet:
+            self.of_flownet.reshape(bottom, top)
+        else:
+            super().reshape(bottom, top)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if self.of_flownet:
+            self.of_flownet.forward(bottom, top)
+            return
         difference, loss = self.difference.data, top[0].data
         np.subtract(bottom[0].data, bottom[1].data.reshape(difference.shape), out=difference)
         np.sum(np.abs(difference), out=loss)
@@ -25,6 +47,9 @@ class L1Loss(EuclideanLoss):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """da = weight / N * sign(a - b), db = -da."""
+        if self.of_flownet:
+            self.of_flownet.backward(top, propagate_down, bottom)
+            return
         for b, wanted, sign in zip(bottom, propagate_down, (1, -1), strict=True):
             if wanted:
                 dx = b.diff.reshape(self.difference.shape)

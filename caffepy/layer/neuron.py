@@ -98,6 +98,24 @@ class ReLU(Elementwise):
         self.ops.relu_backward(x, dy, dx, self.slope)
 
 
+@layer("NegReLU")
+class NegReLU(Neuron):
+    """y = min(x, 0) + negative_slope * max(x, 0), of relu_param (FlowNet)."""
+
+    reads_input = True
+    backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.slope = self.param.relu_param.negative_slope
+
+    def function(self, x: Array, y: Array) -> None:
+        np.multiply(x, np.where(x < 0, 1, self.slope), out=y)
+
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
+        """dx = dy * (x < 0 ? 1 : negative_slope)."""
+        np.multiply(dy, np.where(x < 0, 1, self.slope), out=dx)
+
+
 @layer("ReLU6")
 class ReLU6(Elementwise):
     """y = min(x > 0 ? x : negative_slope * x, 6) (MobileNet-YOLO's relu6_param)."""

@@ -314,3 +314,23 @@ class LSTMUnit(Layer):
             a, dc, da = self.activations.data[0], c_before.diff[0], gates.diff[0]
             self.ops.copy(c.diff, c_before.diff)
             self.ops.lstm_unit_backward(a, c_before.data[0], c.data[0], h.diff[0], dc, da)
+
+
+@layer("ContinuationIndicator")
+class ContinuationIndicator(Layer):
+    """The top (time_step, batch_size) is 0 in the first step and 1 in the others: each item of a
+    batch is a sequence of its own (crnn.caffe).
+    """
+
+    on_gpu = True
+    bottoms = 0
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.continuation_indicator_param
+        if not param.time_step or not param.batch_size:
+            raise ConfigError("continuation_indicator_param needs a time_step and a batch_size")
+        top[0].reshape((param.time_step, param.batch_size))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        top[0].data[:1] = 0
+        top[0].data[1:] = 1

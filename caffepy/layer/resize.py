@@ -1,6 +1,7 @@
-"""Layers of forks that make images larger or smaller: Interp, and the two Upsample."""
+"""Layers of forks that make images larger or smaller: Interp, the two Upsample, and Unpooling."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -9,6 +10,9 @@ import numpy as np
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.proto.caffe_pb2 import UnpoolingParameter
+
+log = logging.getLogger(__name__)
 
 
 @layer("Interp")
@@ -179,3 +183,122 @@ class Upsample(Layer):
             n, c, h, w = dx.shape
             down, right = self.scales
             np.sum(dy.reshape(n, c, h, down, w, right), axis=(3, 5), out=dx)
+
+
+@layer("Unpooling")
+class Unpooling(Layer):
+    """(N, C, H, W) -> (N, C, Ho, Wo), DeconvNet's (Noh et al. 2015).
+
+    MAX puts each value at the place h * Wo + w of its plane that the second bottom gives, as the
+    second top of a Pooling layer does, or at its own place times the stride; the rest is 0. TILE
+    adds it to each element of its window, AVE its share of that. Ho x Wo is unpool_h x unpool_w, or
+    the largest of (H - 1) * stride + kernel and H * stride + 1, as in the fork.
+    """
+
+    on_gpu = True
+    bottoms = (1, 2)
+    backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.unpooling_param
+        pairs = {"kernel": (param.kernel_h, param.kernel_w), "stride": (1, 1)}
+        if param.HasField("kernel_size") == (min(pairs["kernel"]) > 0):
+            raise ConfigError("unpooling_param needs a kernel_size, or a kernel_h and a kernel_w")
+        self.kernel = [param.kernel_size] * 2 if param.kernel_size else list(pairs["kernel"])
+        by_axis = param.HasField("stride_h") or param.HasField("stride_w")
+        self.stride = [param.stride_h, param.stride_w] if by_axis else [param.stride] * 2
+        if min(*self.kernel, *self.stride) < 1:
+            raise ConfigError("unpooling_param: kernel and stride must be 1 or more")
+        if param.pad or param.pad_h or param.pad_w:
+            raise ConfigError("unpooling_param: only a pad of 0 is known, as in the fork")
+        size = [param.unpool_size] * 2 if param.unpool_size else [param.unpool_h, param.unpool_w]
+        self.given = size if min(size) > 0 else None
+        self.method = param.unpool
+        self.moves = self.method == UnpoolingParameter.MAX
+        if self.method == UnpoolingParameter.TILE:
+            log.info("Unpooling: its gradient is the mean over the window, as in the fork")
+        self.outside = self.error_flag(
+            lambda place: DataError(f"place {place:g} lies outside the plane of the top")
+        )
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape = bottom[0].shape
+        if len(shape) != 4:
+            raise ConfigError(f"Unpooling needs (N, C, H, W), not {list(shape)}")
+        if len(bottom) > 1 and bottom[1].shape != shape:
+            raise ConfigError(
+                f"bottom 1 has shape {list(bottom[1].shape)}, bottom 0 has {list(shape)}"
+            )
+        n, c, *size = shape
+        whole = zip(size, self.kernel, self.stride, strict=True)
+        out = self.given or [max((s - 1) * by + k, s * by + 1) for s, k, by in whole]
+        top[0].reshape((n, c, *out))
+        starts = [
+            np.minimum(np.arange(s) * by, o - 1)
+            for s, by, o in zip(size, self.stride, out, strict=True)
+        ]
+        if self.moves:
+            self.rows, self.places = (
+                self.buffer(x, np.int64) for x in ((n * c, 1), (1, prod(size)))
+            )
+            self.rows.host_data[...] = np.arange(n * c)[:, None]
+            self.places.host_data[...] = np.add.outer(starts[0] * out[1], starts[1]).reshape(1, -1)
+            return
+        # the elements of the window of each value: the first of them, and how many there are
+        counts = [
+            np.maximum(np.minimum(np.arange(s) * by + k, o) - np.arange(s) * by, 0)
+            for s, k, by, o in zip(size, self.kernel, self.stride, out, strict=True)
+        ]
+        self.share = self.buffer(size)
+        self.share.host_data[...] = 1 / np.maximum(np.multiply.outer(*counts), 1)
+
+    def indices(self, bottom: Blobs, end: int) -> tuple[Array, Array]:
+        """Return rows and places, to index the planes of the top."""
+        rows = self.rows.data
+        if len(bottom) == 1:
+            return rows, self.places.data
+        places = bottom[1].data.reshape(len(rows), -1)
+        return rows, np.clip(places, 0, end - 1).astype(np.int64)
+
+    def windows(self, y: Array, x: Array) -> Iterator[tuple[Array, Array]]:
+        """Yield, for each place in a window, those elements of y and the values of x they are of;
+        what lies outside y is left out.
+        """
+        (kh, kw), (down, right) = self.kernel, self.stride
+        for i, j in np.ndindex(kh, kw):
+            part = y[:, :, i::down, j::right][:, :, : x.shape[2], : x.shape[3]]
+            yield part, x[:, :, : part.shape[2], : part.shape[3]]
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y = bottom[0].data, top[0].data
+        y.fill(0)
+        if not self.moves:
+            values = x * self.share.data if self.method == UnpoolingParameter.AVE else x
+            for part, of in self.windows(y, values):
+                np.add(part, of, out=part)
+            return
+        end = prod(y.shape[2:])
+        if len(bottom) > 1:
+            places = bottom[1].data
+            self.outside.note(~((places >= 0) & (places < end)), places)
+            self.outside.check()
+        rows, columns = self.indices(bottom, end)
+        y.reshape(len(rows), -1)[rows, columns] = x.reshape(len(rows), -1)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx is dy at the value's place, also where two values share one, or the mean of dy over
+        its window: of TILE, too, as in the fork. Places get 0.
+        """
+        if len(bottom) > 1 and propagate_down[1]:
+            bottom[1].diff.fill(0)
+        if not propagate_down[0]:
+            return
+        dy, dx = top[0].diff, bottom[0].diff
+        if self.moves:
+            rows, columns = self.indices(bottom, prod(dy.shape[2:]))
+            dx.reshape(len(rows), -1)[...] = dy.reshape(len(rows), -1)[rows, columns]
+            return
+        dx.fill(0)
+        for part, of in self.windows(dy, dx):
+            np.add(of, part, out=of)
+        np.multiply(dx, self.share.data, out=dx)

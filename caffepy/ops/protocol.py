@@ -24,7 +24,7 @@ What holds for all functions:
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -57,6 +57,23 @@ Crops = Sequence[Array]
 """Start rows and columns of crops, and which are mirrored."""
 Terms = tuple[int, float, float, float]
 """size, alpha, beta and k of a local response normalization."""
+
+
+class Displacements(NamedTuple):
+    """The windows of a correlation, and where they are compared: displacement (p, o) is
+    ((p + top) * step, (o + left) * step), of `rows` times `columns`; the first window of the first
+    map begins at (row, column).
+    """
+
+    size: int
+    stride: int
+    step: int
+    rows: int
+    columns: int
+    top: int
+    left: int
+    row: int
+    column: int
 
 
 class Ops(Protocol):
@@ -415,6 +432,85 @@ class Ops(Protocol):
 
     def ave_pool_volumes_backward(self, dy: Array, dx: Array, window: Volume) -> None:
         """Write dx: each dy divided evenly over its window."""
+
+    # Optical flow
+
+    def correlation_forward(
+        self, a: Array, b: Array, y: Array, how: Displacements, differ: bool
+    ) -> None:
+        """Write y (N, rows * columns, Ho, Wo), the means over channels and windows of a * b, or
+        with `differ` of |a - b|; a, b (N, C, H, W) with their padding.
+        """
+
+    def correlation_backward(
+        self,
+        a: Array,
+        b: Array,
+        dy: Array,
+        da: Array,
+        db: Array,
+        how: Displacements,
+        differ: bool,
+    ) -> None:
+        """Write da and db."""
+
+    def flow_warp_forward(self, x: Array, flow: Array, y: Array, fill: float) -> None:
+        """Write y, x (N, C, H, W) where flow (N, 2, H, W) leads, bilinear; `fill` outside."""
+
+    def flow_warp_backward(self, x: Array, flow: Array, dy: Array, dx: Array, dflow: Array) -> None:
+        """Write dx, the transpose of `flow_warp_forward`, and dflow."""
+
+    def resample(
+        self,
+        x: Array,
+        y: Array,
+        rows: Array,
+        down: Array,
+        columns: Array,
+        across: Array,
+        skip: bool,
+    ) -> None:
+        """Write y (P, Ho, Wo), means of x (P, H, W) with weights down (Ho, K) of the rows from
+        rows (Ho), int32, on, and likewise across of the columns; 0 where they sum to 0. With
+        `skip` NaNs do not count, and y is NaN where they weigh more than half of the others.
+        """
+
+    # Connectionist temporal classification: scores x (T, N, C), of which an item has steps (N,)
+    # after the first `delay`; labels (N, L), -1 for none; kept for backward: path (N, 2L + 1), the
+    # labels with blanks around them, sizes (N,) of it, 0 for labels that need more steps,
+    # normalizers (T, N), states (N, T + 2, 2L + 1)
+
+    def ctc_forward(
+        self,
+        x: Array,
+        steps: Array,
+        labels: Array,
+        blank: int,
+        merge: bool,
+        delay: int,
+        path: Array,
+        sizes: Array,
+        normalizers: Array,
+        states: Array,
+        losses: Array,
+    ) -> None:
+        """Write losses (N,), -log of the probability of all ways through the path, and states, the
+        probability that a way has state u at time t. With `merge` a label may last several steps.
+        """
+
+    def ctc_backward(
+        self,
+        x: Array,
+        steps: Array,
+        delay: int,
+        path: Array,
+        sizes: Array,
+        normalizers: Array,
+        states: Array,
+        scale: Array,
+        dx: Array,
+    ) -> None:
+        """Write dx = scale * (softmax of x - probability that a way has the class)."""
 
     # Resizing of planes: x, dx (P, H, W), y, dy (P, Ho, Wo)
 

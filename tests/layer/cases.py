@@ -13,6 +13,8 @@ NEURONS: dict[str, tuple[str, Callable[[float], float] | None]] = {
     "AbsVal": ("", abs),
     "BNLL": ("", lambda x: log(1 + exp(x))),
     "Clip": ("clip_param { min: -0.5 max: 0.8 }", lambda x: max(-0.5, min(x, 0.8))),
+    "NegReLU": ("", lambda x: min(x, 0)),
+    "NegReLU leaky": ("relu_param { negative_slope: 0.1 }", lambda x: min(x, 0.1 * x)),
     "ELU": ("elu_param { alpha: 0.7 }", lambda x: x if x > 0 else 0.7 * (exp(x) - 1)),
     "ELU negative": ("elu_param { alpha: -0.7 }", lambda x: x if x > 0 else -0.7 * (exp(x) - 1)),
     "Exp": ("", exp),
@@ -201,11 +203,22 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([(2, 8, 4, 6)], 1, "reorg_param { stride: 2 }"),
         ([(2, 8, 4, 6)], 1, "reorg_param { stride: 2 reverse: true }"),
     ],
+    "ChannelNorm": [([IMAGE], 1, "")],
+    "Mean": [([IMAGE, (2, 3, 2, 2)], 2, "mean_param { value: 1 value: 2 value: 3 mean_scale: 2 }")],
+    "Accum": [
+        ([IMAGE, (2, 3, 4, 2)], 1, "accum_param { size_divisible_by: 8 }"),
+        ([IMAGE, (2, 1, 3, 3)], 1, "accum_param { have_reference: true }"),
+    ],
     "Interp": [
         ([IMAGE], 1, "interp_param { height: 13 width: 4 }"),
         ([IMAGE], 1, "interp_param { zoom_factor: 2 pad_beg: -1 pad_end: -2 }"),
         ([IMAGE], 1, "interp_param { height: 7 width: 5 }"),
         ([IMAGE], 1, "interp_param { height: 1 width: 3 }"),
+    ],
+    "Unpooling": [
+        ([IMAGE], 1, "unpooling_param { kernel_size: 2 stride: 2 }"),
+        ([IMAGE], 1, "unpooling_param { unpool: AVE kernel_size: 3 stride: 2 unpool_size: 12 }"),
+        ([IMAGE], 1, "unpooling_param { unpool: TILE kernel_size: 2 stride: 3 }"),
     ],
     "Upsample": [([IMAGE], 1, "upsample_param { scale_h: 2 scale_w: 3 }")],
     "Concat": [
@@ -299,6 +312,9 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
             2,
             "recurrent_param { num_output: 5 expose_hidden: true }",
         ),
+    ],
+    "ContinuationIndicator": [
+        ([], 1, "continuation_indicator_param { time_step: 2 batch_size: 3 }"),
     ],
     "LSTMUnit": [([(1, 2, 3), (1, 2, 12), (1, 2)], 2, "")],
     "Parameter": [([], 1, "parameter_param { shape { dim: 2 dim: 3 } }")],

@@ -9,6 +9,7 @@ from caffepy.proto.caffe_pb2 import TEST, NetParameter
 from caffepy.solver import sidecar
 
 from .harness import Single, check_golden, check_gradient, random
+from .on_gpu import check_plain_on_gpu
 
 T, N, D, H, S = 4, 3, 5, 2, 3
 FILLERS = (
@@ -377,3 +378,18 @@ def test_unit_takes_what_fits():
     with pytest.raises(ConfigError, match="sequence indicators"):
         single.layer.backward(single.top, [False, False, True], single.bottom)
     assert [single.layer.allow_force_backward(i) for i in range(3)] == [True, True, False]
+
+
+INDICATORS = 'type: "ContinuationIndicator" continuation_indicator_param { %s batch_size: 2 }'
+
+
+def test_indicators_of_whole_sequences():
+    (y,) = Single(INDICATORS % "time_step: 3").forward()
+    np.testing.assert_array_equal(y, [[0, 0], [1, 1], [1, 1]])
+    with pytest.raises(ConfigError, match="needs a time_step and a batch_size"):
+        Single(INDICATORS % "")
+
+
+@pytest.mark.gpu
+def test_indicators_on_gpu():
+    check_plain_on_gpu(INDICATORS % "time_step: 3", propagate_down=[])

@@ -1,4 +1,4 @@
-"""Interp and Upsample against loops, numerical gradients, and a GPU."""
+"""Interp, Upsample and Unpooling against loops, numerical gradients, and a GPU."""
 
 import numpy as np
 import pytest
@@ -131,3 +131,86 @@ def test_upsample_on_gpu(case):
     """With places of their own: of values that share one, any may win."""
     bottoms = [X, np.arange(float(X.size)).reshape(X.shape) % 20][: len(UPSAMPLE[case][1])]
     check_plain_on_gpu(upsample(case), *bottoms, propagate_down=[True, False][: len(bottoms)])
+
+
+UNPOOLING = {
+    "places": ("kernel_size: 2 stride: 2 unpool_h: 10 unpool_w: 8", 2),
+    "own places": ("kernel_size: 2 stride: 2", 1),
+    "own places, given": ("kernel_size: 2 stride: 2 unpool_h: 7 unpool_w: 9", 1),
+    "share": ("unpool: AVE kernel_h: 3 kernel_w: 2 stride_h: 2 stride_w: 1", 1),
+    "share, cut": ("unpool: AVE kernel_size: 3 stride: 2 unpool_h: 9 unpool_w: 8", 1),
+    "tiles": ("unpool: TILE kernel_size: 3 stride: 2", 1),
+}
+PLACES = np.argsort(random(2, 3, 5, 4, seed=4), axis=-1) + 8.0 * np.arange(5)[:, None]
+
+
+def unpooling(case):
+    text, count = UNPOOLING[case]
+    return f'type: "Unpooling" unpooling_param {{ {text} }}', [X, PLACES][:count]
+
+
+@pytest.mark.parametrize("case", UNPOOLING)
+def test_unpooling_against_a_loop(case):
+    text, bottoms = unpooling(case)
+    (y,) = Single(text, *bottoms).forward()
+    kernel, stride = ((3, 2), (2, 1)) if "kernel_h" in text else ((3, 3), (2, 2))
+    kernel = (2, 2) if "places" in case else kernel
+    high, wide = ((s - 1) * by + k for s, by, k in zip((5, 4), stride, kernel, strict=True))
+    high, wide = (max(high, 5 * stride[0] + 1), max(wide, 4 * stride[1] + 1))
+    if "unpool_h" in text:
+        high, wide = (int(text.split(f"unpool_{axis}: ")[1].split()[0]) for axis in "hw")
+    want = np.zeros((2, 3, high, wide))
+    for n, c, i, j in np.ndindex(X.shape):
+        row, column = min(i * stride[0], high - 1), min(j * stride[1], wide - 1)
+        if case == "places":
+            want[n, c].reshape(-1)[int(PLACES[n, c, i, j])] = X[n, c, i, j]
+        elif "places" in case:
+            want[n, c, row, column] = X[n, c, i, j]
+        else:
+            window = want[n, c, i * stride[0] :, j * stride[1] :][: kernel[0], : kernel[1]]
+            window += X[n, c, i, j] / (window.size if "AVE" in text else 1)
+    np.testing.assert_allclose(y, want)
+
+
+@pytest.mark.parametrize("case", ["places", "own places", "share", "share, cut"])
+def test_unpooling_gradient(case):
+    text, bottoms = unpooling(case)
+    check_gradient(text, *bottoms, propagate_down=[True, False][: len(bottoms)])
+
+
+def test_the_gradient_of_tiles_is_the_mean_over_the_window():
+    text, bottoms = unpooling("tiles")
+    single = Single(text, *bottoms)
+    (y,) = single.forward()
+    dy = random(*y.shape, seed=5)
+    (dx,), _ = single.backward([dy])
+    assert dx[1, 2, 3, 2] == pytest.approx(dy[1, 2, 6:9, 4:7].mean())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "needs a kernel_size, or a kernel_h and a kernel_w"),
+        ("kernel_size: 2 kernel_h: 2 kernel_w: 2", "needs a kernel_size, or"),
+        ("kernel_size: 2 stride: 0", "must be 1 or more"),
+        ("kernel_size: 2 pad: 1", "only a pad of 0"),
+    ],
+)
+def test_what_unpooling_does_not_know(text, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(f'type: "Unpooling" unpooling_param {{ {text} }}', X)
+
+
+def test_a_place_outside_of_unpooling_is_named():
+    text, _ = unpooling("places")
+    with pytest.raises(DataError, match="place 80 lies outside the plane"):
+        Single(text, X, PLACES + 80 * (PLACES == 0)).forward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", UNPOOLING)
+def test_unpooling_on_gpu(case):
+    text, bottoms = unpooling(case)
+    wanted = [True, False][: len(bottoms)]
+    bottoms[1:] = [np.arange(float(X.size)).reshape(X.shape) % 20][: len(bottoms) - 1]
+    check_plain_on_gpu(text, *bottoms, propagate_down=wanted)

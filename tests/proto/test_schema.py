@@ -176,6 +176,22 @@ OWN = {(message, name) for message, names in UNNUMBERED.items() for name in name
 """Fields of forks whose number is not known, those for what forks have several times, and those of
 C3D 1.0, whose binary nets are read otherwise.
 """
+OWN |= {
+    (message, name)
+    for message, names in {
+        "LayerParameter": "ctc_loss_param ctc_decoder_param continuation_indicator_param "
+        "unpooling_param",
+        "CTCDecoderParameter": "blank_index ctc_merge_repeated",
+        "CTCLossParameter": "output_delay blank_index preprocess_collapse_repeated "
+        "ctc_merge_repeated loss_calculation_t alphabet_size time_step blank_label",
+        "ContinuationIndicatorParameter": "time_step batch_size",
+        "UnpoolingParameter": "unpool kernel_size stride pad kernel_h kernel_w stride_h stride_w "
+        "pad_h pad_w unpool_size unpool_h unpool_w",
+        "V1LayerParameter": "unpooling_param",
+    }.items()
+    for name in names.split()
+}
+"""Those of CTC's forks and of DeconvNet."""
 OTHER_TYPE = {("UpsampleParameter", "scale"): "int32"}
 """SegNet's is uint32."""
 NOT_TAKEN = {
@@ -223,6 +239,8 @@ def test_enums_are_those_of_the_tables() -> None:
     values = {key for key, found in of_forks().items() if found[0]["type"] == "enum value"}
     taken = {(enum, name) for enum, name in values if enum not in NOT_TAKEN}
     unnumbered = {("VideoDataParameter.Modality", name) for name in ("RGB", "FLOW")}
+    unnumbered |= {("UnpoolingParameter.UnpoolMethod", name) for name in ("MAX", "AVE", "TILE")}
+    unnumbered |= {("V1LayerParameter.LayerType", "UNPOOLING")}
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in C3D.split()}
     assert {(enum, name) for enum, name, _ in ours - known} - unnumbered == taken - {
         (enum, name) for enum, name, _ in known

@@ -14,6 +14,7 @@ from caffepy.ops.cpu.boxes import (
 )
 from caffepy.ops.cpu.convolution import Convolution
 from caffepy.ops.cpu.copies import convert, copy, cut, join
+from caffepy.ops.cpu.ctc import ctc_backward, ctc_forward
 from caffepy.ops.cpu.elementwise import (
     add,
     axpy,
@@ -25,6 +26,13 @@ from caffepy.ops.cpu.elementwise import (
     scale_backward,
     scale_forward,
     scaled,
+)
+from caffepy.ops.cpu.flow import (
+    correlation_backward,
+    correlation_forward,
+    flow_warp_backward,
+    flow_warp_forward,
+    resample,
 )
 from caffepy.ops.cpu.loss import (
     accuracy,

@@ -28,6 +28,7 @@ from caffepy.ops.cuda.boxes import (
 )
 from caffepy.ops.cuda.convolution import Convolution
 from caffepy.ops.cuda.copies import convert, copy, cut, join
+from caffepy.ops.cuda.ctc import ctc_backward, ctc_forward
 from caffepy.ops.cuda.elementwise import (
     add,
     axpy,
@@ -37,6 +38,13 @@ from caffepy.ops.cuda.elementwise import (
     eltwise_sum,
     multiply,
     scaled,
+)
+from caffepy.ops.cuda.flow import (
+    correlation_backward,
+    correlation_forward,
+    flow_warp_backward,
+    flow_warp_forward,
+    resample,
 )
 from caffepy.ops.cuda.loss import (
     accuracy,
