@@ -25,6 +25,7 @@ from caffepy.cli.bench import bench
 from caffepy.cli.check import check
 from caffepy.cli.classify import classify
 from caffepy.cli.compute_image_mean import compute_image_mean
+from caffepy.cli.convert_annoset import convert_annoset
 from caffepy.cli.convert_cifar import convert_cifar
 from caffepy.cli.convert_imageset import convert_imageset
 from caffepy.cli.convert_mnist import convert_mnist
@@ -95,7 +96,14 @@ SECTIONS = {
     "Train": (train, test, time, bench),
     "Look": (check, summarize, draw, visualize, plot, parse_log),
     "Use": (classify, detect, extract_features),
-    "Data": (convert_imageset, convert_mnist, convert_cifar, compute_image_mean, data),
+    "Data": (
+        convert_imageset,
+        convert_annoset,
+        convert_mnist,
+        convert_cifar,
+        compute_image_mean,
+        data,
+    ),
     "Convert": (export, weights, upgrade_net, upgrade_solver),
     "GPUs": (device_query, device_pairs, doctor),
 }

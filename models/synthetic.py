@@ -98,7 +98,7 @@ def synthetic(
         shape = list(image or _image(layer, guess))
         for i, top in enumerate(layer.top):
             dummy.shape.add(dim=_top_shape(layer, i, size, shape, guess))
-            if i == 0:
+            if i == 0 and not _is_label(net, top):
                 dummy.data_filler.add(type="gaussianstatic", std=1)
             else:
                 dummy.data_filler.add(type="uniformstatic", min=0, max=_classes(net, top) - 0.01)
@@ -193,6 +193,11 @@ def _region_top(name: str, param_str: str, agnostic: bool) -> list[int] | None:
         "labels": [_REGIONS],
     }
     return shapes.get(name) or ([_REGIONS, 4 * classes] if name.startswith("bbox_") else None)
+
+
+def _is_label(net: NetParameter, top: str) -> bool:
+    """True for a blob that a loss compares with its first bottom: a layer of labels alone."""
+    return any(top in layer.bottom[1:] for layer in net.layer if layer.type.endswith("Loss"))
 
 
 def _classes(net: NetParameter, label: str) -> int:

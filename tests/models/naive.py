@@ -49,9 +49,10 @@ def tops(layer: LayerParameter, bottoms: list[Shape], s: Sizes) -> list[Shape]:
             p = layer.convolution_param
             (k,), o = p.kernel_size, p.num_output
             stride, pad = (p.stride or [1])[0], (p.pad or [0])[0]
+            reach = (p.dilation or [1])[0] * (k - 1) + 1
             group = x[1] if layer.type == "ConvolutionDepthwise" else p.group
             s.params[layer.name] = [(o, x[1] // group, k, k)] + [(o,)] * p.bias_term
-            return [(x[0], o, *((d + 2 * pad - k) // stride + 1 for d in x[2:]))]
+            return [(x[0], o, *((d + 2 * pad - reach) // stride + 1 for d in x[2:]))]
         case "InnerProduct":
             o = layer.inner_product_param.num_output
             s.params[layer.name] = [(o, prod(x[1:])), (o,)]
@@ -63,7 +64,11 @@ def tops(layer: LayerParameter, bottoms: list[Shape], s: Sizes) -> list[Shape]:
             if not pool.ceil_mode:
                 size = (x[2] + 2 * pool.pad - pool.kernel_size) // pool.stride + 1
                 return [(*x[:2], size, size)]
-            return [(*x[:2], *(pooled(d, pool.kernel_size, pool.stride, pool.pad) for d in x[2:]))]
+            size = [pooled(d, pool.kernel_size, pool.stride, pool.pad) for d in x[2:]]
+            return [(*x[:2], *size)] * len(layer.top)
+        case "Upsample":
+            assert bottoms[1] == x
+            return [(*x[:2], *(layer.upsample_param.scale * d for d in x[2:]))]
         case "BatchNorm":
             s.params[layer.name + "[kept]"] = [(x[1],), (x[1],), (1,)]
             return [x]
@@ -86,6 +91,8 @@ def tops(layer: LayerParameter, bottoms: list[Shape], s: Sizes) -> list[Shape]:
             return [x]
         case "SoftmaxWithLoss" | "Accuracy":
             return [()]
+        case "SegAccuracy":
+            return [(1, 1, 1, 3)]
     raise NotImplementedError(layer.type)
 
 

@@ -22,6 +22,7 @@ PARAMETERS = {
     "cifar10_quick": 145_578,
     "densenet121": 7_978_856,
     "digits": 13_706,
+    "digits_seg": 123_051,
     "googlenet": 13_378_280,
     "lenet": 431_080,
     "mobilenet_v2": 3_504_872,
@@ -61,6 +62,14 @@ SHAPES = {
         "fc6": (1000, 1, 1),
     },
     "digits": {"pool1": (16, 4, 4), "pool2": (32, 2, 2), "ip2": (10,)},
+    "digits_seg": {
+        "pool1": (16, 32, 32),
+        "pool2_mask": (32, 16, 16),
+        "conv5": (64, 16, 16),
+        "up2": (32, 32, 32),
+        "up1": (16, 64, 64),
+        "score": (11, 64, 64),
+    },
     "googlenet": {
         "pool1/norm1": (64, 56, 56),
         "pool2/3x3_s2": (192, 28, 28),
@@ -211,7 +220,8 @@ def test_solver_and_net_agree(name: str) -> None:
         for layer in net.layer
         if layer.include and layer.include[0].phase == TEST
     )
-    pictures = {"digits": 297, "lenet": 10_000, "cifar10_quick": 10_000}.get(name, 50_000)
+    few = {"digits": 297, "digits_seg": 150, "lenet": 10_000, "cifar10_quick": 10_000}
+    pictures = few.get(name, 50_000)
     assert param.test_iter == [pictures // test_batch]
     assert param.test_iter[0] * test_batch == pictures
 

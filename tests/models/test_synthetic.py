@@ -30,6 +30,7 @@ SHAPES = {
     "cifar10_quick": (3, 32, 32),
     "densenet121": (3, 224, 224),
     "digits": (1, 8, 8),
+    "digits_seg": (1, 64, 64),
     "googlenet": (3, 224, 224),
     "lenet": (1, 28, 28),
     "mobilenet_v2": (3, 224, 224),

@@ -9,12 +9,12 @@ import ctypes
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cv2
 import numpy as np
@@ -26,7 +26,7 @@ from caffepy.data.datum import COLOR, GRAY, head_of, read_image, resized
 from caffepy.data.prefetch import mapped
 from caffepy.data.sources import open_database
 from caffepy.data.sources.databases import printable
-from caffepy.data.sources.image_list import Entry, read_list
+from caffepy.data.sources.image_list import read_list
 from caffepy.data.write import COMMIT_BYTES, COMMIT_EVERY, Partial, Writer
 from caffepy.proto.caffe_pb2 import Datum
 from caffepy.report import counting
@@ -43,6 +43,17 @@ KEPT = 1 << 25  # bytes, the most that glibc takes for M_MMAP_THRESHOLD
 
 Made = tuple[bytes | None, int]
 """A serialized Datum, None if its image cannot be read, and the number of values of a raw one."""
+
+
+class Maker(Protocol):
+    """What makes a record of an image file and its label, or whatever stands behind it."""
+
+    @property
+    def encode(self) -> str | None:
+        """As `Recipe` has it."""
+
+    def record(self, path: str, label: Any, /) -> Made:
+        """The serialized record of the file; none if the file cannot be read or is no image."""
 
 
 @dataclass(frozen=True)
@@ -123,47 +134,73 @@ def convert_imageset(
     compares all records with the images; of a database that is there already that is all that is
     done. UsageError or DataError say what does not fit.
     """
-    if check_size and recipe.encode != "":
-        raise UsageError("-check_size compares raw images; encoded ones differ in size by nature")
-    if os.path.isdir(root) and not root.endswith(os.sep):
-        root += os.sep
     entries = read_list(list_file, every_line=True)
     log.info("A total of %d images.", len(entries))
-    job = Job(root, entries, recipe, check_size, threads, progress)
-    if check and os.path.lexists(database):
-        if shuffle and seed is None:
-            raise UsageError("to compare a shuffled database, give the --seed that its log shows")
-        job.order(shuffle, seed)
-        return job.compare(database)
     lines = (b"%b %d\n" % (os.fsencode(name), label) for name, label in entries)
-    made_of = {
-        "list": hashlib.sha256(b"".join(lines)).hexdigest(),
-        "root folder": os.path.abspath(root) if root.endswith(os.sep) else root,
-        "backend": backend,
-        "check_size": check_size,
-        "shuffle": shuffle,
-        **asdict(recipe),
-        **({} if seed is None else {"seed": seed}),
-    }
-    drawn = int(np.random.SeedSequence().generate_state(1)[0])
-    partial = Partial(database, backend, made_of, {"seed": drawn}, resume)
-    job.order(shuffle, int(partial.recipe["seed"]))
-    result = job.write(partial)
-    if check:
-        job.compare(database)
-    return result
+    made_of = {"list": hashlib.sha256(b"".join(lines)).hexdigest(), **asdict(recipe)}
+    job = Job(with_slash(root), list(entries), recipe, check_size, threads, progress)
+    return job.run(database, made_of, backend, shuffle, seed, resume, check)
+
+
+def with_slash(root: str) -> str:
+    """A prefix of names of files: with the slash that the name of a folder may lack."""
+    return root + os.sep if os.path.isdir(root) and not root.endswith(os.sep) else root
 
 
 @dataclass
 class Job:
-    """The conversion of a list's images, or their comparison with a database."""
+    """The conversion of a list's images, each a path and a label, or their comparison with a
+    database.
+    """
 
     root: str
-    entries: list[Entry]
-    recipe: Recipe
+    entries: list[tuple[str, Any]]
+    recipe: Maker
     check_size: bool
     threads: int | None
     progress: bool | None
+
+    def run(
+        self,
+        database: str,
+        made_of: Mapping[str, Any],
+        backend: str,
+        shuffle: bool,
+        seed: int | None,
+        resume: bool,
+        check: bool,
+    ) -> Converted:
+        """Write the database, or compare it if it is there already and `check` is true.
+
+        `made_of` describes the images and what is made of them: a later run goes on only with the
+        same. UsageError or DataError say what does not fit.
+        """
+        if self.check_size and self.recipe.encode != "":
+            rule = "-check_size compares raw images; encoded ones differ in size by nature"
+            raise UsageError(rule)
+        if check and os.path.lexists(database):
+            if shuffle and seed is None:
+                raise UsageError(
+                    "to compare a shuffled database, give the --seed that its log shows"
+                )
+            self.order(shuffle, seed)
+            return self.compare(database)
+        root = self.root
+        made_of = {
+            "root folder": os.path.abspath(root) if root.endswith(os.sep) else root,
+            "backend": backend,
+            "check_size": self.check_size,
+            "shuffle": shuffle,
+            **made_of,
+            **({} if seed is None else {"seed": seed}),
+        }
+        drawn = int(np.random.SeedSequence().generate_state(1)[0])
+        partial = Partial(database, backend, made_of, {"seed": drawn}, resume)
+        self.order(shuffle, int(partial.recipe["seed"]))
+        result = self.write(partial)
+        if check:
+            self.compare(database)
+        return result
 
     def order(self, shuffle: bool, seed: int | None) -> None:
         """Take the images in the order of this seed, if they are to be shuffled."""
