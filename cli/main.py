@@ -40,6 +40,7 @@ from caffepy.cli.extract_features import extract_features
 from caffepy.cli.group import Commands
 from caffepy.cli.parse_log import parse_log
 from caffepy.cli.plot import plot
+from caffepy.cli.server import server
 from caffepy.cli.summarize import summarize
 from caffepy.cli.test import test
 from caffepy.cli.time import time
@@ -93,7 +94,7 @@ Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_sour
 
 
 SECTIONS = {
-    "Train": (train, test, time, bench),
+    "Train": (train, server, test, time, bench),
     "Look": (check, summarize, draw, visualize, plot, parse_log),
     "Use": (classify, detect, extract_features),
     "Data": (

@@ -46,6 +46,12 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     "servers. local: N processes of this machine, to which its GPUs are dealt.",
 )
 @click.option(
+    "--name",
+    metavar="NAME",
+    help="With --cluster: train with the servers that caffepy server started under this name, and "
+    "leave them what was learned. If they hold a net already, the run goes on with it.",
+)
+@click.option(
     "--consistency",
     metavar="sync|ssp:S|async",
     help="With --cluster: how many pushes a worker may be ahead of the slowest: none (sync, the "
@@ -193,7 +199,7 @@ def _cluster(values: dict[str, Any]) -> "ClusterOptions | None":
     from caffepy.parallel.parameter_server.cluster import ClusterOptions
 
     cluster = values.pop("cluster")
-    names = ("consistency", "every", "servers", "replicas", "filters", "server_update")
+    names = ("name", "consistency", "every", "servers", "replicas", "filters", "server_update")
     given = {name: value for name in names if (value := values.pop(name)) is not None}
     if cluster is None:
         if given or values["sync"] == "ps":
@@ -205,6 +211,10 @@ def _cluster(values: dict[str, Any]) -> "ClusterOptions | None":
         return None
     if values["nodes"] is None:
         raise click.UsageError("--cluster needs the number of workers: --nodes N, or MIN:MAX")
+    for flag in {"servers", "replicas"} & given.keys() if "name" in given else ():
+        raise click.UsageError(
+            f"--{flag} is for caffepy server, which has started the servers of --name"
+        )
     if values["sync"] not in ("auto", "ps"):
         raise click.UsageError(f"--cluster trains by --sync ps, not {values['sync']}")
     return ClusterOptions(cluster, values["nodes"], **given)

@@ -34,6 +34,7 @@ from caffepy.device.device import Device
 from caffepy.device.threads import num_threads
 from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.parallel.nodes import check_alike
+from caffepy.parallel.parameter_server.attachment import Attachment, attached
 from caffepy.parallel.parameter_server.cluster import ClusterOptions, options_of_worker, served
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import format as format_text
@@ -232,6 +233,10 @@ def _train(
     if options.tensorboard and not follows:
         boards = [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
     prefix, progress = (None, False) if follows else (prefix, options.progress)
+    cluster = options.cluster
+    attaching: AbstractContextManager[Attachment | None] = nullcontext()
+    if cluster and cluster.name:
+        attaching = attached(cluster.cluster, cluster.name, options.solver)
     with (
         open_report(prefix, param.max_iter, progress, boards) as reporter,
         closing(
@@ -245,6 +250,7 @@ def _train(
                 batch_parts=size if options.batch_mode == "global" else 1,
             )
         ) as solver,
+        attaching as attachment,
     ):
         signals.listen()
         monitor.solver = solver
@@ -259,7 +265,10 @@ def _train(
             net.before_forward.append(heartbeat)
             net.before_backward.append(heartbeat)
         snapshot = start.snapshot
-        if snapshot == AUTO:
+        if attachment and attachment.held:
+            _go_on(solver, options, attachment)
+            snapshot = None
+        elif snapshot == AUTO:
             snapshot = newest_good(param.snapshot_prefix, solver.resume_state.run)
         if drawn is not None and not snapshot and not follows:
             log.info("Random numbers begin with %d: random_seed: %d repeats the run", drawn, drawn)
@@ -268,12 +277,12 @@ def _train(
             solver.restore(snapshot)
             if world:
                 check_images(world, solver, snapshot, options.nodes)
-            if solver.iter >= param.max_iter:
-                log.warning("Nothing is left to train: max_iter is %d", param.max_iter)
+        if solver.iter and solver.iter >= param.max_iter:
+            log.warning("Nothing is left to train: max_iter is %d", param.max_iter)
         if start.rate_factor is not None:
             solver.iterations.rate_factor = start.rate_factor
         try:
-            with _joined(solver, options, devices, signals, world):
+            with _joined(solver, options, devices, signals, world, attachment):
                 for board in boards:
                     board.watch = Watch(solver, board.every)
                 log.info("Starting Optimization")
@@ -304,6 +313,7 @@ def _joined(
     devices: Sequence[Device],
     signals: Signals,
     world: World | None,
+    attachment: Attachment | None,
 ) -> Iterator[None]:
     """A block in which the solver trains with others, if there are some."""
     cluster, last_resort = options.cluster, options.last_resort
@@ -322,8 +332,21 @@ def _joined(
             threads=num_threads(),
             cpu=options.cpu or 1,
         )
-        with served(solver, cluster, worker):
+        with served(solver, cluster, worker, attachment):
             yield
+
+
+def _go_on(solver: Solver, options: TrainOptions, attachment: Attachment) -> None:
+    """Go on with what servers hold; UsageError if the options say from where to start."""
+    assert options.cluster
+    given = {"--snapshot": (options.snapshot or AUTO) != AUTO, "--weights": bool(options.weights)}
+    for flag, is_given in given.items():
+        if is_given:
+            raise UsageError(
+                f'{flag}: the servers "{attachment.name}" hold a net, which this run would go on '
+                f"with: leave {flag} out, or start servers under another name"
+            )
+    attachment.restore(solver, options.cluster.rule())
 
 
 def _check_cluster(options: TrainOptions, cluster: ClusterOptions, world: World | None) -> None:

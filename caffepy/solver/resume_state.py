@@ -7,6 +7,8 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -82,6 +84,26 @@ class ResumeState:
         """
         iterations, step = self.iterations, self.iterations.step
         workers = iterations.trainer.workers
+        with self._settled() as statistics:
+            self._write(statistics)
+            if self.keep and workers.writes_files:
+                prefix = os.path.join(self._folder, step.param.snapshot_prefix)
+                snapshot.remove_old(prefix, self._begun, self.keep)
+
+    def take(self) -> tuple[snapshot.State, dict[str, Any]]:
+        """Return what the state file and the sidecar of a snapshot would have now; the arrays are
+        the solver's own where it is on the CPU. It raises what `save` raises.
+        """
+        with self._settled() as statistics:
+            return self._content(self._files(), statistics)
+
+    @contextmanager
+    def _settled(self) -> Iterator[list[list[Array]]]:
+        """A block in which the solver has what a snapshot saves; of several solvers it yields the
+        statistics of each.
+        """
+        iterations, step = self.iterations, self.iterations.step
+        workers = iterations.trainer.workers
         step.phase_timer.stop()
         with workers.during("snapshot"):
             with step.device.scope():
@@ -89,25 +111,37 @@ class ResumeState:
                 iterations.collect(wait=True)
             statistics = workers.statistics.each(iterations.statistics.own)
             with iterations.statistics.replaced(mean(statistics)):
-                self._write(statistics if statistics[1:] else [])
-            if self.keep and workers.writes_files:
-                prefix = os.path.join(self._folder, step.param.snapshot_prefix)
-                snapshot.remove_old(prefix, self._begun, self.keep)
+                yield statistics if statistics[1:] else []
+
+    def _files(self) -> snapshot.Files:
+        param = self.iterations.step.param
+        hdf5 = param.snapshot_format == SolverParameter.HDF5
+        return snapshot.Files.of(param.snapshot_prefix, self.iterations.iter, hdf5)
 
     def _write(self, statistics: list[list[Array]]) -> None:
         """Write the files; those of several solvers have the `statistics` of each, too."""
+        step, files = self.iterations.step, self._files()
+        workers, reporter = self.iterations.trainer.workers, self.iterations.trainer.reporter
+        self._failed_at = files.iteration
+        state, sidecar = self._content(files, statistics)
+        announce, diff, folder = reporter.snapshotted, step.param.snapshot_diff, self._folder
+        workers.write(
+            lambda: snapshot.write(files, step.net, state, sidecar, diff, announce, folder)
+        )
+        self._failed_at, self._saved = -1, (files.iteration, files.state)
+        workers.saved(state, sidecar)
+
+    def _content(
+        self, files: snapshot.Files, statistics: list[list[Array]]
+    ) -> tuple[snapshot.State, dict[str, Any]]:
         iterations, step = self.iterations, self.iterations.step
-        workers, reporter = iterations.trainer.workers, iterations.trainer.reporter
-        number, param = iterations.iter, step.param
+        workers, on_host = iterations.trainer.workers, step.device.on_host
+        number, param = files.iteration, step.param
         check_params(step.net, number)
-        hdf5 = param.snapshot_format == SolverParameter.HDF5
-        files = snapshot.Files.of(param.snapshot_prefix, number, hdf5)
-        on_host = step.device.on_host
         history = [part for flat in step.history for part in step.params.split(on_host(flat))]
         check_history(step.net, number, history)
         state = snapshot.State(number, files.model, history, iterations.current_step)
-        self._failed_at = number
-        sidecar = {
+        return state, {
             "type": param.type,
             "iteration": number,
             "run": self.run,
@@ -123,11 +157,6 @@ class ResumeState:
             "control": step.update_state.state(),
             **iterations.display.state(number),
         }
-        announce, diff, folder = reporter.snapshotted, param.snapshot_diff, self._folder
-        workers.write(
-            lambda: snapshot.write(files, step.net, state, sidecar, diff, announce, folder)
-        )
-        self._failed_at, self._saved = -1, (number, files.state)
 
     def try_to_save(self) -> None:
         """Write a snapshot; if that fails, log it and let training go on.
@@ -145,8 +174,10 @@ class ResumeState:
             if self.iterations.trainer.workers.writes_files:
                 log.error("No snapshot of iteration %d: %s; training goes on", number, error)
 
-    def restore(self, path: str) -> None:
-        """Continue from a snapshot; exactly, if its sidecar lies beside it."""
+    def restore(self, path: str, stays: bool = True) -> None:
+        """Continue from a snapshot; exactly, if its sidecar lies beside it. The run can go on from
+        it later unless the file does not stay.
+        """
         iterations, step = self.iterations, self.iterations.step
         with iterations.trainer.workers.restoring():
             state, content = snapshot.read_state(path), snapshot.read_sidecar(path)
@@ -179,7 +210,7 @@ class ResumeState:
                 plateau = dict((content or {}).get("plateau", {}))
                 iterations.move_to(state.iteration, state.current_step, plateau)
             self.started_at = state.iteration
-            self._saved, self._restored_from = None, path
+            self._saved, self._restored_from = None, path if stays else None
             learning = {step.net.nodes[param.layer].name for param in step.net.learnable}
             warn_of_layers(f"{model} has no weights for", learning - filled, "they start anew")
             if iterations.rate_factor != 1:

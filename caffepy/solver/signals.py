@@ -78,6 +78,7 @@ class Signals:
     for what their effects say. A second request to stop ends the run at once: the handler raises
     KeyboardInterrupt, and so do `poll` and `check` from then on. Before `listen` the first one
     does. Python handles signals in the main thread only; in another, the context does nothing.
+    `then` is what the log tells where a signal stops the run.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class Signals:
         sigint_effect: str = "stop",
         sighup_effect: str = "snapshot",
         sigusr1_effect: str = "stop",
+        then: str = "To resume: --snapshot auto",
     ) -> None:
+        self._then = then
         stop = Action.SNAPSHOT | Action.STOP
         usr1 = effect(sigusr1_effect)
         effects = {
@@ -119,10 +122,7 @@ class Signals:
         asked, self._asked = self._asked, Action.NONE
         if Action.STOP in asked:
             self.polled = True
-            log.info(
-                "Stopping after a signal; Ctrl-C once more stops at once. To resume: "
-                "--snapshot auto"
-            )
+            log.info("Stopping after a signal; Ctrl-C once more stops at once. %s", self._then)
         return asked
 
     def check(self, *_: object) -> None:

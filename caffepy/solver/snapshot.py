@@ -80,24 +80,33 @@ def write(
     announce: Callable[[str, str], None],
     folder: str = "",
 ) -> None:
+    """Write a snapshot of this net: see `write_files`."""
+    write_model = write_hdf5 if files.hdf5 else write_binary
+    write_files(files, lambda path: write_model(net, path, diff), state, more, announce, folder)
+
+
+def write_files(
+    files: Files,
+    write_model: Callable[[str], None],
+    state: State,
+    more: dict[str, Any],
+    announce: Callable[[str, str], object],
+    folder: str = "",
+) -> None:
     """Write a snapshot, every file whole or not at all; ConfigError names one that cannot be
     written.
 
-    `more` goes into the sidecar; `announce` is called before each file. Names are relative to
-    `folder`.
+    `write_model` writes the model to a path; `more` goes into the sidecar; `announce` is called
+    before each file. Names are relative to `folder`.
     """
-    name, write_model, write_state = (
-        ("HDF5", write_hdf5, _write_hdf5)
-        if files.hdf5
-        else ("binary proto", write_binary, _write_binary)
-    )
+    name, write_state = ("HDF5", _write_hdf5) if files.hdf5 else ("binary proto", _write_binary)
     at_hand = files.model
     try:
         names = [files.model, files.sidecar, files.state]
         with replacing_all([os.path.join(folder, name) for name in names]) as new:
             model_file, sidecar_file, state_file = new
             announce(f"to {name}", files.model)
-            write_model(net, model_file, diff)
+            write_model(model_file)
             at_hand = files.state
             announce(f"solver state to {name}", files.state)
             write_state(state, state_file)

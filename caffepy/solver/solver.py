@@ -295,7 +295,7 @@ class Solver:
         if state_file is not None:
             log.info("Restoring previous solver status from %s", state_file)
             self.restore(state_file)
-        elif writes and not state.last_file and not goes_on:
+        elif writes and not state.last_file and not goes_on and not self.iter:
             warn_of_earlier(param.snapshot_prefix)
         with saving_what_was_learned(state):
             self.step(param.max_iter - self.iter)

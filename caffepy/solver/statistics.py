@@ -19,19 +19,19 @@ class Statistics:
     """The parameters that layers of a net compute from the data they see, not from gradients."""
 
     def __init__(self, net: Net) -> None:
-        self._blobs = [blob for layer in net.layers for blob in layer.statistics]
+        self.blobs = [blob for layer in net.layers for blob in layer.statistics]
         self._held: list[Array] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._blobs)
+        return bool(self.blobs)
 
     def __contains__(self, blob: Blob) -> bool:
-        return any(blob.data_memory is own.data_memory for own in self._blobs)
+        return any(blob.data_memory is own.data_memory for own in self.blobs)
 
     @property
     def present(self) -> list[Array]:
         """Copies of what the net has now."""
-        return [blob.host_data.copy() for blob in self._blobs]
+        return [blob.host_data.copy() for blob in self.blobs]
 
     @property
     def own(self) -> list[Array]:
@@ -53,7 +53,7 @@ class Statistics:
 
     def write(self, values: Sequence[Array]) -> None:
         """Give these to the net."""
-        for blob, value in zip(self._blobs, values, strict=True):
+        for blob, value in zip(self.blobs, values, strict=True):
             blob.host_data[...] = value
 
     @contextmanager

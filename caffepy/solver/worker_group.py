@@ -106,6 +106,9 @@ class WorkerGroup:
         if self.writes_files:
             files()
 
+    def saved(self, state: Any, sidecar: dict[str, Any]) -> None:
+        """A snapshot with this state and sidecar was written."""
+
     def vote(self, action: Action) -> Action:
         """Return what the signals of any node ask for, at the same call on all nodes."""
         return action

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from caffepy.core.errors import CaffeError
 from caffepy.device.blob import Array
 from caffepy.parallel.parameter_server.filters import Packed, Payload, decode, nbytes, write
+from caffepy.parallel.parameter_server.kept import Held, Kept
 from caffepy.parallel.parameter_server.leases import KEPT, Lease
 from caffepy.parallel.parameter_server.messages import (
     COORDINATOR,
@@ -37,7 +38,7 @@ RETRY = 0.02
 """Seconds before a call is tried again."""
 
 
-class _Held(NamedTuple):
+class _Pulled(NamedTuple):
     """What a worker pulled last of a range with rows. Versions of another epoch do not count: what
     a dead primary told may have died with it.
     """
@@ -73,7 +74,7 @@ class Client:
         self.again = 0  # pushes that were sent again
         self.bytes_before, self.bytes_after = 0, 0  # of the values that were pulled, as sent
         self._engine, self._patience, self._bf16 = engine, patience, bf16
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _Pulled] = {}
         self._epoch = 0  # of the coordinator's view, as of the last beat
         self._share = 0
         self._leases: dict[int, Lease] = {}  # the newest, by clock
@@ -91,14 +92,29 @@ class Client:
         """Start the servers with these values of the ranges; `state` is for who joins,
         `update_states` has what the servers' update has kept of ranges, by name.
         """
-        self._ask("start", ranges, values, rule, state, update_states)
+        self.ask("start", ranges, values, rule, state, update_states)
+
+    def attach(self, trainer: str) -> Held | None:
+        """Take servers that outlive trainers; return what they hold, None if nothing yet."""
+        held: Held | None = self.ask("attach", trainer)
+        return held
+
+    def resume(self, state: object) -> None:
+        """Go on with servers that hold values, as a new trainer; `state` is for who joins."""
+        self.ask("resume", state)
+
+    def leave_behind(self, kept: Kept, ends: bool) -> None:
+        """Let servers keep this for the next trainer; if the run `ends`, pushes change nothing any
+        more.
+        """
+        self.ask("leave_behind", kept, ends)
 
     def join(self, share: int) -> Any:
         """Become a member, once the servers have started; `share` is the number of batches of a
         clock. Return the state from `start`.
         """
         self._share = share
-        self.view, state = self._ask("join", self.worker, share)
+        self.view, state = self.ask("join", self.worker, share)
         self.watch(self.view)
         self.clock = self.view.members[self.worker]
         threading.Thread(target=self._beat, name="caffepy-beat", daemon=True).start()
@@ -116,20 +132,25 @@ class Client:
 
     def end(self) -> None:
         """Tell all workers that the run is at its end."""
-        self._ask("end")
+        self.ask("end")
 
     def report(self) -> "Future[Report]":
         """Ask what the servers have seen."""
         return self._engine.call(COORDINATOR, "report")
 
+    @property
+    def clock_of_run(self) -> int:
+        """The number of pushes since this trainer began."""
+        return self.clock - self.view.clock
+
     def leave(self) -> None:
         """Leave the other workers."""
         self._left.set()
-        self._ask("leave", self.worker)
+        self.ask("leave", self.worker)
 
     def lease(self, clock: int) -> Lease:
         """Return the batches of this worker at a clock."""
-        lease: Lease = self._ask("lease", self.worker, clock)
+        lease: Lease = self.ask("lease", self.worker, clock)
         newest = {c: own for c, own in self._leases.items() if c > clock - KEPT}
         self._leases = {**newest, clock: lease}
         return lease
@@ -175,23 +196,23 @@ class Client:
 
     def cut(self) -> Cut:
         """Return what the servers hold after the same pushes."""
-        cut: Cut = self._ask("cut")
+        cut: Cut = self.ask("cut")
         return cut
 
     def collect(self) -> tuple[dict[int, Any], list[int]]:
         """Return what a snapshot keeps of the other workers, their `state` by number, and the
         workers that do not answer. With slack 0 it is that of this worker's clock.
         """
-        states, missing = self._ask("collect", 0 if self.view.rule.slack else self.clock)
+        states, missing = self.ask("collect", 0 if self.view.rule.slack else self.clock)
         return states, missing
 
     def hand_out(self, states: Mapping[int, object]) -> None:
         """Give other workers these states, by number, before they join."""
-        self._ask("hand_out", states)
+        self.ask("hand_out", states)
 
     def take_state(self) -> Any:
         """Return the state that this worker was given, None if none."""
-        return self._ask("take_state", self.worker)
+        return self.ask("take_state", self.worker)
 
     def _since(self, i: int) -> int:
         held = self._held.get(i)
@@ -209,7 +230,7 @@ class Client:
         else:
             values = decode(payload).copy()
         if key_range.row:
-            self._held[i] = _Held(self.view.epoch, version, values)
+            self._held[i] = _Pulled(self.view.epoch, version, values)
         values = values.view()
         values.flags.writeable = False
         return values
@@ -248,7 +269,7 @@ class Client:
                     pass
                 except DeadPeerError:
                     log.info("Server %s does not answer", server)
-                    self._ask("suspect", server, epoch)
+                    self.ask("suspect", server, epoch)
                 untouched = False
             if missing:
                 self.again += 1
@@ -256,10 +277,10 @@ class Client:
 
     def _look(self, epoch: int) -> None:
         """Wait for a view after this epoch; LeftOutError if this worker is no member."""
-        while (view := self._ask("current")).epoch <= epoch:
+        while (view := self.ask("current")).epoch <= epoch:
             self.poll()
             time.sleep(RETRY)
-        if self.worker not in view.members:
+        if self.worker not in view.members or view.run != self.view.run:
             raise LeftOutError(
                 f"worker {self.worker} was left out: the others did not hear of it for too long, "
                 "as of a process that is stopped; resume from the last snapshot"
@@ -269,7 +290,7 @@ class Client:
         self.view = view
         self.watch(view)
 
-    def _ask(self, method: str, *arguments: object) -> Any:
+    def ask(self, method: str, *arguments: object) -> Any:
         """Call the coordinator; again, if it died, as long as the patience lasts."""
         until = time.monotonic() + self._patience
         while True:

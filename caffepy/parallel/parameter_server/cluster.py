@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
 from caffepy.device.threads import num_threads
 from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.parameter_server.attachment import Attachment
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.filters import parse as parse_filters
 from caffepy.parallel.parameter_server.messages import (
@@ -74,6 +75,7 @@ class ClusterOptions:
 
     cluster: "local", "auto" or "HOST:PORT", of Ray.
     workers: fewest and most workers; the run begins with the fewest.
+    name: of servers that outlive the run; "" for `servers` servers that end with it.
     """
 
     cluster: str
@@ -84,14 +86,23 @@ class ClusterOptions:
     replicas: int = 2
     filters: str = ""
     server_update: str | ServerUpdate = "add"
+    name: str = ""
+
+    @property
+    def told(self) -> str:
+        """Which servers, for the log."""
+        if self.name:
+            return f'the servers "{self.name}"'
+        return f"{self.servers} servers, replicas {self.replicas}"
 
     def rule(self) -> Rule:
         """Return how the workers train; UsageError if the options do not go together."""
         slack = slack_of(self.consistency)
-        if self.replicas > self.servers:
+        check_copies(self.servers, self.replicas)
+        if self.name and self.cluster == LOCAL:
             raise UsageError(
-                f"--replicas {self.replicas}: {self.servers} server(s) can hold "
-                f"{self.servers} copies: give --servers {self.replicas} or more"
+                f"--name {self.name} is for a cluster that runs already, and local starts another: "
+                "give the address that caffepy server shows, or auto"
             )
         parse_filters(self.filters)
         update = _update(self.server_update)
@@ -101,7 +112,7 @@ class ClusterOptions:
                 "sync with --every 2 or more: with momentum at the server late changes do not "
                 "train, and --every 1 pushes gradients; workers keep their own momentum always"
             )
-        gradients = slack == 0 and self.every == 1
+        gradients = slack == 0 and self.every == 1 and not self.name  # whose servers hold values
         return Rule(slack, gradients, update)
 
     def threads(self) -> int:
@@ -123,6 +134,15 @@ class ClusterOptions:
         each = max(1, len(gpus) // most)
         first = place * each % len(gpus)
         return gpus[first : first + each]
+
+
+def check_copies(servers: int, replicas: int) -> None:
+    """Raise UsageError unless so many servers can hold so many copies."""
+    if replicas > servers:
+        raise UsageError(
+            f"--replicas {replicas}: {servers} server(s) can hold {servers} copies: give "
+            f"--servers {replicas} or more"
+        )
 
 
 def _update(given: str | ServerUpdate) -> ServerUpdate | None:
@@ -165,7 +185,9 @@ class WorkerOptions:
 
 
 def run_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int, float]:
-    """Train as a worker until the run is at its end; return its clock and the seconds it waited."""
+    """Train as a worker until the run is at its end; return the number of its pushes, and the
+    seconds it waited.
+    """
     if options.folder and os.path.isdir(options.folder):
         os.chdir(options.folder)
     param = SolverParameter.FromString(options.param)
@@ -189,7 +211,7 @@ def run_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int
             )
             with workers:
                 solver.step(param.max_iter - solver.iter)
-        return client.clock, workers.waited
+        return client.clock_of_run, workers.waited
 
 
 def _end_process(error: BaseException) -> None:
@@ -316,20 +338,35 @@ class _Processes:
 
 
 @contextmanager
-def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> Iterator[None]:
+def _started(options: ClusterOptions, size: int) -> Iterator[RayEngine]:
+    """A block with servers for parameters of `size` bytes, which end with it."""
+    name = f"{os.path.basename(options.cluster)}-{os.getpid()}"
+    engine = connect(options.cluster, name, size)
+    try:
+        engine.watch_store()
+        engine.spawn_coordinator(options.servers, options.replicas, SILENT)
+        engine.call(COORDINATOR, "watch")
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def served(
+    solver: Solver,
+    options: ClusterOptions,
+    worker: WorkerOptions,
+    attachment: Attachment | None = None,
+) -> Iterator[None]:
     """A block in which a solver, with those that train in step with it, is worker 0 of a parameter
-    server, which starts and ends with it.
+    server, which starts and ends with it unless this process is attached to one that does not.
 
     `worker` are the options of the others. UsageError and SyncError say why there is no cluster.
     """
     fewest, most = options.workers
     filters = parse_filters(options.filters)
-    name = f"{os.path.basename(options.cluster)}-{os.getpid()}"
-    engine = connect(options.cluster, name, 4 * solver.params.data.size)
-    try:
-        engine.watch_store()
-        engine.spawn_coordinator(options.servers, options.replicas, SILENT)
-        engine.call(COORDINATOR, "watch")
+    size = 4 * solver.params.data.size
+    with nullcontext(attachment.engine) if attachment else _started(options, size) as engine:
         gpus = gpu_numbers(worker.gpu) if worker.gpu else []
 
         def device_of(place: int) -> tuple[str | None, dict[str, float]]:
@@ -343,11 +380,13 @@ def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> It
         engine.reserve(device_of(0)[1])
         processes = _Processes(engine, worker, most, device_of)
         client = Client(engine, 0, poll=processes.check, watch=processes.follow, bf16=filters.bf16)
-        workers = ServedWorkers(solver, client, worker.rule, worker.every, fewest, filters)
+        trainer, held = (attachment.trainer, attachment.held) if attachment else ("", None)
+        workers = ServedWorkers(
+            solver, client, worker.rule, worker.every, fewest, filters, trainer, held
+        )
         log.info(
-            "%d workers of %d solver(s), %d servers, replicas %d, %s, a push every %d iterations",
-            *(most, solver.workers.size, options.servers, options.replicas),
-            *(worker.rule.name, worker.every),
+            "%d workers of %d solver(s), %s, %s, a push every %d iterations",
+            *(most, solver.workers.size, options.told, worker.rule.name, worker.every),
         )
         _warn_of_few_pushes(solver, worker.rule, worker.every)
         begun = time.monotonic()
@@ -357,7 +396,7 @@ def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> It
         seconds = time.monotonic() - begun
         waits = workers.report.waits if workers.report else {}
         for number, (clock, waited) in sorted(
-            {0: (client.clock, workers.waited), **processes.end()}.items()
+            {0: (client.clock_of_run, workers.waited), **processes.end()}.items()
         ):
             log.info(
                 "Worker %d: %d pushes, %.1f %% of the time waiting%s",
@@ -369,8 +408,6 @@ def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> It
             "Worker 0 pushed and pulled %.1f MB, as %.1f MB; %d calls went out again",
             *(before / 1e6, after / 1e6, client.again),
         )
-    finally:
-        engine.close()
 
 
 def _warn_of_few_pushes(solver: Solver, rule: Rule, every: int) -> None:

@@ -60,14 +60,16 @@ LOOK = 0.02
 TRANSFER = 30.0
 """Seconds that servers may take to copy ranges to each other."""
 
-Held = Mapping[int, tuple[int, Mapping[int, int]]]
+ByRange = Mapping[int, tuple[int, Mapping[int, int]]]
 """Of the ranges that a server holds, by number: the version, and the clocks of the workers."""
 
 
 class Coordinator:
     """The coordinator of `servers` servers; each range has `replicas` copies. A worker that was not
-    heard of for `deadline` seconds is left out.
+    heard of for `deadline` seconds is left out. `stays`: after the end of a run, for the next.
     """
+
+    stays = False
 
     def __init__(self, engine: Engine, servers: int, replicas: int, deadline: float = 10.0) -> None:
         self._engine, self._wanted, self._copies = engine, servers, replicas
@@ -234,7 +236,10 @@ class Coordinator:
             for pair, seconds in each.waits.items():  # a worker pulls from all at one time
                 waits[pair] = max(seconds, waits.get(pair, 0.0))
         staleness = sum((Counter(each.staleness) for each in told), Counter[int]())
-        return Report(clocks, staleness, waits, sum(each.behind for each in told))
+        behind, received, sent = (
+            sum(getattr(each, name) for each in told) for name in ("behind", "received", "sent")
+        )
+        return Report(clocks, staleness, waits, behind, received, sent)
 
     async def ping(self) -> tuple[str, int]:
         """Return the host and the number of the process."""
@@ -271,7 +276,7 @@ class Coordinator:
 
     async def watch(self) -> None:
         """Look after servers and workers for ever."""
-        while not self._ended:
+        while self.stays or not self._ended:
             slept = time.monotonic()
             await asyncio.sleep(PING)
             late = time.monotonic() - slept - PING  # of a coordinator that heard nobody
@@ -347,7 +352,7 @@ class Coordinator:
     def _next(
         self,
         servers: Sequence[str],
-        held: Mapping[str, Held],
+        held: Mapping[str, ByRange],
         joining: int | None,
         leaving: set[int],
     ) -> View:
@@ -368,7 +373,7 @@ class Coordinator:
         )
         if joining is not None and joining not in members:
             reached = [clock for counted in clocks.values() for clock in counted]
-            members[joining] = max([*reached, *members.values()], default=0)
+            members[joining] = max([*reached, *members.values()], default=old.clock)
         return replace(
             old,
             epoch=old.epoch + 1,
@@ -379,7 +384,7 @@ class Coordinator:
             of_left=old.of_left + of_left,
         )
 
-    def _clocks(self, held: Mapping[str, Held]) -> dict[int, list[int]]:
+    def _clocks(self, held: Mapping[str, ByRange]) -> dict[int, list[int]]:
         """Return the clocks of each member on all ranges."""
         clocks: dict[int, list[int]] = {w: [first] for w, first in self.view.members.items()}
         for states in held.values():
@@ -389,7 +394,7 @@ class Coordinator:
                         clocks[worker].append(clock)
         return clocks
 
-    async def _give(self, view: View, held: Mapping[str, Held]) -> None:
+    async def _give(self, view: View, held: Mapping[str, ByRange]) -> None:
         """Bring all owners of the new view to the latest version of each range."""
         gifts: dict[tuple[str, str], list[int]] = {}
         for i, owners in enumerate(view.owners):
@@ -404,7 +409,7 @@ class Coordinator:
 
     async def _freeze(
         self, servers: Sequence[str] | None = None
-    ) -> tuple[dict[str, Held], list[str]]:
+    ) -> tuple[dict[str, ByRange], list[str]]:
         """Freeze the servers; return what those that answer hold, and the others."""
         names = self.view.servers if servers is None else servers
         answers = await self._each(names, "freeze", seconds=ANSWER)

@@ -118,6 +118,9 @@ class View:
     left: the clock of each worker that has left: up to it the others' pushes are averaged as if it
         had pushed to all ranges.
     of_left: batches of the pushes of the workers that have left.
+    run, clock: number of the trainer that servers which outlive it have now, and the clock at which
+        it began; what is told of members and those that left is of this run.
+    ended: this run is at its end: pushes change nothing any more, and the next begins at `clock`.
     """
 
     epoch: int = 0
@@ -128,6 +131,9 @@ class View:
     rule: Rule = Rule()
     left: Mapping[int, int] = field(default_factory=dict)
     of_left: int = 0
+    run: int = 0
+    clock: int = 0
+    ended: bool = False
 
     def of_primary(self, server: str) -> list[int]:
         """Return the numbers of the ranges whose primary this server is."""
@@ -154,12 +160,15 @@ class Report(NamedTuple):
     staleness: how often a pull lacked so many pushes of another worker, by that number.
     waits: seconds that pulls of a worker waited for another, by (worker, other).
     behind: pushes of ranges that replicas have not counted yet.
+    received, sent: bytes of the pushes of workers, and of what they pulled.
     """
 
     clocks: Mapping[int, int]
     staleness: Mapping[int, int]
     waits: Mapping[tuple[int, int], float]
     behind: int
+    received: int
+    sent: int
 
 
 class Push(NamedTuple):

@@ -40,6 +40,7 @@ class RangeState:
         self._early: dict[int, dict[int, Array]] = {}
         self._own: dict[int, Array] = {}  # of each worker, if the value is their mean
         self.update_state = dict(update_state)
+        self._ended = False
 
     def push(self, push: Push, decode: Callable[[Any], Array]) -> bool:
         """Count a push unless it is there already, or its worker is no member: return if so."""
@@ -48,6 +49,8 @@ class RangeState:
             return False
         self.version += 1
         self.clocks[worker] = clock + 1
+        if self._ended:
+            return True
         array = decode(push.payload)
         if self.is_mean:
             self._own[worker] = array
@@ -69,7 +72,9 @@ class RangeState:
         ranges average as many.
         """
         self.version += 1
-        members = view.members
+        members, self._ended = view.members, view.ended
+        if self._ended:
+            self._early.clear()
         for worker, reached in view.left.items() if not (self.is_mean or self._rule.slack) else ():
             for clock in range(self.clocks.get(worker, reached), reached):
                 self._early.setdefault(clock, {})[worker] = np.zeros_like(self.values)

@@ -25,12 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from caffepy.core.errors import CaffeError, SyncError, UsageError, install, reason
+from caffepy.device.threads import num_threads
 from caffepy.parallel.parameter_server.coordinator import Coordinator
+from caffepy.parallel.parameter_server.detached import DetachedCoordinator
 from caffepy.parallel.parameter_server.embedded_ray import EmbeddedRay
 from caffepy.parallel.parameter_server.messages import COORDINATOR, DeadPeerError
 from caffepy.parallel.parameter_server.server import Server
 
 log = logging.getLogger(__name__)
+
+NAMESPACE = "caffepy-"
+"""What the namespaces of Ray that are ours begin with."""
 
 LOCAL = "local"
 """The cluster that is started on this machine, and ends with this process."""
@@ -55,6 +60,14 @@ ANSWERS = 5.0
 ORPHANED = 120.0
 """Seconds without a call after which a server, which outlives its creator, ends itself."""
 
+UNATTENDED = 3600.0
+"""The same of a coordinator whose servers outlive trainers: as long as `caffepy server` may take to
+attend to them again, where it was killed.
+"""
+
+DETACHED = "server-"
+"""What the names of servers that outlive trainers begin with."""
+
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_AUTO_CONNECT": "0",
@@ -68,23 +81,27 @@ ENVIRONMENT = {
 """What Ray reads from the environment; `ray start` needs the same on each host."""
 
 
-def connect(cluster: str, name: str, size: int = 0) -> "RayEngine":
+def connect(cluster: str, name: str, size: int = 0, shared: bool = False) -> "RayEngine":
     """Return the engine of the training `name` on a cluster: "local", "HOST:PORT" or "auto".
 
     A local cluster has one node that listens on 127.0.0.1 only, and an object store for parameters
-    of `size` bytes. UsageError if Ray is not installed, or the cluster wants a token that this
-    process does not have; SyncError if nobody answers.
+    of `size` bytes; if it is `shared`, processes that have the token may train on it. UsageError if
+    Ray is not installed, or the cluster wants a token that this process does not have; SyncError if
+    nobody answers.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     ray, embedded = _ray(f"--cluster {cluster}"), None
-    # Ray's switch for systems on which it serves one host only: if off, it binds to 127.0.0.1
-    ray._private.ray_constants.ENABLE_RAY_CLUSTER = cluster != LOCAL
+    # Ray's switch for systems on which it serves one host only: if off, it is on 127.0.0.1
+    loopback = cluster == LOCAL or cluster.startswith("127.")
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = not loopback
     if cluster == LOCAL:
-        if not _has_token():
+        if shared:
+            _use_token(cluster)
+        elif not _has_token():
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         _set_token_mode()
-        embedded = EmbeddedRay(1, max(STORE, 8 * size))
+        embedded = EmbeddedRay(num_threads() if shared else 1, max(STORE, 8 * size))
         address = embedded.address
     else:
         _use_token(cluster)
@@ -93,7 +110,7 @@ def connect(cluster: str, name: str, size: int = 0) -> "RayEngine":
         with _own_signals():
             ray.init(
                 address,
-                namespace=f"caffepy-{name}",
+                namespace=f"{NAMESPACE}{name}",
                 configure_logging=False,
                 log_to_driver=False,
             )
@@ -268,8 +285,8 @@ class RayEngine:
     store is away; calls between actors that know each other do not need it.
     """
 
-    def __init__(self, embedded: EmbeddedRay | None = None) -> None:
-        self._ray, self._embedded = _ray(), embedded
+    def __init__(self, embedded: EmbeddedRay | None = None, namespace: str | None = None) -> None:
+        self._ray, self._embedded, self._namespace = _ray(), embedded, namespace
         self._caller = secrets.token_hex(8)
         self._lines: dict[str, _Line] = {}
         self._names = ThreadPoolExecutor(1, "caffepy-ray")
@@ -307,9 +324,17 @@ class RayEngine:
 
     # beyond the Engine
 
-    def spawn(self, name: str, make: Callable[["RayEngine"], object], **options: object) -> None:
-        """Start an actor that is what `make` returns for its own engine, with options of Ray."""
-        self._names.submit(self._start, name, make, options)
+    def spawn(
+        self,
+        name: str,
+        make: Callable[["RayEngine"], object],
+        orphaned: float = ORPHANED,
+        **options: object,
+    ) -> None:
+        """Start an actor that is what `make` returns for its own engine, with options of Ray. It
+        ends when nobody has called it for `orphaned` seconds.
+        """
+        self._names.submit(self._start, name, make, orphaned, options)
 
     def names(self) -> list[str]:
         """As `messages.Engine.names`."""
@@ -359,6 +384,28 @@ class RayEngine:
         make = functools.partial(Coordinator, servers=servers, replicas=replicas, deadline=deadline)
         self.spawn(COORDINATOR, make, max_restarts=-1)
 
+    def spawn_detached(self, servers: int, replicas: int, deadline: float) -> None:
+        """Start a `DetachedCoordinator`, which outlives this process."""
+        make = functools.partial(
+            DetachedCoordinator, servers=servers, replicas=replicas, deadline=deadline
+        )
+        self.spawn(COORDINATOR, make, UNATTENDED, max_restarts=-1, lifetime="detached")
+
+    def detached(self) -> dict[str, "RayEngine"]:
+        """Return the engines of the servers of this cluster that outlive trainers, by name."""
+        own, found = f"{NAMESPACE}{DETACHED}", dict[str, RayEngine]()
+        for actor in self._ray.util.list_named_actors(all_namespaces=True):
+            namespace = actor["namespace"]
+            if actor["name"] == COORDINATOR and namespace.startswith(own) and ":" not in namespace:
+                found[namespace.removeprefix(own)] = RayEngine(namespace=namespace)
+        return found
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the cluster."""
+        found: str = self._ray.get_runtime_context().gcs_address
+        return found
+
     def spawn_worker(
         self,
         number: int,
@@ -386,9 +433,8 @@ class RayEngine:
             self._embedded.close()
 
     def _shut_down(self) -> None:
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            for name in self.names() if self._is_owner else ():
-                self._kill(name)
+        if self._is_owner:
+            self.end_actors()
         self._names.shutdown(cancel_futures=True)
         self._ray.shutdown()
 
@@ -408,6 +454,12 @@ class RayEngine:
                 log.info("Ray's head answers again")
             self._away = 0.0
             time.sleep(STORE_ANSWERS)
+
+    def end_actors(self) -> None:
+        """End all actors that have names."""
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            for name in self.names():
+                self._kill(name)
 
     # calls
 
@@ -463,7 +515,7 @@ class RayEngine:
         if line.handle is not None:
             return
         try:
-            self._open(actor, line, self._ray.get_actor(actor))
+            self._open(actor, line, self._ray.get_actor(actor, self._namespace))
         except (ValueError, self._ray.exceptions.RayError):
             with line.order:
                 waiting, line.waiting = line.waiting, []
@@ -479,11 +531,16 @@ class RayEngine:
             line.waiting.clear()
 
     def _start(
-        self, name: str, make: Callable[["RayEngine"], object], options: Mapping[str, object]
+        self,
+        name: str,
+        make: Callable[["RayEngine"], object],
+        orphaned: float,
+        options: Mapping[str, object],
     ) -> None:
         try:
             remote = self._ray.remote(_Actor).options(name=name, num_cpus=0, **options)
-            self._open(name, self._lines.setdefault(name, _Line()), remote.remote(name, make))
+            handle = remote.remote(name, make, orphaned)
+            self._open(name, self._lines.setdefault(name, _Line()), handle)
         except (ValueError, self._ray.exceptions.RayError) as error:
             log.error("Ray did not start %s: %s", name, error)  # calls do not find it
 
@@ -537,14 +594,14 @@ class RayEngine:
 class _Actor:
     """An object with asynchronous methods in a process of Ray."""
 
-    def __init__(self, name: str, make: Callable[[RayEngine], object]) -> None:
+    def __init__(self, name: str, make: Callable[[RayEngine], object], orphaned: float) -> None:
         engine = RayEngine()
         self._object: Any = make(engine)
         self._is_back = _ray().get_runtime_context().was_current_actor_reconstructed
         self._recovery: asyncio.Task[None] | None = None
         self._next: dict[str, int] = {}  # number of the call that may begin, by caller
         self._turns = asyncio.Condition()
-        self._heard = time.monotonic()
+        self._heard, self._orphaned = time.monotonic(), orphaned
         threading.Thread(target=self._watch, args=(name, engine), daemon=True).start()
 
     async def call(
@@ -575,8 +632,8 @@ class _Actor:
                 self._turns.notify_all()
 
     def _watch(self, name: str, engine: RayEngine) -> None:
-        while time.monotonic() - self._heard < ORPHANED:
-            time.sleep(ORPHANED / 10)
+        while time.monotonic() - self._heard < self._orphaned:
+            time.sleep(self._orphaned / 10)
         engine.kill(name)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from caffepy.device.blob import Array
-from caffepy.parallel.parameter_server.filters import Payload, decode, pack
+from caffepy.parallel.parameter_server.filters import Payload, decode, nbytes, pack
 from caffepy.parallel.parameter_server.messages import (
     COORDINATOR,
     DeadPeerError,
@@ -49,7 +49,7 @@ class Server:
         self._changed = asyncio.Condition()
         self._state: object = None  # the coordinator's
         self._staleness, self._waits = Counter[int](), defaultdict[tuple[int, int], float](float)
-        self._behind = 0  # see Report
+        self._behind = self._received = self._sent = 0  # see Report
 
     # what workers call
 
@@ -59,6 +59,7 @@ class Server:
         view, copies = self.view, dict[str, list[tuple[int, Push]]]()
         for push in pushes:
             state = self._primary_state(push.range)
+            self._received += nbytes(push.payload)
             if state.push(push, decode):
                 for replica in view.owners[push.range][1:]:
                     copies.setdefault(replica, []).append((state.version, push))
@@ -102,10 +103,12 @@ class Server:
         for other, reached in states[0].clocks.items() if states else ():
             if other != worker:
                 self._staleness[max(0, clock - reached)] += 1
-        return [
+        answer = [
             (s.version, pack(s.values, s.row, s.rows_since(version), bf16 and not s.is_mean))
             for s, version in zip(states, since, strict=True)
         ]
+        self._sent += sum(nbytes(payload) for _, payload in answer)
+        return answer
 
     # what primaries call
 
@@ -158,7 +161,14 @@ class Server:
             for worker in self.view.members
             if states
         }
-        return Report(clocks, dict(self._staleness), dict(self._waits), self._behind)
+        return Report(
+            clocks,
+            dict(self._staleness),
+            dict(self._waits),
+            self._behind,
+            self._received,
+            self._sent,
+        )
 
     async def give(self, server: str, ranges: Sequence[int]) -> None:
         """Copy the states of ranges to another server."""

@@ -37,7 +37,9 @@ from caffepy.layer.selection import Embed
 from caffepy.parallel.manager import P2PManager
 from caffepy.parallel.nodes import own_positions, shared
 from caffepy.parallel.parameter_server.client import Client
+from caffepy.parallel.parameter_server.detached import Entrusted
 from caffepy.parallel.parameter_server.filters import Filters
+from caffepy.parallel.parameter_server.kept import Held, Kept, model_of
 from caffepy.parallel.parameter_server.leases import Leases
 from caffepy.parallel.parameter_server.messages import Report, Rule
 from caffepy.parallel.parameter_server.ranges import Blob, KeyRange, key_ranges
@@ -46,6 +48,7 @@ from caffepy.solver import Action, Solver
 from caffepy.solver.iteration import due
 from caffepy.solver.policy import next_step
 from caffepy.solver.positions import set_positions, take_positions
+from caffepy.solver.snapshot import State
 from caffepy.solver.statistics import mean
 from caffepy.solver.worker_group import GroupStatistics, OuterGroup, WorkerGroup
 
@@ -114,6 +117,8 @@ class ServedWorkers(OuterGroup):
     every: iterations between two pushes; 1 for a rule with gradients.
     workers: number of workers that begin together.
     filters: of what this worker pushes.
+    trainer: who trains with servers that outlive this run; "" if they end with it.
+    held: what such servers hold, which the solver has restored; None if nothing yet.
     Worker 0 starts the servers with its parameters, and the others begin as it does. They run to
     max_iter, unless it ends before that. It alone writes files.
     """
@@ -126,6 +131,8 @@ class ServedWorkers(OuterGroup):
         every: int,
         workers: int = 1,
         filters: Filters | None = None,
+        trainer: str = "",
+        held: Held | None = None,
     ) -> None:
         super().__init__(solver.workers, writes_files=client.worker == 0)
         if rule.gradients and every != 1:
@@ -136,6 +143,7 @@ class ServedWorkers(OuterGroup):
         self.statistics: PulledStatistics = PulledStatistics(self.solvers, self.inner)
         self.filters = filters or Filters()
         self._rule, self._every, self._workers = rule, every, workers
+        self._trainer, self._held = trainer, held
         self._ranges = ranges_of(solver, rule.gradients)
         self._shapes = [array.shape for array in solver.iterations.statistics.present]
         self._pulled = self._flat()
@@ -159,12 +167,10 @@ class ServedWorkers(OuterGroup):
         states = self._restored()
         if client.worker == 0:
             client.hand_out(dict(enumerate(states)))
-            values = [self._pulled[r.start : r.stop] for r in self._ranges]
-            kept = self._update_states if self._rule.update else {}
-            client.start(self._ranges, values, self._rule, self._begin_state(), kept)
+            self._start()
         share = solver.param.iter_size * self._every
         begun = client.join(share)
-        own = None if client.clock else client.take_state()
+        own = None if client.clock_of_run else client.take_state()
         client.await_members(self._workers)
         self._follow(begun, own)
         solvers = len(self.solvers)
@@ -194,6 +200,8 @@ class ServedWorkers(OuterGroup):
             self._end_with_newest()
         if error is None and self.client.worker == 0:
             self._tell(self.solver.iter, self.client.report())
+            if self._trainer:
+                self._leave_behind(*self.solver.resume_state.take(), ends=True)
         self._detach(failed=error is not None)
         try:
             if self.client.worker == 0:
@@ -202,6 +210,42 @@ class ServedWorkers(OuterGroup):
                 self.client.await_end()
         finally:
             self.client.leave()
+
+    def _start(self) -> None:
+        """Start the servers with this worker's parameters, or go on with those that hold some."""
+        client, state = self.client, self._begin_state()
+        if self._trainer:
+            of_snapshot = self.solver.resume_state.take()
+            clock = self._held.clock if self._held else 0
+            kept = self._kept_by_servers(of_snapshot, -self._ahead, clock)
+            state = Entrusted(state, kept, self._trainer)
+        if self._held:
+            client.resume(state)
+            return
+        values = [self._pulled[r.start : r.stop] for r in self._ranges]
+        updates = self._update_states if self._rule.update else {}
+        client.start(self._ranges, values, self._rule, state, updates)
+
+    def _kept_by_servers(
+        self, of_snapshot: tuple[State, dict[str, Any]], position: int, clock: int
+    ) -> Kept:
+        param = self.solver.param.SerializeToString()
+        solvers = len(self.solvers)
+        model, places = model_of(self.solver)
+        return Kept(param, *of_snapshot, model, places, self._every, solvers, position, clock)
+
+    def saved(self, state: State, sidecar: dict[str, Any]) -> None:
+        """Let servers that outlive this run keep what was saved."""
+        if self._trainer and self.client.worker == 0:
+            self._leave_behind(state, sidecar, ends=False)
+
+    def _leave_behind(self, state: State, sidecar: dict[str, Any], ends: bool) -> None:
+        position = self._leases.after(self._taken)
+        kept = self._kept_by_servers((state, sidecar), position, self.client.clock)
+        try:
+            self.client.leave_behind(kept, ends)
+        except SyncError as error:
+            log.warning("The servers do not have what this run would leave behind: %s", error)
 
     def _synchronize(self) -> None:
         """Average gradients with the other workers, after the solvers of this one."""
@@ -256,7 +300,7 @@ class ServedWorkers(OuterGroup):
             if last and self.solver.iter < self.solver.param.max_iter:
                 self._take(self.client.pull(inf))
 
-    def _begin_state(self) -> dict[str, Any]:
+    def _begin_state(self) -> Any:
         """Return what the other workers begin with, beside the values of the servers."""
         solver, device = self.solver, self.solver.device
         positions = take_positions(solver.iterations.nets, device)["net"]
@@ -301,7 +345,7 @@ class ServedWorkers(OuterGroup):
     def _follow_first(
         self, begun: Mapping[str, Any], own: _State | None, positions: Sequence[dict[str, Any]]
     ) -> None:
-        solver, clock = self.solver, self.client.clock
+        solver, clock = self.solver, self.client.clock_of_run
         iterations, device = solver.iterations, solver.device
         if self.client.worker == 0:
             return
@@ -368,15 +412,14 @@ class ServedWorkers(OuterGroup):
             filters.bytes_before + client.bytes_before,
             filters.bytes_after + client.bytes_after,
         )
-        pushes, missing, _, behind = self.report
+        pushes, missing, behind = self.report.clocks, self.report.staleness, self.report.behind
         staleness = {n + bool(self._beside): count for n, count in missing.items()}
         told = Served(iteration, pushes, staleness, sent, on_wire, self.waited, behind)
         self.solver.reporter.served(told)
 
     def vote(self, action: Action) -> Action:
-        """Return the action; stop when worker 0 has ended the run."""
-        ended = self.client.worker > 0 and self.client.ended.is_set()
-        return Action.STOP if ended else self.inner.vote(action)
+        """Return the action; stop when worker 0 has ended the run, or the servers end."""
+        return Action.STOP if self.client.ended.is_set() else self.inner.vote(action)
 
     def _exchange(self, last: bool) -> None:
         """Push the change since the last push, and go on from what was pulled: now with slack 0,

@@ -180,7 +180,7 @@ def test_workers_of_a_machine_share_its_threads_once(
     """The first worker has its share before the options of the others are made."""
     given = list[int]()
 
-    def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions) -> Any:
+    def served(solver: Solver, options: ClusterOptions, worker: WorkerOptions, _: None) -> Any:
         given.append(worker.threads)
         return nullcontext()
 

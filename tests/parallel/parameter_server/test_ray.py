@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -207,7 +208,7 @@ def stop_after(engine: RayEngine, worker: int, clocks: int) -> None:
     client.join(1)
     for _ in range(clocks):
         client.push(split(np.ones(SIZE, np.float32)))
-    wait_for(lambda: len(client._ask("current").members) > 1)
+    wait_for(lambda: len(client.ask("current").members) > 1)
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -224,6 +225,33 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+SOLVER = f"""
+net: "{Path(__file__).parents[2]}/golden/digits/train_val.prototxt" test_iter: 1
+test_interval: 100 base_lr: 0.05 lr_policy: "fixed" max_iter: 6 snapshot_after_train: false
+"""
+
+
+def test_servers_outlive_their_trainer_and_their_command(
+    cluster: RayEngine, tmp_path: Path
+) -> None:
+    """The command is killed; --stop still saves what the servers hold, and ends them."""
+    (tmp_path / "solver.prototxt").write_text(SOLVER)
+    caffepy = [sys.executable, "-m", "caffepy"]
+    named = ("--cluster", cluster.address, "--name", "digits")
+    command = subprocess.Popen([*caffepy, "server", *named], cwd=tmp_path, stderr=subprocess.PIPE)
+    with command:
+        assert command.stderr
+        assert any(b"wait for a trainer" in line for line in command.stderr)
+        command.kill()
+    trainer = ("train", "--solver", "solver.prototxt", *named, "--nodes", "1", "--every", "3")
+    subprocess.run([*caffepy, *trainer], cwd=tmp_path, check=True, timeout=120)
+    status = Client(cluster.detached()["digits"], 0).ask("status")
+    assert (status.iteration, status.clock, status.keeper) == (6, 2, "")
+    subprocess.run([*caffepy, "server", *named, "--stop"], cwd=tmp_path, check=True, timeout=120)
+    assert (tmp_path / "digits_iter_6.solverstate").exists()
+    wait_for(lambda: not cluster.detached())
 
 
 def test_a_local_cluster_listens_on_loopback_only(cluster: RayEngine) -> None:

@@ -17,6 +17,7 @@ from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.parameter_server.attachment import Attachment
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
 from caffepy.parallel.parameter_server.filters import parse
@@ -60,10 +61,16 @@ class Served:
         filters: str = "",
         together: int = 0,
         begin: Callable[[int], object] = lambda number: None,
+        servers: ThreadsEngine | None = None,
     ) -> None:
         self.recorder, self.data = Recorder(), dict[int, Array]()
-        engine = self.engine = ThreadsEngine()
-        engine.spawn(COORDINATOR, lambda: Coordinator(engine, 2, 2))
+        engine = self.engine = servers or ThreadsEngine()
+        trainer, held = "", None
+        if servers:
+            trainer = f"trainer {id(self)}"
+            held = Client(engine, 0).attach(trainer)
+        else:
+            engine.spawn(COORDINATOR, lambda: Coordinator(engine, 2, 2))
 
         def worker(number: int) -> None:
             param = text_format.Merge(
@@ -81,11 +88,16 @@ class Served:
             solver = Solver(param, device=devices[0], reporter=recorder)
             if state and number == 0:
                 solver.restore(state)
+            if held and number == 0:
+                of_ray: Any = engine
+                Attachment(of_ray, "digits", trainer, held).restore(solver, rule)
             own = parse(filters)
             with p2p_manager(solver, devices, SyncOptions()):
                 client = Client(engine, number, bf16=own.bf16)
                 begin(number)
-                with ServedWorkers(solver, client, rule, every, together or size, own) as workers:
+                with ServedWorkers(
+                    *(solver, client, rule, every, together or size, own, trainer, held)
+                ) as workers:
                     solver.step(until - solver.iter)
                     if number == 0 and solver.test_nets:
                         solver.test_all()
@@ -101,7 +113,8 @@ class Served:
         try:
             run([of(number) for number in range(size)], 120)
         finally:
-            engine.close()
+            if not servers:
+                engine.close()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

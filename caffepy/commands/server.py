@@ -1,0 +1,304 @@
+"""`caffepy server`: servers that outlive trainers, from their start to a snapshot in the end.
+
+This process holds nothing: it starts the servers on the cluster, tells how it goes, and ends them.
+Where it is killed they go on, until another takes them up or nobody has used them for an hour.
+"""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from caffepy.core.errors import STOPPED, CaffeError, SyncError, UsageError
+from caffepy.core.files import check_writable
+from caffepy.parallel.parameter_server.attachment import check_running, this_process
+from caffepy.parallel.parameter_server.client import Client
+from caffepy.parallel.parameter_server.cluster import SILENT, check_copies
+from caffepy.parallel.parameter_server.detached import Status
+from caffepy.parallel.parameter_server.kept import write
+from caffepy.parallel.parameter_server.messages import DeadPeerError, Report
+from caffepy.parallel.parameter_server.ray_engine import DETACHED, LOCAL, RayEngine, connect
+from caffepy.report.text import AsJson
+from caffepy.solver import Action, Signals
+from caffepy.solver.monitor import GRACE
+from caffepy.solver.snapshot import Files, clean
+
+log = logging.getLogger(__name__)
+
+LOOK = 0.5
+"""Seconds between two looks how it goes."""
+
+ANSWER = 5.0
+"""Seconds that servers may take to answer."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of servers that outlive trainers: the flags of `caffepy server`.
+
+    cluster: "local", "auto" or "HOST:PORT", of Ray.
+    name: by which trainers find them.
+    servers, replicas: among how many the parameters are divided, and how many hold each.
+    snapshot_prefix: of the snapshot in the end; the name, if none is given.
+    display: seconds between two lines of progress.
+    grace: seconds that a trainer has to stop in the end.
+    """
+
+    cluster: str
+    name: str
+    servers: int = 2
+    replicas: int = 2
+    snapshot_prefix: str = ""
+    display: float = 10.0
+    grace: float = GRACE
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the snapshot, from the root folder."""
+        return os.path.abspath(self.snapshot_prefix or self.name)
+
+    def check(self) -> None:
+        """Raise UsageError unless the options go together and the snapshot can be written."""
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
+            raise UsageError(f"--name {self.name!r}: give letters, digits and any of . _ -")
+        check_copies(self.servers, self.replicas)
+        check_writable(Files.of(self.prefix, 0, hdf5=False).state)
+
+
+@dataclass(frozen=True)
+class ServerResult:
+    """The end of servers: the state file of their snapshot, None if they held nothing, and whether
+    a signal ended them.
+    """
+
+    snapshot: str | None
+    stopped: bool
+
+    @property
+    def exit_code(self) -> int:
+        """75 after a signal and a snapshot, as of a run; else 0."""
+        return STOPPED if self.stopped and self.snapshot else 0
+
+
+def serve(options: ServerOptions) -> ServerResult:
+    """Start servers, or take up those of this name that run without such a process; end them with a
+    snapshot on a signal, or when another process asks to `stop` them.
+
+    UsageError, ConfigError and SyncError say why they cannot start or go on.
+    """
+    options.check()
+    clean(options.prefix)
+    signals = Signals("stop", "stop", "stop", then="The servers end with a snapshot")
+    with signals, _connected(options, shared=True) as engine:
+        signals.listen()
+
+        def check() -> None:
+            signals.check()
+            engine.check()
+
+        client = Client(engine, 0, poll=check)
+        with _explaining(options):
+            stopped = _attend(engine, client, options, signals)
+            return ServerResult(_end(engine, client, options), stopped)
+
+
+def stop(options: ServerOptions) -> ServerResult:
+    """End servers with a snapshot: by the process that started them, else by this one."""
+    with _connected(options) as engine, _explaining(options):
+        check_running(engine, options.cluster, options.name)
+        client = Client(engine, 0, patience=ANSWER, poll=engine.check)
+        until = time.monotonic() + options.grace + GRACE
+        while options.name in engine.detached():
+            try:
+                status: Status = client.ask("status")
+            except DeadPeerError:  # they have just ended
+                continue
+            if not status.keeper:  # or it was killed a moment ago
+                options.check()
+                client.ask("attend", this_process("ends them"))
+                return ServerResult(_end(engine, client, options), stopped=False)
+            if not status.stopping:
+                told = 'The servers "%s" end with a snapshot, by %s'
+                log.info(told, options.name, status.keeper)
+                client.ask("stop")
+            if time.monotonic() > until:
+                raise SyncError(
+                    f"the servers still run, and {status.keeper}, does not end them: end it, then "
+                    "give --stop again"
+                )
+            time.sleep(LOOK)
+        return ServerResult(None, stopped=False)
+
+
+def found(cluster: str) -> "Found":
+    """Return the servers of a cluster that outlive trainers."""
+    engine = connect(cluster, f"{DETACHED}list")
+    try:
+        names = dict[str, Status]()
+        for name, of_name in sorted(engine.detached().items()):
+            with suppress(CaffeError, TimeoutError):  # they have just ended
+                names[name] = Client(of_name, 0, patience=ANSWER).ask("status")
+        return Found(names)
+    finally:
+        engine.close()
+
+
+@dataclass(frozen=True)
+class Found(AsJson):
+    """Servers that outlive trainers, by name."""
+
+    servers: dict[str, Status]
+
+    def table(self) -> str:
+        """Return lines for each name."""
+        return "\n".join(map(_lines, self.servers, self.servers.values())) or "no servers"
+
+
+def _lines(name: str, status: Status) -> str:
+    servers = f"{len(status.servers)} of {status.wanted} servers, replicas {status.copies}"
+    return "\n".join(
+        [
+            f"{name}: {_held(status)}",
+            f"  {servers if status.servers else f'{status.wanted} servers, not started yet'}",
+            f"  trainer: {status.trainer or 'none'}",
+            f"  {status.keeper or 'nobody looks after them: start caffepy server, or give --stop'}",
+        ]
+    )
+
+
+def _held(status: Status) -> str:
+    if status.iteration is None:
+        return "they hold nothing yet"
+    held = f"iteration {status.iteration}, {status.clock} pushes of each worker"
+    return f"{held}, when the run began" if status.trainer else held
+
+
+# inside
+
+
+@contextmanager
+def _connected(options: ServerOptions, shared: bool = False) -> Iterator[RayEngine]:
+    engine = connect(options.cluster, DETACHED + options.name, shared=shared)
+    engine.watch_store()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def _explaining(options: ServerOptions) -> Iterator[None]:
+    """A block whose errors name the servers."""
+    try:
+        yield
+    except DeadPeerError as error:
+        raise SyncError(
+            f'--cluster {options.cluster} does not answer any more, and what the servers "'
+            f'{options.name}" held is lost with it: start it and them again; trainers go on from '
+            "their own snapshots with --snapshot auto"
+        ) from error
+    except CaffeError as error:
+        raise error.at(f"--name {options.name}") from None
+
+
+def _attend(engine: RayEngine, client: Client, options: ServerOptions, signals: Signals) -> bool:
+    """Start or take up servers; return true when a signal ends them, false when --stop does."""
+    me = this_process("looks after them")
+    running = options.name in engine.detached()
+    if not running:
+        engine.spawn_detached(options.servers, options.replicas, SILENT)
+    status: Status = client.ask("attend", me)
+    cluster = engine.address if options.cluster == LOCAL else options.cluster
+    if running:
+        told = 'Taking up the servers "%s", which run without a process that attends to them: %s'
+        log.warning(told, options.name, _held(status))
+    if (status.wanted, status.copies) != (options.servers, options.replicas):
+        told = "They stay %d servers with replicas %d, as they were started"
+        log.warning(told, status.wanted, status.copies)
+    log.info(
+        'Servers "%s" wait for a trainer: caffepy train --solver FILE --cluster %s --nodes N '
+        "--name %s",
+        *(options.name, cluster, options.name),
+    )
+    shown, last, told_at = status, Report({}, {}, {}, 0, 0, 0), time.monotonic()
+    while Action.STOP not in signals.poll():
+        client.poll()
+        status = client.ask("attend", me)
+        if status.lost:
+            engine.end_actors()
+            raise SyncError(status.lost)
+        if status.stopping:
+            return False
+        _tell_changes(shown, status)
+        shown = status
+        if time.monotonic() - told_at >= options.display:
+            told_at = time.monotonic()
+            last = _tell_progress(client, status, last)
+        time.sleep(LOOK)
+    return True
+
+
+def _tell_changes(before: Status, now: Status) -> None:
+    """Log who has come and gone."""
+    if now.trainer != before.trainer:
+        if now.trainer:
+            log.info("Trainer: %s", now.trainer)
+        else:
+            log.info("The trainer has gone: %s", _held(now))
+    if now.members != before.members:
+        log.info("Workers: %s", ", ".join(map(str, now.members)) or "none")
+    for server in before.servers:
+        if server not in now.servers:
+            log.warning("Server %s is out; %d servers go on", server, len(now.servers))
+    for server in now.servers if before.servers else ():
+        if server not in before.servers:
+            log.info("Server %s has joined", server)
+
+
+def _tell_progress(client: Client, status: Status, last: Report) -> Report:
+    """Log what the servers have seen, if it is more than last time; return it."""
+    try:
+        report = client.report().result(ANSWER)
+    except (CaffeError, TimeoutError):
+        return last
+    if report.clocks and report.clocks != last.clocks:
+        clock = max(report.clocks.values())
+        iteration = (status.iteration or 0) + (clock - status.clock) * status.every
+        log.info(
+            "Iteration %d; pushes by worker: %s; received %.1f MB, sent %.1f MB; replicas %d "
+            "pushes behind",
+            iteration,
+            ", ".join(f"{worker}: {report.clocks[worker]}" for worker in sorted(report.clocks)),
+            *(report.received / 1e6, report.sent / 1e6, report.behind),
+        )
+    return report
+
+
+def _end(engine: RayEngine, client: Client, options: ServerOptions) -> str | None:
+    """Let the trainer stop, write a snapshot and end the servers; return the snapshot's state."""
+    client.ask("stop")
+    _await_end(client, options.grace)
+    held = client.ask("held")
+    saved = write(held, options.prefix) if held else None
+    if saved:
+        log.info('The servers "%s" end; %s has what they held', options.name, saved)
+    else:
+        log.info('The servers "%s" end; they held nothing', options.name)
+    client.ask("refuse", f'the servers "{options.name}" were ended: --snapshot {saved} goes on')
+    _await_end(client, ANSWER)
+    engine.end_actors()
+    return saved
+
+
+def _await_end(client: Client, seconds: float) -> None:
+    """Return when trainer and workers have gone, or after so many seconds."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        status: Status = client.ask("status")
+        if not (status.trainer or status.members):
+            break
+        client.poll()
+        time.sleep(LOOK)
