@@ -1,5 +1,5 @@
-"""Resources of devices that hang: freeing them would hang too, so they are kept until the process
-ends.
+"""Resources of devices, and of a cluster, that hang: freeing them would hang too, so they are kept
+until the process ends.
 """
 
 import threading
@@ -11,11 +11,11 @@ _things: list[object] = []
 
 
 def abandon(*things: object) -> None:
-    """Keep these things until the process ends: their device hangs."""
+    """Keep these things until the process ends: their device or their threads hang."""
     _things.extend(things)
 
 
 def at_work() -> bool:
-    """True if a rank's thread still runs or a device was abandoned: exiting might wait for it."""
+    """True if a rank's thread still runs or a thing was abandoned: exiting might wait for it."""
     names = (thread.name for thread in threading.enumerate())
     return bool(_things) or any(name.startswith(RANK_THREAD) for name in names)

@@ -24,6 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from caffepy.core.abandoned import abandon
 from caffepy.core.errors import CaffeError, SyncError, UsageError, install, reason
 from caffepy.device.threads import num_threads
 from caffepy.parallel.parameter_server.coordinator import Coordinator
@@ -429,6 +430,8 @@ class RayEngine:
         ending = threading.Thread(target=self._shut_down, name="caffepy-end", daemon=True)
         ending.start()
         ending.join(ENDING if self._away else None)  # without its store Ray waits for minutes
+        if ending.is_alive():
+            abandon(self)  # so does the process at its end, for the threads
         if self._embedded:
             self._embedded.close()
 

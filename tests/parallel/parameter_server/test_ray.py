@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from caffepy.core.abandoned import at_work
 from caffepy.core.errors import UsageError
+from caffepy.parallel.parameter_server import ray_engine
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.messages import (
     COORDINATOR,
@@ -286,6 +289,19 @@ def listening(root: int) -> list[str]:
         for line in lines
         if line[3] == "0A" and f"socket:[{line[9]}]" in sockets
     ]
+
+
+def test_the_process_does_not_wait_for_threads_of_a_ray_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the head has gone while a worker was to be started."""
+    engine, hangs = RayEngine(), threading.Event()
+    monkeypatch.setattr(ray_engine, "ENDING", 0.1)
+    monkeypatch.setattr(engine, "_shut_down", hangs.wait)
+    engine._away = 1.0
+    engine.close()
+    assert at_work()
+    hangs.set()
 
 
 def test_a_cluster_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
