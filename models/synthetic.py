@@ -50,6 +50,10 @@ _BOXES = 8
 _REGIONS = 128
 """Regions of interest that stand for those of an image."""
 
+_READ_BOXES = frozenset({"MultiBoxLoss", "DetectionEvaluate", "EvalDetection"})
+_READ_YOLO_BOXES = frozenset({"RegionLoss", "Yolov3"})
+"""Layers whose second bottom has true boxes: SSD's and Intel's, and YOLO's."""
+
 # Layers whose tops have as many channels as their bottom; others than these and those with
 # num_output end the trace.
 _KEEP_CHANNELS = frozenset(
@@ -87,6 +91,10 @@ def synthetic(
     for layer in copy.layer:
         where = _SOURCES.get(layer.type, _MEMORY if layer.memory_data_param.source else "")
         reads = where or _is_python_source(layer)
+        if layer.type == "DetectionOutput":  # its files name the images of the data
+            layer.detection_output_param.ClearField("save_output_param")
+        elif layer.type == "DetectionEvaluate":
+            layer.detection_evaluate_param.ClearField("name_size_file")
         if not where and not (guess and reads):
             if guess and layer.type == "Input" and not layer.input_param.shape:
                 for _ in layer.top:
@@ -97,7 +105,8 @@ def synthetic(
         size = batch or getattr(source, "batch_size", 0) or 1
         shape = list(image or _image(layer, guess))
         for i, top in enumerate(layer.top):
-            dummy.shape.add(dim=_top_shape(layer, i, size, shape, guess))
+            dims = _boxes(net, top, size) if i and layer.type != "AnnotatedData" else None
+            dummy.shape.add(dim=dims or _top_shape(layer, i, size, shape, guess))
             if i == 0 and not _is_label(net, top):
                 dummy.data_filler.add(type="gaussianstatic", std=1)
             else:
@@ -169,6 +178,8 @@ def _top_shape(
         return (
             [batch, 1, 300, 5] if layer.annotated_data_param.yolo_data_type else [1, 1, _BOXES, 8]
         )
+    elif layer.type == "AnnotatedData" and i == 2:
+        return [batch, 1, *inside]
     elif layer.type == "BoxData" and i:
         return [batch, 1, 300, 5]
     if i == 0 and not (guess and guess.other_labels and "label" in name):
@@ -182,6 +193,14 @@ def _top_shape(
     return [batch]
 
 
+def _boxes(net: NetParameter, name: str, batch: int) -> list[int] | None:
+    """The shape of true boxes by the layer that reads them; None for other blobs."""
+    types = {layer.type for layer in net.layer if name in layer.bottom[1:2]}
+    if types & _READ_YOLO_BOXES:
+        return [batch, 1, 300, 5]
+    return [1, 1, _BOXES, 8] if types & _READ_BOXES else None
+
+
 def _region_top(name: str, param_str: str, agnostic: bool) -> list[int] | None:
     """The shape of a top of Fast or Faster R-CNN's data layer, by its name."""
     found = re.search(r"num_classes'?\"?\s*:\s*(\d+)", param_str)
@@ -190,7 +209,7 @@ def _region_top(name: str, param_str: str, agnostic: bool) -> list[int] | None:
         "im_info": [1, 3],
         "gt_boxes": [_BOXES, 5],
         "rois": [_REGIONS, 5],
-        "labels": [_REGIONS],
+        "labels": [_REGIONS, 1, 1, 1],
     }
     return shapes.get(name) or ([_REGIONS, 4 * classes] if name.startswith("bbox_") else None)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from time import monotonic
 
 from caffepy.commands.devices import check_solver_mode
@@ -17,10 +18,11 @@ from caffepy.device.math_mode import checked, default
 from caffepy.models.synthetic import Guess
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
+from caffepy.net.build import is_included
 from caffepy.net.memory import Usage, lifetimes, plan
 from caffepy.net.node import Node
 from caffepy.ops.shapes_only import ShapesOnlyDevice
-from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, NetState, SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net, read_solver, read_text
 from caffepy.report.text import columns
@@ -255,9 +257,7 @@ def definitions(
         net = read_net(path, text)
         net.state.level = level
         net.state.stage.extend(stages)
-        rules = [rule for layer in net.layer for rule in (*layer.include, *layer.exclude)]
-        named = [TRAIN, TEST] if any(rule.HasField("phase") for rule in rules) else [TEST]
-        named = [one for one in named if _has_source(net, one)] or named
+        named = _phases(net)
         for one in named if phase is None else (phase,):
             in_phase = NetParameter()
             in_phase.CopyFrom(net)
@@ -280,16 +280,28 @@ def definitions(
             yield role, source.param, source.path, param
 
 
-def _has_source(net: NetParameter, phase: int) -> bool:
-    """True if a layer without bottoms has a place in a net's phase, as far as its rules speak of
-    phases alone.
+def _phases(net: NetParameter) -> list[int]:
+    """Return both phases if the rules of a net speak of them, without one in which no layer gives
+    data in the state of `net`; TEST if they do not, or if only TEST is named in a net of inputs.
     """
-    for layer in net.layer:
-        includes = [rule.phase for rule in layer.include if rule.HasField("phase")]
-        excludes = [rule.phase for rule in layer.exclude if rule.HasField("phase")]
-        if not layer.bottom and phase not in excludes and (not includes or phase in includes):
-            return True
-    return False
+    included, excluded = (
+        {rule.phase for layer in net.layer for rule in rules(layer) if rule.HasField("phase")}
+        for rules in (attrgetter("include"), attrgetter("exclude"))
+    )
+    sources = [layer for layer in net.layer if not layer.bottom]
+    deploys = all(layer.type == "Input" for layer in sources)
+    if not excluded and (not included or (included == {TEST} and deploys)):
+        return [TEST]
+    fed = list[int]()
+    for phase in (TRAIN, TEST):
+        state = NetState(phase=phase, level=net.state.level, stage=net.state.stage)
+        includes = [rule for layer in sources for rule in layer.include if rule.phase == phase]
+        if any(is_included(layer, state) for layer in sources):
+            fed.append(phase)
+        elif stages := [stage for rule in includes for stage in rule.stage]:
+            name = "TRAIN" if phase == TRAIN else "TEST"
+            log.warning("no %s net: it has data only with --stage %s", name, stages[0])
+    return fed or [TRAIN, TEST]
 
 
 def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:

@@ -36,8 +36,8 @@ SECONDS = 10.0
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file: "net", "solver" or "label map"; what is wrong, if anything; layers and learnable
-    parameters of its largest net, None if no net of it was built.
+    """A file: "net", "solver", "label map" or "other"; what is wrong, if anything; layers and
+    learnable parameters of its largest net, None if no net of it was built.
     """
 
     file: str
@@ -176,7 +176,7 @@ def check_file(file: str, tell: Callable[[str], object], **options: Any) -> File
         text = read_text(file)
         names = set(outer_fields(text))
         kind = "solver" if is_solver(text) else "net"
-        build = bool(names & set(NetParameter.DESCRIPTOR.fields_by_name))
+        build = bool(names & (set(NetParameter.DESCRIPTOR.fields_by_name) - {"name"}))
         if kind == "solver":
             solver = read_solver(file, text)
             check_param(solver, file)
@@ -185,6 +185,7 @@ def check_file(file: str, tell: Callable[[str], object], **options: Any) -> File
             kind = "label map"
             read_message(file, LabelMap(), text)
         elif not build:
+            kind = "other"
             raise ConfigError(f'"{file}" is neither a net nor a solver')
         tell(kind)
         for info in inspect(file, **options) if build else ():

@@ -101,7 +101,7 @@ class SmoothL1Loss(LossLayer):
 @layer("SmoothL1LossOHEM")
 class SmoothL1LossOHEM(ClassLoss):
     """Sum of f(d) / divisor, d = (a - b) * w, and as an optional top 1 the sum over the channels of
-    each box; a, b, w (N, C, ...) (R-FCN).
+    each box, (N, 1, H, W) also where a, b, w (N, C, ...) have no H and W (R-FCN).
 
     The divisor is the number of boxes unless loss_param says otherwise; the loss weight is 0 unless
     given. The gradient lacks the factor w, as in R-FCN: right for weights of 0 and 1.
@@ -121,8 +121,8 @@ class SmoothL1LossOHEM(ClassLoss):
         self.difference = self.buffer(self.view)
         top[0].reshape(())
         if len(top) > 1:
-            shape = bottom[0].shape
-            top[1].reshape((shape[0], 1, *shape[2:]))
+            n, _, *places = bottom[0].shape
+            top[1].reshape((n, 1, *places, *[1] * (2 - len(places))))
         outer, _, inner = self.view
         found = self.divisor(outer, inner)
         self.count = max(1, outer * inner) if found is None else found

@@ -45,13 +45,16 @@ def filter_state(param: NetParameter, path: str | None = None) -> NetParameter:
             raise ConfigError(
                 "give either include rules or exclude rules, not both", where(path, layer)
             )
-        if layer.include:
-            included = any(meets_rule(param.state, rule, layer.name) for rule in layer.include)
-        else:
-            included = not any(meets_rule(param.state, rule, layer.name) for rule in layer.exclude)
-        if included:
+        if is_included(layer, param.state):
             kept.layer.add().CopyFrom(layer)
     return kept
+
+
+def is_included(layer: LayerParameter, state: NetState) -> bool:
+    """True if a layer's rules admit it to a net in this state."""
+    if layer.include:
+        return any(meets_rule(state, rule, layer.name) for rule in layer.include)
+    return not any(meets_rule(state, rule, layer.name) for rule in layer.exclude)
 
 
 def meets_rule(state: NetState, rule: NetStateRule, name: str) -> bool:

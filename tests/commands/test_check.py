@@ -291,3 +291,19 @@ def test_images_that_a_net_does_not_state_have_a_size_that_fits(tmp_path: Path) 
 def test_a_phase_without_data_is_left_out(tmp_path: Path) -> None:
     only = NET.replace('type: "Input"', 'type: "Input" include { phase: TEST }') % ""
     assert [net.role for net in inspect(write(tmp_path, only))] == ["TEST net"]
+
+
+STAGED = NET.replace('type: "Input"', 'type: "Input" include { phase: TRAIN } %s') % ("%s", "")
+
+
+def test_data_in_stages_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path, STAGED % 'include { phase: TEST stage: "on-test" }')
+    assert [net.role for net in inspect(path)] == ["TRAIN net"]
+    assert "no TEST net: it has data only with --stage on-test" in caplog.text
+    both = inspect(path, stages=["on-test"])
+    assert [net.role for net in both] == ["TRAIN net", "TEST net"]
+
+
+def test_a_deploy_net_with_rules_is_a_test_net(tmp_path: Path) -> None:
+    text = NET % "" + ' layer { name: "s" type: "Silence" bottom: "y" include { phase: TEST } }'
+    assert [net.role for net in inspect(write(tmp_path, text))] == ["TEST net"]

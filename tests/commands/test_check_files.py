@@ -60,7 +60,11 @@ def test_what_comes_of_a_file(folder: Path) -> None:
     assert not wrong.ok
     assert f'{wrong.file}:3:1: layer "ip" (InnerPrduct): unknown layer type' in wrong.line()
     assert told(str(folder / "b/map.prototxt")).kind == "label map"
-    assert "neither a net nor a solver" in str(told(str(folder / "b/odd.ptototxt")).error)
+    for text in (FILES["b/odd.ptototxt"], 'name: "DPU" type: "DPU" batch: 4'):
+        (folder / "b/odd.ptototxt").write_text(text)
+        odd = told(str(folder / "b/odd.ptototxt"))
+        assert odd.kind == "other"
+        assert "neither a net nor a solver" in str(odd.error)
     assert "no such file" in str(told(str(folder / "none")).error)
     assert told(str(folder / "worse.prototxt")).error is not None
     solver = told(str(folder / "solver.prototxt"))

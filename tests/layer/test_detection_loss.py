@@ -103,8 +103,10 @@ def test_losses_of_boxes_against_a_loop():
     assert loss == pytest.approx(want.sum())
     loss, each = Single(f"{OHEM} loss_weight: 0", A, B, MASK, tops=2).forward()
     want = np.array([[smooth(((A - B) * MASK)[n, :, i]) for i in range(2)] for n in range(4)])
-    np.testing.assert_allclose(each, want[:, None])
+    np.testing.assert_allclose(each, want[:, None, :, None])
     assert loss == pytest.approx(want.sum() / 8)
+    _, each = Single(f"{OHEM} loss_weight: 0", A[..., 0], B[..., 0], tops=2).forward()
+    assert each.shape == (len(A), 1, 1, 1)  # so that it can be added to that of labels
 
 
 @pytest.mark.parametrize("places", [(), (2, 2)])

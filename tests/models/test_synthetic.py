@@ -89,6 +89,10 @@ GUESSED = {
         "transform_param { resize_param { height: 5 width: 6 } }",
         [[4, 3, 5, 6], [1, 1, 8, 8]],
     ),
+    "boxes and label images": (
+        'type: "AnnotatedData" top: "x" top: "y" top: "z" data_param { batch_size: 4 }',
+        [[4, 3, 9, 9], [1, 1, 8, 8], [4, 1, 9, 9]],
+    ),
     "boxes of YOLO": (
         'type: "AnnotatedData" top: "x" top: "y" data_param { batch_size: 4 } '
         "annotated_data_param { yolo_data_type: 1 }",
@@ -131,6 +135,25 @@ def test_shapes_that_no_net_states(case: str) -> None:
     text, shapes = GUESSED[case]
     param = parse(f'layer {{ name: "d" {text} }}', NetParameter(), "net.prototxt")
     assert data_shapes(synthetic(param, guess=Guess((3, 9, 9)))) == shapes
+
+
+READERS = {"MultiBoxLoss": [1, 1, 8, 8], "RegionLoss": [4, 1, 300, 5], "SoftmaxWithLoss": [4]}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_boxes_by_what_reads_them(reader: str) -> None:
+    param = net("crop_size: 6")
+    param.layer.add(name="r", type=reader, bottom=["z", param.layer[0].top[1]], top=["loss"])
+    assert data_shapes(synthetic(param)) == [[4, 3, 6, 6], READERS[reader]]
+
+
+def test_no_file_that_names_images_of_the_data() -> None:
+    param = net("crop_size: 6")
+    found = param.layer.add(name="o", type="DetectionOutput")
+    found.detection_output_param.save_output_param.name_size_file = "nowhere"
+    param.layer.add(name="e", type="DetectionEvaluate")
+    param.layer[-1].detection_evaluate_param.name_size_file = "nowhere"
+    assert "nowhere" not in str(synthetic(param))
 
 
 def test_a_guess_of_labels_that_are_images() -> None:
