@@ -38,10 +38,14 @@ def _correlate(
             for i in range(size):
                 for j in range(size):
                     for r in range(out.shape[0]):
-                        u = a[n, c, r * stride + row + i]
-                        v, w = b[n, c, r * stride + down + i], out[r]
-                        for q in range(w.size):
-                            w[q] += u[q * stride + column + j] * v[q * stride + right + j]
+                        u, w = a[n, c, r * stride + row + i, column + j :], out[r]
+                        v = b[n, c, r * stride + down + i, right + j :]
+                        if stride == 1:  # by itself, for the processor's vectors
+                            for q in range(w.size):
+                                w[q] += u[q] * v[q]
+                        else:
+                            for q in range(w.size):
+                                w[q] += u[q * stride] * v[q * stride]
         for r in range(out.shape[0]):
             for q in range(out.shape[1]):
                 out[r, q] *= share
@@ -76,10 +80,10 @@ def _differ(
             for i in range(size):
                 for j in range(size):
                     for r in range(out.shape[0]):
-                        u = a[n, c, r * stride + row + i]
-                        v, w = b[n, c, r * stride + down + i], out[r]
+                        u, w = a[n, c, r * stride + row + i, column + j :], out[r]
+                        v = b[n, c, r * stride + down + i, right + j :]
                         for q in range(w.size):
-                            w[q] += abs(u[q * stride + column + j] - v[q * stride + right + j])
+                            w[q] += abs(u[q * stride] - v[q * stride])
         for r in range(out.shape[0]):
             for q in range(out.shape[1]):
                 out[r, q] *= share
@@ -107,7 +111,6 @@ def _correlate_back(
 ) -> None:
     channels = a.shape[1]
     share = dy.dtype.type(1) / dy.dtype.type(size * size * channels)
-    one = dy.dtype.type(1)
     for k in range(lo, hi):
         n, c = k // channels, k % channels
         da[n, c] = 0
@@ -120,21 +123,27 @@ def _correlate_back(
                     for r in range(dy.shape[2]):
                         high, low = r * stride + row + i, r * stride + down + i
                         w = dy[n, move, r]
-                        u, v, du, dv = (
-                            a[n, c, high],
-                            b[n, c, low],
-                            da[n, c, high],
-                            db[n, c, low],
-                        )
-                        for q in range(w.size):
-                            s, t = q * stride + column + j, q * stride + right + j
-                            if differ:
-                                d = w[q] * share * (one if u[s] >= v[t] else -one)
+                        u, du = a[n, c, high, column + j :], da[n, c, high, column + j :]
+                        v, dv = b[n, c, low, right + j :], db[n, c, low, right + j :]
+                        if differ:
+                            for q in range(w.size):
+                                s = q * stride
+                                d = w[q] if u[s] >= v[s] else -w[q]
                                 du[s] += d
-                                dv[t] -= d
-                            else:
-                                du[s] += w[q] * share * v[t]
-                                dv[t] += w[q] * share * u[s]
+                                dv[s] -= d
+                        elif stride == 1:
+                            for q in range(w.size):
+                                du[q] += w[q] * v[q]
+                            for q in range(w.size):
+                                dv[q] += w[q] * u[q]
+                        else:
+                            for q in range(w.size):
+                                du[q * stride] += w[q] * v[q * stride]
+                                dv[q * stride] += w[q] * u[q * stride]
+        for plane in (da[n, c], db[n, c]):
+            for r in range(plane.shape[0]):
+                for q in range(plane.shape[1]):
+                    plane[r, q] *= share
 
 
 def correlation_forward(a: Array, b: Array, y: Array, how: Displacements, differ: bool) -> None:
