@@ -17,6 +17,7 @@ from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
 
 BATCH = 4
+NETS = sorted({*models.names()} - {"digits_ssd"})  # made-up labels are no boxes
 LOSS = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}
 # ||gpu - cpu|| / ||cpu|| over the gradient of all parameters: the same sums in another order, factors and activations
 # of fewer bits. vgg16's differ most: by 5.1e-2 in fp16, and by 5.02e-2 in tf32 with the plans that are taken untimed.
@@ -58,7 +59,7 @@ def built(name: str, device: Device, fused: bool = False, scale: float = 1) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("exactness", LOSS)
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", NETS)
 def test_gpu_and_cpu_agree(name: str, exactness: str) -> None:
     scale = LOSS_SCALE.get(exactness, 1)
     cpu = built(name, Device(3))

@@ -31,6 +31,7 @@ SHAPES = {
     "densenet121": (3, 224, 224),
     "digits": (1, 8, 8),
     "digits_seg": (1, 64, 64),
+    "digits_ssd": (1, 64, 64),
     "googlenet": (3, 224, 224),
     "lenet": (1, 28, 28),
     "mobilenet_v2": (3, 224, 224),
