@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import index
 from typing import ClassVar
@@ -15,6 +15,7 @@ from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.parallel.nodes import check_alike
+from caffepy.parallel.parameter_server.attachment import attached
 from caffepy.parallel.parameter_server.cluster import ClusterOptions, options_of_worker, served
 from caffepy.parallel.parameter_server.messages import ServerUpdate
 from caffepy.parallel.parameter_server.ray_engine import LOCAL
@@ -223,6 +224,7 @@ class Solver:
         replicas: int = 2,
         filters: str = "",
         update: str | ServerUpdate = "add",
+        name: str = "",
     ) -> Iterator[None]:
         """Train by a parameter server during the block, as `caffepy train --cluster` does.
 
@@ -237,6 +239,10 @@ class Solver:
         `update(values, change, state)`, for "sync" and `every` from 2 on, returns the new values of
         a part of the parameters from the mean change of the workers since the last push; `state` is
         a dict of the part's own, empty at first. Servers must be able to unpickle it.
+
+        With a `name` the servers are those that `caffepy server` has started under it, which go on
+        after the block. If they hold a net already, this solver goes on with it, and has its
+        iteration.
         """
         device = self._solver.device
         own = device.index if device.kind == "cuda" else None
@@ -247,8 +253,10 @@ class Solver:
         if cpus < 1:
             raise UsageError(f"{cpus} solvers on the CPU: give 1 or more")
         options = ClusterOptions(
-            cluster, (workers, workers), consistency, every, servers, replicas, filters, update
+            *(cluster, (workers, workers), consistency, every, servers, replicas, filters, update),
+            name=name,
         )
+        rule = options.rule()
         numbers = ",".join(map(str, gpus or ([] if own is None else [own])))
         worker = options_of_worker(
             self._solver,
@@ -260,11 +268,14 @@ class Solver:
         )
         others: list[Device] = [CudaDevice(index) for index in options.dealt(gpus)[1:]]
         others += [Device() for _ in range(cpus - 1)]
-        with (
-            p2p_manager(self._solver, [device, *others], SyncOptions()),
-            served(self._solver, options, worker),
-        ):
-            yield
+        with attached(cluster, name, self._solver.path) if name else nullcontext() as attachment:
+            if attachment and attachment.held:
+                attachment.restore(self._solver, rule)
+            with (
+                p2p_manager(self._solver, [device, *others], SyncOptions()),
+                served(self._solver, options, worker, attachment),
+            ):
+                yield
 
     def _check_world(self, world: World, solvers: int, sync: str) -> None:
         """Raise UsageError or ConfigError unless this solver can train with those of all nodes."""

@@ -48,6 +48,9 @@ class Engine(ThreadsEngine):
     def check(self) -> None:
         """It does not fail."""
 
+    def reserve(self, resources: object) -> None:
+        """It has room."""
+
     def close(self) -> None:
         """Leave them, as a process does that ends."""
 

@@ -86,7 +86,7 @@ def _told(rule: Rule) -> str:
 
 
 @contextmanager
-def attached(cluster: str, name: str, path: str) -> Iterator[Attachment]:
+def attached(cluster: str, name: str, path: str | None) -> Iterator[Attachment]:
     """A block in which this process is the trainer of the servers of this name; `path` is the
     solver file. UsageError and SyncError say why it cannot be.
     """
@@ -94,7 +94,7 @@ def attached(cluster: str, name: str, path: str) -> Iterator[Attachment]:
     try:
         engine.watch_store()
         check_running(engine, cluster, name)
-        trainer = this_process(f"trains {path}")
+        trainer = this_process(f"trains {path or 'a net'}")
         try:
             held = Client(engine, 0, poll=engine.check).attach(trainer)
         except CaffeError as error:

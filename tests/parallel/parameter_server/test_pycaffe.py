@@ -9,8 +9,10 @@ import pytest
 import caffepy
 from caffepy.core.errors import UsageError
 from caffepy.device.blob import Array
+from caffepy.parallel.parameter_server import attachment
 from caffepy.parallel.parameter_server.messages import Nesterov, Push, Rule, View
 from caffepy.parallel.parameter_server.range_state import RangeState
+from tests.commands.test_server import Engine
 from tests.parallel.cases import NET, net
 from tests.parallel.parameter_server.test_worker import SETTINGS, Served
 
@@ -88,9 +90,37 @@ def test_a_solver_trains_by_servers_in_a_block(solver: caffepy.Solver) -> None:
     assert solver.iter == 11
 
 
+def test_a_solver_goes_on_with_servers_that_outlive_its_block(
+    solver: caffepy.Solver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine()
+    monkeypatch.setattr(attachment, "connect", lambda *_: engine)
+    engine.spawn_detached(2, 2, 5)
+    engine.ask("attend", "a test")
+    named: dict[str, Any] = {"cluster": "10.0.0.1:6379", "name": "digits", "workers": 1, "every": 2}
+    try:
+        with solver.served(**named, update=half):
+            solver.step(4)
+        learned = flat(solver)
+        another = caffepy.get_solver(tmp_path / "solver.prototxt")
+        with another.served(**named, update=half):
+            assert another.iter == 4
+            np.testing.assert_array_equal(flat(another), learned)
+            another.step(2)
+        assert engine.ask("status").iteration == 6
+        with (
+            pytest.raises(UsageError, match='--server-update add: the servers "digits" train with'),
+            solver.served(**named),
+        ):
+            pass
+    finally:
+        engine.end_actors()
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
+        ({"name": "digits"}, "--name digits is for a cluster that runs already"),
         ({"update": half}, "--every 2 or more"),
         ({"update": half, "every": 2, "consistency": "ssp:1"}, "--consistency sync"),
         ({"replicas": 3}, "give --servers 3 or more"),
