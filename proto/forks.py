@@ -12,7 +12,7 @@ _FIELDS = {
         "FillerParameter": "scale",
         "ImageDataParameter": "min_height min_width",
         "InnerProductParameter": "relu negative_slope",
-        "LayerParameter": "split_param spatial_dropout_param",
+        "LayerParameter": "split_param",
         "PoolingParameter": "pad_3d kernel_size_3d stride_3d avg_include_pad axis",
         "ReshapeParameter": "pixelshuffler",
         "SolverParameter": "disabled_update test_offset",
@@ -31,7 +31,6 @@ _FIELDS = {
         "AccuracyParameter": "min_is_better",
         "BatchNormParameter": "disable_mean disable_variance",
         "ConvolutionParameter": "shape_offset",
-        "DropoutParameter": "sqrt_scale",
         "FillerParameter": "alpha",
         "ImageDataParameter": "face_transform max_shear_ratio max_aspect_ratio max_rotate_angle "
         "min_random_scale max_random_scale max_random_shift face_mirror face_point_num "
@@ -115,13 +114,13 @@ _ENUM_VALUES = dict.fromkeys(
 _LAYERS = {
     "NVCaffe": "DetectNetTransformation TRT",
     "SSD": "VideoData",
-    "Intel Caffe": "BoxData MnActivation SpatialDropout",
+    "Intel Caffe": "BoxData MnActivation",
     "PSPNet": "BiasChannel DenseCRF DomainTransform MatRead MatWrite UniqueLabel",
     "C3D": "DownSampling VideoSegmentationData VideoWithVoxelTruthData VolumeData VoxelCustomLoss",
     "FlowNet": "BlackAugmentation CustomData DataAugmentation FlowAugmentation "
     "GenerateAugmentationParameters",
     "YOLO for Caffe": "EvalDetection",
-    "Temporal Segment Networks": "BatchReduction Gather Scatter SegData SyncBN",
+    "Temporal Segment Networks": "BatchReduction Scatter SegData SyncBN",
 }
 
 

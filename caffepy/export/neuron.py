@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from caffepy.export.graph import Site, writers
+from caffepy.export.graph import InexpressibleError, Site, writers
 
 PLAIN = {"Sigmoid": "Sigmoid", "TanH": "Tanh", "AbsVal": "Abs", "BNLL": "Softplus"}
 """Operators that do what a layer does, by the layer's type."""
@@ -30,6 +30,30 @@ def negative_relu(site: Site) -> None:
         site.finish("Neg", site.node("LeakyRelu", negative, alpha=slope))
     else:
         site.finish("Neg", site.node("Relu", negative))
+
+
+@writers("RReLU", "Insanity")
+def randomized_relu(site: Site) -> None:
+    """LeakyRelu with the mean slope."""
+    if site.layer.draws:
+        raise InexpressibleError(f"{site.layer.type} draws random numbers in the TRAIN phase")
+    site.finish("LeakyRelu", site.bottoms[0], alpha=1 / site.layer.mean)
+
+
+@writers("CReLU")
+def crelu(site: Site) -> None:
+    """Relu of x and of -x, side by side."""
+    (x,) = site.bottoms
+    negative = site.node("Relu", site.node("Neg", x))
+    site.finish("Concat", site.node("Relu", x), negative, axis=1)
+
+
+@writers("SpatialDropout")
+def spatial_dropout(site: Site) -> None:
+    """The identity in the TEST phase."""
+    if site.layer.draws:
+        raise InexpressibleError("SpatialDropout draws random numbers in the TRAIN phase")
+    site.finish("Identity", site.bottoms[0])
 
 
 @writers("ReLU6")

@@ -84,6 +84,22 @@ def inner_product(site: Site) -> None:
         site.reshape(site.node("Gemm", x, *params, transB=transposed), site.top_shapes[0], out=y)
 
 
+@writers("MatMul")
+def matmul(site: Site) -> None:
+    """MatMul of the factors, each turned if its layer says so."""
+    layer = site.layer
+    factors = list(site.bottoms) if len(site.bottoms) > 1 else [site.bottoms[0], site.param(0)]
+    for i, turned in enumerate(layer.turned):
+        if layer.by_dims:
+            factors[i] = site.reshape(factors[i], layer.views[i][1:])
+        if turned:
+            shape = site.bottom_shapes[i] if i < len(site.bottoms) else layer.blobs[0].shape
+            axes = 2 if layer.by_dims else len(shape)
+            order = [*range(axes - 2), axes - 1, axes - 2]
+            factors[i] = site.node("Transpose", factors[i], perm=order)
+    site.finish("MatMul", *factors)
+
+
 @writers("Embed")
 def embed(site: Site) -> None:
     """Gather, then the bias."""

@@ -292,6 +292,19 @@ def batch_reindex(site: Site) -> None:
     site.finish("Gather", x, site.node("Cast", index, to=np.dtype(np.int64)), axis=0)
 
 
+@writers("Gather")
+def gather(site: Site) -> None:
+    """Gather, or Identity for each bottom."""
+    layer = site.layer
+    if not layer.gathers:
+        for x, y in zip(site.bottoms, site.tops, strict=True):
+            site.node("Identity", x, out=y)
+        return
+    indices = np.array(layer.indices, np.int64).reshape(layer.outer_shape)
+    axis = layer.param.gather_param.axis
+    site.finish("Gather", site.bottoms[0], site.constant(indices, np.int64), axis=axis)
+
+
 @writers("Parameter")
 def parameter(site: Site) -> None:
     site.finish("Identity", site.param(0))

@@ -1,12 +1,18 @@
-"""Fully connected layers."""
+"""Fully connected layers, and products of matrices."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
-from caffepy.core.errors import ConfigError
+import numpy as np
+
+from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array, Blob, Layout
-from caffepy.layer.base import Blobs, Weighted, layer
+from caffepy.layer.base import Blobs, Layer, Weighted, layer
+from caffepy.proto.caffe_pb2 import FillerParameter, MarginInnerProductParameter
+
+log = logging.getLogger(__name__)
 
 
 class Factors(Protocol):
@@ -116,3 +122,249 @@ class InnerProduct(Weighted):
             self.ops.matmul(x.T, dy, dw, accumulate, scale)  # (K, M) @ (M, O)
         else:
             self.ops.matmul(dy.T, x, dw, accumulate, scale)  # (O, M) @ (M, K)
+
+
+class _Margin(NamedTuple):
+    """Of the cosine c of each row and its label: the score for |x| = 1, and the shares of the
+    label's weight and of x / |x| in its gradient.
+    """
+
+    score: Array
+    by_weight: Array
+    by_x: Array
+
+
+def _double(c: Array) -> _Margin:
+    """cos(2 a), folded so that it falls."""
+    s = np.sign(c)
+    return _Margin(2 * s * c**2 - 1, 4 * s * c, -2 * s * c**2 - 1)
+
+
+def _triple(c: Array) -> _Margin:
+    """cos(3 a), folded."""
+    s = np.sign(np.abs(c) - 0.5)
+    fold = np.sign(c) * (1 + s) - 2
+    return _Margin(s * (4 * c**3 - 3 * c) + fold, s * (12 * c**2 - 3), fold - 8 * s * c**3)
+
+
+def _quadruple(c: Array) -> _Margin:
+    """cos(4 a), folded."""
+    s = np.sign(np.sign(c) * (2 * c**2 - 1))
+    fold = 2 * np.sign(c) + s - 3
+    score = s * (8 * c**4 - 8 * c**2 + 1) + fold
+    return _Margin(score, s * (32 * c**3 - 16 * c), fold - s * (24 * c**4 - 8 * c**2 - 1))
+
+
+_MARGINS = {
+    MarginInnerProductParameter.DOUBLE: _double,
+    MarginInnerProductParameter.TRIPLE: _triple,
+    MarginInnerProductParameter.QUADRUPLE: _quadruple,
+}
+
+
+@layer("MarginInnerProduct", "AngularMargin")
+class MarginInnerProduct(Layer):
+    """x (*outer, *inner), labels (M) -> y (M, O) and, if there is a second top, lambda (1); weight
+    (O, K) (SphereFace: Liu et al. 2017).
+
+    Each forward pass divides the weight's rows by their norms; y = x @ w.T = |x| cos(a). The score
+    of the label becomes (lambda |x| cos(a) + |x| f(a)) / (1 + lambda), where f(a) is cos(m a) with
+    m 2 to 4 by `type`, folded so that it falls from 0 to pi. lambda is base * (1 + gamma *
+    t)^-power, lambda_min at least; t counts forward passes, from `iteration` + 1 on.
+
+    Gradients are the fork's: that of the weight knows neither margin nor norm, in dx the gradient
+    of |x| f(a) has the length 1.
+    """
+
+    on_gpu = True
+    bottoms = 2
+    tops = (1, 2)
+    backward_reads_top = False
+    constant_bottoms: Mapping[int, str] = {
+        1: "{type} cannot differentiate its labels; the layer that makes them needs no gradient"
+    }
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.margin_inner_product_param
+        self.axis = bottom[0].axis(param.axis)
+        self.inputs = prod(bottom[0].shape[self.axis :])
+        if param.num_output < 1:
+            raise ConfigError("num_output must be 1 or more")
+        self.margin = _MARGINS.get(param.type)
+        self.make_params({"weight": (param.num_output, self.inputs)}, [param.weight_filler])
+        if self.margin:
+            log.info("%s: gradients of margins have the length 1, as SphereFace's", self.type)
+        self.passes = self.buffer([1], np.float64)
+        self.passes.host_data[...] = param.iteration
+        self.wrong = self.error_flag(
+            lambda label: DataError(
+                f"label {label:g} is not one of the {param.num_output} classes 0 to "
+                f"{param.num_output - 1}"
+            )
+        )
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape = bottom[0].shape
+        if prod(shape[self.axis :]) != self.inputs:
+            raise ConfigError(
+                f"the weights are for {self.inputs} inputs, not {prod(shape[self.axis :])}"
+            )
+        self.rows = prod(shape[: self.axis])
+        if bottom[1].count != self.rows:
+            raise ConfigError(f"{bottom[1].count} labels do not fit {self.rows} rows")
+        outputs = self.blobs[0].shape[0]
+        top[0].reshape((self.rows, outputs))
+        if len(top) > 1:
+            top[1].reshape((1,))
+        self.place = self.buffer([self.rows], np.int64)
+        self.place.host_data[...] = np.arange(self.rows)
+        self.lengths, self.by_x, self.by_weight = (self.buffer([self.rows]) for _ in range(3))
+        self.chosen = self.buffer([self.rows], np.int64)
+        self.scaled = self.buffer((self.rows, outputs))
+
+    def state(self) -> dict[str, Any]:
+        return {"passes": float(self.passes.host_data[0])}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.passes.host_data[...] = state["passes"]
+
+    def weight_of_cosine(self) -> Array:
+        """Count the pass; return lambda (1)."""
+        param, passes = self.param.margin_inner_product_param, self.passes.data
+        passes += 1
+        weight: Array = param.base * (1 + param.gamma * passes) ** -param.power
+        return np.maximum(weight, param.lambda_min)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, w = bottom[0].data.reshape(self.rows, self.inputs), self.blobs[0].data
+        y, share = top[0].data, self.weight_of_cosine()
+        norms = np.sqrt((w * w).sum(axis=1, keepdims=True))
+        np.divide(w, np.where(norms > 0, norms, 1), out=w)
+        self.ops.matmul(x, w.T, y)  # (M, K) @ (K, O)
+        if len(top) > 1:
+            top[1].data[...] = share
+        if self.margin is None:
+            return
+        labels = bottom[1].data.reshape(-1)
+        bad = ~((labels > -1) & (labels < w.shape[0]))
+        self.wrong.note(bad, labels)
+        self.wrong.check()
+        self.chosen.data[...] = np.where(bad, 0, labels)  # a GPU goes on until the error is seen
+        at = self.place.data, self.chosen.data
+        length = self.lengths.data
+        length[...] = np.sqrt((x * x).sum(axis=1))
+        safe = np.where(length > 0, length, 1)
+        cosine = y[at] / safe
+        margin = self.margin(cosine)
+        y[at] = (share * y[at] + length * margin.score) / (1 + share)
+        size = np.sqrt(margin.by_weight**2 + (margin.by_x / safe) ** 2)
+        size *= 1 + share
+        self.by_x.data[...] = margin.by_x / safe / size
+        self.by_weight.data[...] = margin.by_weight / size + share / (1 + share)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dw += dy.T @ x; dx = dy @ w, but for the label as the class says."""
+        self.refuse_constants(propagate_down)
+        x, dy = bottom[0].data.reshape(self.rows, self.inputs), top[0].diff
+        if self.param_propagate_down[0]:
+            self.ops.matmul(dy.T, x, self.blobs[0].diff, True)  # (O, M) @ (M, K)
+        if not propagate_down[0]:
+            return
+        dx = bottom[0].diff.reshape(self.rows, self.inputs)
+        if self.margin is None:
+            self.ops.matmul(dy, self.blobs[0].data, dx)  # (M, O) @ (O, K)
+            return
+        at, scaled = (self.place.data, self.chosen.data), self.scaled.data
+        self.ops.copy(dy, scaled)
+        scaled[at] *= self.by_weight.data
+        self.ops.matmul(scaled, self.blobs[0].data, dx)
+        dx += x * (dy[at] * self.by_x.data)[:, None]
+
+    def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
+        return self.inputs * tops[0]
+
+
+@layer("MatMul")
+class MatMul(Layer):
+    """a (..., M, K), b (..., K, N) -> (..., M, N), each matrix by its own; or a (..., K) times one
+    matrix b (K, N) (Synopsys' Caffe).
+
+    b is the second bottom or, of shape blob_shape, a parameter. transpose_a and transpose_b are for
+    factors stored as (..., K, M) and (..., N, K). With dim_1, dim_2, dim_3 (Sophgo's) a is taken as
+    (dim_1, dim_2), b as (dim_3, dim_2) and transposed.
+    """
+
+    on_gpu = True
+    bottoms = (1, 2)
+    backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.matmul_param
+        self.by_dims = any(param.HasField(f"dim_{k}") for k in (1, 2, 3))
+        if len(bottom) == 1:
+            if not param.blob_shape:
+                raise ConfigError("matmul_param needs a blob_shape where there is no second bottom")
+            zeros = FillerParameter(type="constant")
+            self.make_params({"factor": tuple(param.blob_shape)}, [zeros])
+
+    def factor(self, bottom: Blobs) -> Blob:
+        """The second factor."""
+        return bottom[1] if len(bottom) > 1 else self.blobs[0]
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param, a, b = self.param.matmul_param, bottom[0].shape, self.factor(bottom).shape
+        fails = ConfigError(f"factors of shape {list(a)} and {list(b)} do not fit each other")
+        self.turned = param.transpose_a, param.transpose_b
+        if self.by_dims:
+            self.turned = False, True
+            m, k, n = param.dim_1, param.dim_2, param.dim_3
+            self.views: tuple[tuple[int, ...], ...] = ((1, m, k), (1, n, k))
+            if prod(a) != m * k or prod(b) != n * k:
+                raise fails
+            outer: tuple[int, ...] = ()
+        else:
+            if len(b) < 2 or len(a) < len(b):
+                raise fails
+            if len(a) > len(b):
+                if len(b) > 2 or param.transpose_a:
+                    raise fails
+                a = (prod(a[:-1]), a[-1])
+            outer = a[:-2]
+            if outer != b[:-2]:
+                raise fails
+            self.views = (prod(outer), *a[-2:]), (prod(outer), *b[-2:])
+            m, k = a[-2:][:: -1 if param.transpose_a else 1]
+            inner, n = b[-2:][:: -1 if param.transpose_b else 1]
+            if k != inner:
+                raise fails
+        self.result = (prod(outer), m, n)
+        full = bottom[0].shape
+        rows = full[:-1] if len(full) > len(b) and not self.by_dims else (*outer, m)
+        top[0].reshape((*rows, n))
+
+    def factors(self, a: Array, b: Array) -> tuple[Array, Array]:
+        """View a as (P, M, K) and b as (P, K, N)."""
+        views = (x.reshape(v) for x, v in zip((a, b), self.views, strict=True))
+        a, b = (x.transpose(0, 2, 1) if t else x for x, t in zip(views, self.turned, strict=True))
+        return a, b
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        a, b = self.factors(bottom[0].data, self.factor(bottom).data)
+        for one, other, y in zip(a, b, top[0].data.reshape(self.result), strict=True):
+            self.ops.matmul(one, other, y)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """da = dy @ b.T, db = a.T @ dy, added to the parameter."""
+        second, adds = self.factor(bottom), len(bottom) == 1
+        a, b = self.factors(bottom[0].data, second.data)
+        da, db = self.factors(bottom[0].diff, second.diff)
+        dy = top[0].diff.reshape(self.result)
+        wanted = self.param_propagate_down[0] if adds else propagate_down[1]
+        for p, d in enumerate(dy):
+            if propagate_down[0]:
+                self.ops.matmul(d, b[p].T, da[p])
+            if wanted:
+                self.ops.matmul(a[p].T, d, db[p], adds)
+
+    def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
+        return self.views[0][1 if self.turned[0] else 2] * tops[0]

@@ -242,7 +242,7 @@ class Dropout(Drawing, Elementwise):
     """TRAIN: y = x * m / (1 - r), m is 1 with probability 1 - r, r = dropout_ratio. TEST: y = x.
 
     Without scale_train (Fast R-CNN) both are multiplied by 1 - r. With SegNet's sample_weights_test
-    TEST draws, too.
+    TEST draws, too; with happynear's sqrt_scale TRAIN divides by the root of 1 - r.
     """
 
     backward_reads_bottom = backward_reads_top = False
@@ -258,6 +258,8 @@ class Dropout(Drawing, Elementwise):
         if not 0 <= self.ratio < 1:
             raise ConfigError(f"dropout_ratio must be at least 0 and below 1, not {self.ratio:g}")
         self.factor = 1.0 if param.scale_train else 1 - self.ratio
+        if param.sqrt_scale and self.draws:
+            self.factor *= math.sqrt(1 - self.ratio)
         self.can_fuse = self.factor == 1
         self.in_place_keeps = Kept.ALL if self.is_identity else Kept.SIGNS
 
@@ -286,6 +288,137 @@ class Dropout(Drawing, Elementwise):
             self.ops.copy(dy, dx)
         if self.factor != 1:
             self.ops.scaled(self.factor, dx, dx)
+
+
+@layer("SpatialDropout")
+class SpatialDropout(Drawing, SameShape):
+    """TRAIN: y = x * m / (1 - r) for whole planes of (N, C, ...), m is 1 with probability 1 - r.
+    TEST: y = x. r is dropout_ratio of dropout_param (Intel Caffe, ENet; Tompson et al. 2015).
+    """
+
+    backward_reads_bottom = backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param
+        given = param.HasField("spatial_dropout_param")
+        chosen = param.spatial_dropout_param if given else param.dropout_param
+        self.ratio = chosen.dropout_ratio
+        if not 0 <= self.ratio < 1:
+            raise ConfigError(f"dropout_ratio must be at least 0 and below 1, not {self.ratio:g}")
+        self.in_place_keeps = Kept.SIGNS if self.draws else Kept.ALL
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        shape = bottom[0].shape
+        if len(shape) < 2:
+            raise ConfigError(f"SpatialDropout needs (N, C, ...), not {list(shape)}")
+        planes = prod(shape[:2])
+        self.view = 1, planes, prod(shape[2:])
+        self.mask, self.factor = self.buffer([planes], np.uint8), self.buffer([planes])
+        self.ones = self.buffer([planes])
+        self.ones.host_data[...] = 1
+
+    def scaled(self, x: Array, y: Array) -> None:
+        """Write y, the planes of x times their factors."""
+        if self.draws:
+            planes = x.reshape(self.view), self.factor.data, None, y.reshape(self.view)
+            self.ops.scale_forward(*planes)
+        elif x is not y:
+            self.ops.copy(x, y)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if self.draws:
+            given = self.ones.data, self.factor.data, self.mask.data
+            self.ops.dropout_forward(*given, self.ratio, *self.draw())
+        self.scaled(bottom[0].data, top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = dy * m / (1 - r)."""
+        if propagate_down[0]:
+            self.scaled(top[0].diff, bottom[0].diff)
+
+
+class _Randomized(Drawing, Neuron):
+    """Base: y = x > 0 ? x : x / a, a uniform between two bounds in TRAIN, a mean in TEST (Xu et al.
+    2015).
+    """
+
+    bounds: tuple[float, float]
+    mean: float
+    backward_reads_bottom = backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        low, high = self.bounds
+        if not 0 < low <= high:
+            raise ConfigError(
+                f"{self.type} needs bounds above 0, the lower first, not {low:g} and {high:g}"
+            )
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        self.slope = self.buffer(bottom[0].shape)
+
+    def function(self, x: Array, y: Array) -> None:
+        if self.draws:
+            self.ops.rrelu_forward(x, y, self.slope.data, self.bounds, *self.draw())
+        else:
+            self.slope.data[...] = np.where(x > 0, 1, 1 / self.mean)
+            self.ops.multiply(x, self.slope.data, y)
+
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
+        """dx = dy * (x > 0 ? 1 : 1 / a)."""
+        self.ops.multiply(dy, self.slope.data, dx)
+
+
+@layer("RReLU")
+class RReLU(_Randomized):
+    """y = x > 0 ? x : x / a, a uniform from negative_slope_lower to negative_slope_upper in TRAIN,
+    their mean in TEST (Xu et al. 2015; a pull request of BVLC's).
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.rrelu_param
+        self.bounds = param.negative_slope_lower, param.negative_slope_upper
+        super().setup(bottom, top)
+        self.mean = sum(self.bounds) / 2
+
+
+@layer("Insanity")
+class Insanity(_Randomized):
+    """y = x > 0 ? x : x / a, a uniform from lb to ub in TRAIN; in TEST (ub - lb) / ln(ub / lb), so
+    that 1 / a is its mean (happynear).
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.insanity_param
+        self.bounds = low, high = param.lb, param.ub
+        super().setup(bottom, top)
+        self.mean = (high - low) / math.log(high / low) if high > low else low
+
+
+@layer("CReLU")
+class CReLU(Layer):
+    """(N, C, ...) -> (N, 2C, ...): max(x, 0), then max(-x, 0) (Shang et al. 2016)."""
+
+    on_gpu = True
+    backward_reads_top = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape = bottom[0].shape
+        if len(shape) < 2:
+            raise ConfigError(f"CReLU needs (N, C, ...), not {list(shape)}")
+        top[0].reshape((shape[0], 2 * shape[1], *shape[2:]))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y, c = bottom[0].data, top[0].data, bottom[0].shape[1]
+        np.maximum(x, 0, out=y[:, :c])
+        np.maximum(-x, 0, out=y[:, c:])
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx is that of the half in which x is not 0, of the first half for 0."""
+        if propagate_down[0]:
+            x, dy, c = bottom[0].data, top[0].diff, bottom[0].shape[1]
+            bottom[0].diff[...] = np.where(x < 0, -dy[:, c:], dy[:, :c])
 
 
 @layer("ELU")

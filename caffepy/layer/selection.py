@@ -170,6 +170,68 @@ class BatchReindex(Layer):
             self.ops.add_rows(dy.reshape(bottom[1].count, self.view[1]), bottom[1].data, dx)
 
 
+@layer("Gather")
+class Gather(Layer):
+    """Of an axis the places that gather_param.indices list: (outer, n, inner) -> (outer, *shape,
+    inner); `shape` is that of the indices, 0 for a single one without axes (Synopsys' Caffe).
+
+    Without a gather_param each top is its bottom, as that of Temporal Segment Networks and PSPNet
+    is in a process of its own.
+    """
+
+    on_gpu = True
+    bottoms = (1, None)
+    tops = (1, None)
+    same_count = True
+    backward_reads_bottom = backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.gather_param
+        self.gathers = self.param.HasField("gather_param")
+        self.indices, shape = list(param.indices), list(param.shape)
+        self.outer_shape = [] if shape == [0] else shape
+        if self.gathers and len(bottom) > 1:
+            raise ConfigError(f"Gather with a gather_param takes one bottom, not {len(bottom)}")
+        if self.gathers and prod(self.outer_shape) != len(self.indices):
+            raise ConfigError(f"{len(self.indices)} indices do not fit the shape {shape}")
+        self.wrong = self.error_flag(lambda index: DataError(f"index {index:g} is not there"))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        if not self.gathers:
+            for b, t in zip(bottom, top, strict=True):
+                t.reshape_like(b)
+            return
+        shape, axis = bottom[0].shape, bottom[0].axis(self.param.gather_param.axis)
+        outer, n, inner = prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
+        for index in self.indices:
+            if index >= n:
+                raise ConfigError(f"gather_param: index {index} is not below {n}, the axis' size")
+        top[0].reshape((*shape[:axis], *self.outer_shape, *shape[axis + 1 :]))
+        self.view = (outer * n, inner)
+        rows = np.arange(outer)[:, None] * n + np.array(self.indices, np.int64)
+        self.rows = self.buffer([rows.size])
+        self.rows.host_data[...] = rows.reshape(-1)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if not self.gathers:
+            for b, t in zip(bottom, top, strict=True):
+                self.ops.copy(b.data, t.data)
+            return
+        x, y = bottom[0].data.reshape(self.view), top[0].data.reshape(-1, self.view[1])
+        self.ops.take_rows(x, self.rows.data, False, y, self.wrong.found)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx[index] += dy, from 0."""
+        if not self.gathers:
+            for b, t, down in zip(bottom, top, propagate_down, strict=True):
+                if down:
+                    self.ops.copy(t.diff, b.diff)
+        elif propagate_down[0]:
+            dx, dy = bottom[0].diff.reshape(self.view), top[0].diff.reshape(-1, self.view[1])
+            dx.fill(0)
+            self.ops.add_rows(dy, self.rows.data, dx)
+
+
 @layer("Filter")
 class Filter(Layer):
     """Of each bottom but the last the items whose selector, in the last bottom (N), is not 0: (N,

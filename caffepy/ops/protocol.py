@@ -270,6 +270,19 @@ class Ops(Protocol):
         runs: each pass has a mask of its own.
         """
 
+    def rrelu_forward(
+        self,
+        x: Array,
+        y: Array,
+        slope: Array,
+        bounds: tuple[float, float],
+        seed: int,
+        step_counter: Maybe = None,
+    ) -> None:
+        """slope = 1 where x > 0, else 1 / a, a uniform between the bounds: drawn as the mask of
+        `dropout_forward`; y = x * slope.
+        """
+
     def dropout_backward(self, dy: Array, mask: Array, dx: Array, ratio: float) -> None:
         """dx = dy * mask / (1 - ratio)."""
 

@@ -23,6 +23,8 @@ OTHERWISE = {
     "Downsample": "has no operator that skips NaNs",
     "FlowWarp": "has no operator with its borders",
     "Filter": "gives as many items as its data say",
+    "AngularMargin": "adds a margin at the labels, for training",
+    "MarginInnerProduct": "adds a margin at the labels, for training",
     "PSROIAlign": "has no operator",
     "PSROIPooling": "has no operator",
     "Proposal": "gives as many boxes as its data say",

@@ -57,6 +57,9 @@ NEURONS: dict[str, tuple[str, Callable[[float], float] | None]] = {
     "TanH": ("", tanh),
     "PReLU": ("", lambda x: x if x > 0 else 0.25 * x),
     "PReLU shared": ("prelu_param { channel_shared: true }", lambda x: x if x > 0 else 0.25 * x),
+    "SpatialDropout TEST": ("", lambda x: x),
+    "RReLU TEST": ("", lambda x: x if x > 0 else x / 5.5),
+    "Insanity TEST": ("", lambda x: x if x > 0 else x * log(2) / 5),
     "Dropout": ("", None),
     "Dropout TEST": ("", lambda x: x),
     "Threshold": ("threshold_param { threshold: 0.2 }", lambda x: x > 0.2),
@@ -175,6 +178,18 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE] * 3, 1, "eltwise_param { coeff: 1 coeff: -2 coeff: 0.5 }"),
         ([IMAGE] * 3, 1, "eltwise_param { operation: PROD }"),
         ([IMAGE] * 3, 1, "eltwise_param { operation: MAX }"),
+    ],
+    "CReLU": [([IMAGE], 1, ""), ([(3, 4)], 1, "")],
+    "Gather": [
+        ([IMAGE], 1, "gather_param { indices: [2, 0, 1, 1] shape: [2, 2] axis: 1 }"),
+        ([IMAGE], 1, "gather_param { indices: 3 shape: 0 axis: -1 }"),
+        ([IMAGE, (2, 3)], 2, ""),
+    ],
+    "MatMul": [
+        ([(2, 3, 4), (2, 4, 5)], 1, ""),
+        ([(2, 4, 3), (2, 5, 4)], 1, "matmul_param { transpose_a: true transpose_b: true }"),
+        ([(2, 3, 4), (4, 5)], 1, ""),
+        ([(2, 3, 4)], 1, "matmul_param { blob_shape: [5, 4] transpose_b: true }"),
     ],
     "Axpy": [
         ([(2, 3), (2, 3, 7, 5), (2, 3, 7, 5)], 1, ""),

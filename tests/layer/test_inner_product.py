@@ -2,13 +2,14 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.core.errors import ConfigError
+from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Blob, Layout
 from caffepy.device.cuda import CudaDevice
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
 from .harness import Single, check_golden, check_gradient, random
+from .on_gpu import check_plain_on_gpu
 
 CASES = {
     "basic": ((3, 2, 2, 2), "num_output: 4"),
@@ -124,3 +125,152 @@ def test_on_a_gpu_in_any_type(kind, top_kind, transpose, bias):
         pairs.append((layer.blobs[1].host_diff, 1 + top_diff.sum(0)))
     for have, want in pairs:
         np.testing.assert_allclose(have, want, atol=TOLERANCE[kind] * np.abs(want).max(), rtol=0)
+
+
+TYPES = {"SINGLE": 1, "DOUBLE": 2, "TRIPLE": 3, "QUADRUPLE": 4}
+LABELS = np.array([2.0, 0, 1, 2, 0])
+SCHEDULE = "base: 10 gamma: 0.5 power: 2 lambda_min: 0.3 iteration: 4"
+
+
+def margin(kind, more=SCHEDULE, type_="MarginInnerProduct"):
+    return (
+        f'type: "{type_}" margin_inner_product_param {{ num_output: 3 type: {kind} '
+        f'{more} weight_filler {{ type: "gaussian" }} }}'
+    )
+
+
+def folded(angle, m):
+    """(-1)^k cos(m a) - 2k, where k counts the halves of periods of cos(m a) before a."""
+    k = min(int(angle * m / np.pi), m - 1)
+    return (-1) ** k * np.cos(m * angle) - 2 * k
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_margin_inner_product_against_the_paper(kind):
+    x = random(5, 4)
+    single = Single(margin(kind), x, LABELS, tops=2)
+    lengths = np.linalg.norm(single.params[0], axis=1)
+    single.params[0] *= 3 / lengths[:, None]
+    y, weight = single.forward()
+    w = single.params[0]
+    np.testing.assert_allclose(np.linalg.norm(w, axis=1), 1)
+    np.testing.assert_allclose(weight, [max(10 * (1 + 0.5 * 5) ** -2.0, 0.3)], rtol=1e-6)
+    want = x @ w.T
+    for i, k in enumerate(LABELS.astype(int)):
+        length = np.linalg.norm(x[i])
+        angle = np.arccos(want[i, k] / length)
+        want[i, k] = (weight[0] * want[i, k] + length * folded(angle, TYPES[kind])) / (
+            1 + weight[0]
+        )
+    np.testing.assert_allclose(y, want, rtol=1e-6)
+    assert single.forward()[1] < weight  # it counts its passes
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_gradient_of_margins_is_that_of_sphereface(kind):
+    """The part of the margin has the length 1; the weight's gradient knows no margin."""
+    x, m = random(5, 4), TYPES[kind]
+    single = Single(margin(kind), x, LABELS)
+    single.forward()
+    weight = np.maximum(10 * (1 + 0.5 * single.layer.passes.data[0]) ** -2.0, np.float32(0.3))
+    dy, w = random(5, 3, seed=3), single.params[0].copy()
+    (dx, _), (dw,) = single.backward([dy], [True, False])
+    np.testing.assert_allclose(dw, dy.T @ x, rtol=1e-6)
+    want = dy @ w
+    for i, k in enumerate(LABELS.astype(int) if m > 1 else ()):
+
+        def score(v, k=k):
+            length = np.linalg.norm(v)
+            return length * folded(np.arccos(v @ w[k] / length), m)
+
+        unit = np.eye(4) * 1e-6
+        slope = np.array([(score(x[i] + u) - score(x[i] - u)) / 2e-6 for u in unit])
+        unscaled = np.array([w[k], x[i]]).T
+        parts = np.linalg.lstsq(unscaled, slope, rcond=None)[0]  # of w and of x
+        slope /= np.linalg.norm(parts)
+        want[i] += dy[i, k] * ((slope + weight * w[k]) / (1 + weight) - w[k])
+    np.testing.assert_allclose(dx, want, rtol=1e-4, atol=1e-6)
+
+
+def test_margin_inner_product_gradient():
+    single = margin("SINGLE", "").replace("SINGLE", "SINGLE axis: 1")
+    check_gradient(single, random(5, 2, 2), LABELS, propagate_down=[True, False], params=[])
+
+
+def test_a_resumed_run_goes_on_with_its_lambda():
+    both = (margin("DOUBLE", type_=name) for name in ("MarginInnerProduct", "AngularMargin"))
+    first, resumed = (Single(text, random(5, 4), LABELS, tops=2) for text in both)
+    first.forward()
+    resumed.layer.set_state(first.layer.state())
+    np.testing.assert_array_equal(resumed.forward()[1], first.forward()[1])
+
+
+MATMUL = {
+    "matrices": ("", [(4, 5), (5, 3)], "mk,kn->mn"),
+    "many": ("", [(2, 3, 4, 5), (2, 3, 5, 2)], "abmk,abkn->abmn"),
+    "transposed": (
+        "transpose_a: true transpose_b: true",
+        [(2, 5, 4), (2, 3, 5)],
+        "akm,ank->amn",
+    ),
+    "one for all": ("", [(2, 3, 4, 5), (5, 3)], "abmk,kn->abmn"),
+    "parameter": ("blob_shape: [5, 3]", [(2, 4, 5)], "amk,kn->amn"),
+    "sizes": ("dim_1: 4 dim_2: 5 dim_3: 3", [(4, 5, 1, 1), (3, 5)], "mkij,nk->mn"),
+}
+
+
+def matmul(case):
+    return f'type: "MatMul" matmul_param {{ {MATMUL[case][0]} }}'
+
+
+@pytest.mark.parametrize("case", MATMUL)
+def test_matmul_against_numpy(case):
+    _, shapes, how = MATMUL[case]
+    arrays = [random(*shape, seed=k) for k, shape in enumerate(shapes)]
+    single = Single(matmul(case), *arrays)
+    for param in single.params:
+        param[...] = random(*param.shape, seed=5)
+    (y,) = single.forward()
+    np.testing.assert_allclose(y, np.einsum(how, *arrays, *single.params), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", MATMUL)
+def test_matmul_gradient(case):
+    arrays = [random(*shape, seed=k) for k, shape in enumerate(MATMUL[case][1])]
+    check_gradient(matmul(case), *arrays)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shapes", "message"),
+    [
+        (matmul("matrices"), [(4, 5), (4, 3)], r"shape \[4, 5\] and \[4, 3\] do not fit"),
+        (matmul("matrices"), [(2, 4, 5), (3, 5, 3)], "do not fit"),
+        (matmul("matrices"), [(4, 5), (2, 5, 3)], "do not fit"),
+        (matmul("sizes"), [(4, 4), (3, 5)], "do not fit"),
+        (matmul("matrices"), [(4, 5)], "needs a blob_shape"),
+        (margin("DOUBLE"), [(5, 4), (4,)], "4 labels do not fit 5 rows"),
+        ('type: "MarginInnerProduct"', [(5, 4), (5,)], "num_output must be 1 or more"),
+    ],
+)
+def test_what_does_not_fit_a_product_is_refused(layer, shapes, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(layer, *(random(*shape) for shape in shapes))
+
+
+def test_a_label_of_no_class_is_named():
+    with pytest.raises(DataError, match="label 3 is not one of the 3 classes 0 to 2"):
+        Single(margin("DOUBLE"), random(2, 4), np.array([1.0, 3])).forward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", TYPES)
+def test_margin_inner_product_on_gpu(kind):
+    """With a lambda that does not depend on the pass: a capture is one, too."""
+    check_plain_on_gpu(margin(kind, "base: 2"), random(5, 4), LABELS, propagate_down=[True, False])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MATMUL)
+def test_matmul_on_gpu(case):
+    arrays = [random(*shape, seed=k) for k, shape in enumerate(MATMUL[case][1])]
+    check_plain_on_gpu(matmul(case), *arrays, propagate_down=[True] * len(arrays))

@@ -146,6 +146,116 @@ def test_dropout_draws_a_new_mask_each_time_from_the_device_seed():
     np.testing.assert_array_equal(again, a)
 
 
+@pytest.mark.parametrize("phase", [TRAIN, TEST])
+def test_dropout_with_the_root_as_its_scale(phase):
+    single = Single(
+        'type: "Dropout" dropout_param { dropout_ratio: 0.75 sqrt_scale: true }',
+        np.ones((50, 50)),
+        phase=phase,
+    )
+    (y,) = single.forward()
+    np.testing.assert_allclose(np.unique(y), [0, 2] if phase == TRAIN else [1])
+    (dx,), _ = single.backward([np.ones(y.shape)])
+    np.testing.assert_array_equal(dx, y)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("param", ["dropout_param", "spatial_dropout_param"])
+def test_spatial_dropout_drops_whole_planes(param, in_place):
+    text = f'type: "SpatialDropout" {param} {{ dropout_ratio: 0.2 }}'
+    x = random(40, 50, 3, 2)
+    single = Single(text, x, in_place=in_place)
+    (y,) = single.forward()
+    kept = (y != 0).all(axis=(2, 3))
+    assert kept.mean() == pytest.approx(0.8, abs=0.03)
+    np.testing.assert_allclose(y, x * kept[:, :, None, None] / 0.8, rtol=1e-6)
+    dy = random(*x.shape, seed=1)
+    (dx,), _ = single.backward([dy])
+    np.testing.assert_allclose(dx, dy * kept[:, :, None, None] / 0.8, rtol=1e-6)
+    (y,) = Single(text, x, in_place=in_place, phase=TEST).forward()
+    np.testing.assert_array_equal(y, x)
+
+
+def test_spatial_dropout_gradient():
+    check_gradient('type: "SpatialDropout"', random(2, 6, 3))
+
+
+RANDOMIZED = {
+    "RReLU": ("rrelu_param { negative_slope_lower: 2 negative_slope_upper: 6 }", 4),
+    "Insanity": ("insanity_param { lb: 2 ub: 6 }", 4 / np.log(3)),
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("type_", RANDOMIZED)
+def test_randomized_relu(type_, in_place):
+    text, mean = f'type: "{type_}" {RANDOMIZED[type_][0]}', RANDOMIZED[type_][1]
+    x = random(100, 200)
+    single = Single(text, x, in_place=in_place)
+    (y,) = single.forward()
+    np.testing.assert_array_equal(y[x > 0], x[x > 0])
+    divisor = (x / y)[x < 0]
+    assert 2 <= divisor.min() < 2.01
+    assert 5.99 < divisor.max() <= 6
+    assert divisor.mean() == pytest.approx(4, abs=0.05)
+    (dx,), _ = single.backward([np.ones(x.shape)])
+    np.testing.assert_allclose(dx[x < 0], 1 / divisor)
+    tested = Single(text, x, in_place=in_place, phase=TEST)
+    np.testing.assert_allclose(tested.forward()[0], np.where(x > 0, x, x / mean))
+    np.testing.assert_allclose(
+        tested.backward([np.ones(x.shape)])[0][0], np.where(x > 0, 1, 1 / mean)
+    )
+    check_gradient(text, random(4, 5), in_place=in_place)
+
+
+@pytest.mark.parametrize("type_", RANDOMIZED)
+def test_bounds_of_randomized_relu(type_):
+    text = RANDOMIZED[type_][0].replace("2", "0")
+    with pytest.raises(ConfigError, match="needs bounds above 0"):
+        Single(f'type: "{type_}" {text}', random(3))
+
+
+def test_crelu():
+    x = random(2, 3, 4)
+    single = Single('type: "CReLU"', x)
+    np.testing.assert_array_equal(
+        single.forward()[0], np.concatenate([np.maximum(x, 0), np.maximum(-x, 0)], axis=1)
+    )
+    check_gradient('type: "CReLU"', x)
+    with pytest.raises(ConfigError, match="needs"):
+        Single('type: "CReLU"', random(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("type_", ["SpatialDropout", *RANDOMIZED])
+def test_random_layers_on_a_gpu(type_):
+    """A mask and its gradient of the share and the mean that they should have, anew each pass."""
+    device = CudaDevice(seed=1)
+    with device.scope():
+        bottom, top = Blob((50, 60, 2), device=device), Blob(device=device)
+        layer = create_layer(LayerParameter(type=type_), TRAIN, device)
+        layer.setup([bottom], [top])
+        layer.reshape([bottom], [top])
+        bottom.host_data.fill(-1)
+        passes = []
+        for number in range(2):
+            device.step_count = number
+            layer.forward([bottom], [top])
+            passes.append(top.host_data.copy())
+        top.host_diff.fill(-1)
+        layer.backward([top], [True], [bottom])
+        np.testing.assert_array_equal(bottom.host_diff, passes[1])
+    means = {"SpatialDropout": -1, "RReLU": -np.log(8 / 3) / 5, "Insanity": -np.log(2) / 5}
+    for y in passes:
+        assert y.mean() == pytest.approx(means[type_], abs=0.06)
+    assert (passes[0] != passes[1]).mean() > 0.4
+
+
+@pytest.mark.gpu
+def test_crelu_on_a_gpu():
+    check_plain_on_gpu('type: "CReLU"', random(2, 3, 4), propagate_down=[True])
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_dropout_that_scales_in_test(in_place):
     text = 'type: "Dropout" dropout_param { dropout_ratio: 0.2 scale_train: false }'

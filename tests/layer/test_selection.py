@@ -32,6 +32,27 @@ CASES = {
         [True, False],
         lambda x, i: [x[i.astype(int)]],
     ),
+    "Gather": (
+        'type: "Gather" gather_param { indices: [2, 0, 0, 1, 2, 1] shape: [2, 3] axis: 1 }',
+        [random(2, 3, 4)],
+        1,
+        None,
+        lambda x: [x[:, [[2, 0, 0], [1, 2, 1]]]],
+    ),
+    "Gather one": (
+        'type: "Gather" gather_param { indices: 2 shape: 0 axis: -1 }',
+        [random(2, 3, 4)],
+        1,
+        None,
+        lambda x: [x[..., 2]],
+    ),
+    "Gather without settings": (
+        'type: "Gather"',
+        [random(2, 3), random(4)],
+        2,
+        None,
+        lambda x, y: [x, y],
+    ),
     "Filter": (
         'type: "Filter"',
         [random(4, 3), random(4, 2), SELECTOR],
@@ -185,6 +206,13 @@ ARGMAX = [
 def test_argmax_on_gpu(setting):
     x = random(4, 3, 5).round()
     check_plain_on_gpu(f'type: "ArgMax" argmax_param {{ {setting} }}', x, propagate_down=[False])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["Gather", "Gather one", "Gather without settings"])
+def test_gather_on_gpu(case):
+    text, bottoms, tops, _, _ = CASES[case]
+    check_plain_on_gpu(text, *bottoms, tops=tops, propagate_down=[True] * tops)
 
 
 @pytest.mark.gpu

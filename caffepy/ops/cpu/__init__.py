@@ -70,6 +70,7 @@ from caffepy.ops.cpu.neuron import (
     relu_backward,
     relu_bias_backward,
     relu_forward,
+    rrelu_forward,
     sigmoid_backward,
     sigmoid_forward,
     swish_backward,

@@ -249,6 +249,33 @@ def dropout_forward(
     dropout_backward(x, mask, y, ratio)
 
 
+@kernel
+def _slopes(
+    seed: int, low: float, width: float, x: Array, y: Array, slope: Array, lo: int, hi: int
+) -> None:
+    second, kind, one = mix(np.uint32(seed)), y.dtype.type, y.dtype.type(1)
+    for i in range(lo, hi):
+        h = mix(np.uint32(mix(np.uint32(np.uint32(seed) + np.uint32(i))) + second))
+        share = kind(h) * kind(2.0**-32)
+        slope[i] = one if x[i] > 0 else one / (kind(low) + kind(width) * share)
+        y[i] = x[i] * slope[i]
+
+
+def rrelu_forward(
+    x: Array,
+    y: Array,
+    slope: Array,
+    bounds: tuple[float, float],
+    seed: int,
+    step_counter: Maybe = None,
+) -> None:
+    if step_counter is not None:
+        seed = int(seed_of_pass(seed, int(step_counter)))
+    flat = x.reshape(-1), y.reshape(-1), slope.reshape(-1)
+    numbers = bounds[0], bounds[1] - bounds[0]
+    parallel(partial(_slopes, seed, *numbers, *flat), y.size, GRAIN)
+
+
 def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
     flatwise(_masked, (None if dy is dx else dy, mask), dx, 1 / (1 - ratio))
 

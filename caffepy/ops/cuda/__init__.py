@@ -81,6 +81,7 @@ from caffepy.ops.cuda.neuron import (
     relu6_forward,
     relu_backward,
     relu_forward,
+    rrelu_forward,
     sigmoid_backward,
     sigmoid_forward,
     swish_backward,

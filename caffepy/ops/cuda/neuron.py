@@ -101,6 +101,18 @@ def dropout_forward(
     launch_each("neuron", "dropout_forward", (x, y), mask, *numbers)
 
 
+def rrelu_forward(
+    x: Array,
+    y: Array,
+    slope: Array,
+    bounds: tuple[float, float],
+    seed: int,
+    step_counter: Array | None = None,
+) -> None:
+    numbers = float(bounds[0]), float(bounds[1] - bounds[0]), seed, step_counter
+    launch("neuron", "rrelu_forward", y, y.size, x, y, slope, y.size, *numbers)
+
+
 def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
     launch_each("neuron", "dropout_backward", (dy, dx), mask, 1 / (1 - ratio))
 

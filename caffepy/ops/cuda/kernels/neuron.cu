@@ -180,6 +180,20 @@ __global__ void dropout_forward(const T* x, T* y, i64 n, unsigned char* mask, i6
       in(x), out(y), out(mask));
 }
 
+// slope = x > 0 ? 1 : 1 / (low + width * u), u uniform from 0 to 1; y = x * slope
+template <typename T>
+__global__ void rrelu_forward(const T* x, T* y, T* slope, i64 n, double low, double width, i64 seed,
+                              const i64* step_counter) {
+  using A = Wide<T>;
+  const Draw draw(seed, step_counter);
+  FOR_EACH(i, n) {
+    const A value = x[i], share = A(draw(i)) * A(1.0 / 4294967296.0);
+    const A s = value > 0 ? A(1) : A(1) / (A(low) + A(width) * share);
+    slope[i] = T(s);
+    y[i] = T(value * s);
+  }
+}
+
 // dx = mask ? dy * scale : dy * 0
 template <typename T>
 __global__ void dropout_backward(const T* dy, T* dx, i64 n, const unsigned char* mask, double scale) {
