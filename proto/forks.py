@@ -28,18 +28,15 @@ _FIELDS = {
         "LayerParameter": "region_param",
     },
     "happynear": {
-        "AccuracyParameter": "min_is_better",
         "BatchNormParameter": "disable_mean disable_variance",
         "ConvolutionParameter": "shape_offset",
         "FillerParameter": "alpha",
         "ImageDataParameter": "face_transform max_shear_ratio max_aspect_ratio max_rotate_angle "
         "min_random_scale max_random_scale max_random_shift face_mirror face_point_num "
         "balance_class balance_by label_cut_start label_cut_end",
-        "InnerProductParameter": "normalize",
         "MemoryDataParameter": "transpose",
         "ParameterParameter": "blob_filler",
         "PoolingParameter": "blobs_lr blobs_a_min",
-        "ScaleParameter": "min_value max_value",
         "SoftmaxParameter": "hard_ratio class_weight hard_mining_label cutting_point "
         "normalize_type label_smooth_factor",
         "SolverParameter": "clamp_weights_lower clamp_weights_upper clip_weights",

@@ -22,7 +22,7 @@ def lrn(site: Site) -> None:
     site.finish("Mul", x, site.node("Pow", scale, site.constant(-layer.beta)))
 
 
-@writers("BatchNorm")
+@writers("BatchNorm", "CuDNNBatchNorm")
 def batch_norm(site: Site) -> None:
     """BatchNormalization with the stored sums divided by their weight.
 

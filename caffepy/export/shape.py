@@ -160,6 +160,14 @@ def _sizes(site: Site, x: str, size: Sequence[int]) -> str:
     return site.node("Concat", both, site.integers(size, "size"), axis=0)
 
 
+@writers("PassThrough")
+def pass_through(site: Site) -> None:
+    """Transpose of (N, C, H, bh, W, bw) to (N, C, bh, bw, H, W)."""
+    parts = site.reshape(site.bottoms[0], site.layer.blocks)
+    turned = site.node("Transpose", parts, perm=[0, 1, 3, 5, 2, 4])
+    site.reshape(turned, site.top_shapes[0], out=site.tops[0])
+
+
 @writers("Concat")
 def concat(site: Site) -> None:
     site.finish("Concat", *site.bottoms, axis=site.layer.axis)

@@ -335,6 +335,63 @@ class Deconvolution3D(_OverVolumes, Deconvolution):
     """
 
 
+@layer("Local")
+class Local(Weighted):
+    """(N, C, H, W) -> (N, O, Ho, Wo), a convolution with weights of its own at each position.
+
+    Weight (O, 1, C * k * k, Ho * Wo), bias (1, 1, O, Ho * Wo) (happynear).
+    Ho = (H + 2*pad - kernel_size) // stride + 1.
+    """
+
+    on_gpu = True
+    backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param, shape = self.param.local_param, bottom[0].shape
+        if len(shape) != 4:
+            raise ConfigError(f"Local needs (N, C, H, W), not {list(shape)}")
+        if min(param.num_output, param.kernel_size, param.stride) < 1:
+            raise ConfigError("local_param: num_output, kernel_size and stride must be 1 or more")
+        self.item = shape[1:]
+        self.window = param.kernel_size, param.stride, param.pad
+        side, stride, pad = self.window
+        if min(self.item[1:]) < side:
+            raise ConfigError(f"kernel {side} does not fit its {by(self.item[1:], False)} input")
+        self.out = [(n + 2 * pad - side) // stride + 1 for n in self.item[1:]]
+        inputs, positions = self.item[0] * side * side, prod(self.out)
+        shapes: dict[str, Sequence[int]] = {"weight": (param.num_output, 1, inputs, positions)}
+        if param.bias_term:
+            shapes["bias"] = (1, 1, param.num_output, positions)
+        self.make_params(shapes, (param.weight_filler, param.bias_filler))
+        self.view = param.num_output, inputs, positions
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        if bottom[0].shape[1:] != self.item:
+            raise ConfigError(
+                f"the weights are for {list(self.item)}, not {list(bottom[0].shape[1:])}"
+            )
+        top[0].reshape((bottom[0].shape[0], self.view[0], *self.out))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        y, w = top[0].data, self.blobs[0].data.reshape(self.view)
+        self.ops.local_forward(bottom[0].data, w, y, *self.window)
+        if self.bias is not None:
+            y += self.bias.reshape(y.shape[1:])
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        dy, dw, db = top[0].diff, self.weight_diff, self.bias_diff
+        if db is not None:
+            db += dy.sum(axis=0).reshape(db.shape)
+        if dw is not None:
+            self.ops.local_backward_weight(dy, bottom[0].data, dw.reshape(self.view), *self.window)
+        if propagate_down[0]:
+            w = self.blobs[0].data.reshape(self.view)
+            self.ops.local_backward_data(dy, w, bottom[0].diff, *self.window)
+
+    def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
+        return self.view[1] * tops[0]
+
+
 @layer("Im2col")
 class Im2col(Layer):
     """(..., C, *in) -> (..., C * prod(kernel), *out): the window of each output position as a

@@ -28,12 +28,13 @@ class InnerProduct(Weighted):
     transposed, (K, O).
 
     y = x @ w.T + b. If the bottom has a narrower type than the weight, products are in that type.
+    With happynear's `normalize` each forward pass divides the weights of an output by their norm;
+    the gradient, as its, knows nothing of that.
     """
 
     on_gpu = True
     seeks_preferred_layout = True
     is_matrix_product = True
-    can_fuse = True
     backward_reads_top = False
     factors: "Factors | None" = None
     """Set where several solvers compute the weight's gradient together."""
@@ -44,7 +45,8 @@ class InnerProduct(Weighted):
         param = self.param.inner_product_param
         self.axis = bottom[0].axis(param.axis)
         self.inputs, self.outputs = prod(bottom[0].shape[self.axis :]), param.num_output
-        self.transposed = param.transpose
+        self.transposed, self.normalizes = param.transpose, param.normalize
+        self.can_fuse = not self.normalizes
         if self.outputs < 1:
             raise ConfigError("num_output must be 1 or more")
         weight = (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
@@ -80,6 +82,9 @@ class InnerProduct(Weighted):
         """Write x @ w.T into the top; returns it as (M, O)."""
         x, w = bottom.data.reshape(self.rows, self.inputs), self.blobs[0].data
         y: Array = top.data.reshape(self.rows, self.outputs)
+        if self.normalizes:
+            squares = (w * w).sum(axis=0 if self.transposed else 1, keepdims=True)
+            np.divide(w, np.sqrt(squares + 1e-12), out=w)
         if x.dtype != w.dtype:
             self.ops.convert(w, self.narrow_weight.data)
             w = self.narrow_weight.data

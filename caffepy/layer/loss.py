@@ -345,6 +345,7 @@ class Accuracy(Layer):
     """The share of labels (N, ...) whose score of (N, C, ...) fewer than top_k other classes reach.
 
     Ties count against the label, and so does NaN. An optional second top (C): share of each class.
+    With happynear's min_is_better lower scores are better.
     """
 
     on_gpu = True
@@ -365,12 +366,15 @@ class Accuracy(Layer):
                 f"the {self.view[1]} classes"
             )
         self.hits, self.counts = (self.buffer([self.view[1]], np.int64) for _ in range(2))
+        self.turned = self.buffer(self.view) if param.min_is_better else None
         for t, shape in zip(top, ((), (self.view[1],)), strict=False):
             t.reshape(shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         scores = bottom[0].data.reshape(self.view)
         labels = bottom[1].data.reshape(self.view[0], self.view[2])
+        if self.turned is not None:
+            scores = np.negative(scores, out=self.turned.data)
         given = scores, labels, self.param.accuracy_param.top_k, self.ignore
         room = self.hits.data, self.counts.data
         shares = top[1].data if len(top) > 1 else None

@@ -104,7 +104,7 @@ class LRN(SameShape):
         self.ops.axpy(-2 * self.alpha * self.beta, window, dx)
 
 
-@layer("BatchNorm")
+@layer("BatchNorm", "CuDNNBatchNorm")
 class BatchNorm(SameShape):
     """y = (x - mean) / sqrt(variance + eps) per channel of (N, C, ...) (Ioffe and Szegedy 2015).
 
@@ -586,7 +586,8 @@ class Scale(Broadcast):
     """y = x * scale + bias, both broadcast over the other axes.
 
     The scale is bottom 1 or a parameter (filled with 1), the bias (bias_term) the last parameter
-    (filled with 0).
+    (filled with 0). With happynear's min_value and max_value each forward pass cuts a scale that is
+    a parameter to them.
     """
 
     reads_input = True
@@ -594,13 +595,20 @@ class Scale(Broadcast):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.scale_param
+        bounds = [
+            getattr(param, name) if param.HasField(name) else None
+            for name in ("min_value", "max_value")
+        ]
+        self.bounds = bounds if bounds != [None, None] else None
+        if self.bounds and len(bottom) > 1:
+            raise ConfigError("min_value and max_value are for a scale that is a parameter")
         fillers = [_from_one(param, "filler")] if len(bottom) == 1 else []
         if param.bias_term:
             log.info("Creating layer %s", self.param.name)  # Caffe's Bias within
             fillers.append(param.bias_filler)
         self.make_blobs(bottom, param.axis, param.num_axes, fillers)
         self.bias = self.blobs[-1] if param.bias_term else None
-        self.can_fuse = param.axis == 1 and param.num_axes == 1
+        self.can_fuse = param.axis == 1 and param.num_axes == 1 and self.bounds is None
         self.by_channels = (
             len(bottom) == 1 and bottom[0].axis(param.axis) == 1 and len(self.blobs[0].shape) == 1
         )
@@ -616,6 +624,8 @@ class Scale(Broadcast):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x = self.keep_input(bottom).reshape(self.view)
         bias = None if self.bias is None else self.bias.data.reshape(-1)
+        if self.bounds:
+            np.clip(self.scale.data, *self.bounds, out=self.scale.data)
         self.ops.scale_forward(x, self.scale.data.reshape(-1), bias, top[0].data.reshape(self.view))
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:

@@ -19,6 +19,53 @@ from caffepy.ops.overlap import MSE, YoloWeights
 log = logging.getLogger(__name__)
 
 
+@layer("PassThrough")
+class PassThrough(Layer):
+    """(N, C, H, W) -> (N, C bh bw, H / bh, W / bw): element (i, j) of the blocks of channel c as
+    channel (c bh + i) bw + j (tool chains of HiSilicon; winggan's).
+    """
+
+    on_gpu = True
+    backward_reads_bottom = backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.pass_through_param
+        self.block = param.block_height, param.block_width
+        if min(self.block) < 1:
+            raise ConfigError("pass_through_param needs block_height and block_width")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        (bh, bw), shape = self.block, bottom[0].shape
+        if len(shape) != 4 or shape[2] % bh or shape[3] % bw:
+            raise ConfigError(
+                f"PassThrough by {bh} x {bw} needs (N, C, H, W) of whole blocks, not {list(shape)}"
+            )
+        n, c, h, w = shape
+        outputs = self.param.pass_through_param.num_output
+        if outputs not in (0, c * bh * bw):
+            raise ConfigError(
+                f"pass_through_param: num_output is {c * bh * bw} ({c} channels times {bh} x "
+                f"{bw}), not {outputs}"
+            )
+        top[0].reshape((n, c * bh * bw, h // bh, w // bw))
+        self.blocks = (n, c, h // bh, bh, w // bw, bw)
+        self.channels = (n, c, bh, bw, h // bh, w // bw)
+
+    def views(self, bottom: Array, top: Array) -> tuple[Array, Array]:
+        """Return views of both whose elements correspond, (N, C, bh, bw, H / bh, W / bw)."""
+        apart = bottom.reshape(self.blocks).transpose(0, 1, 3, 5, 2, 4)
+        return apart, top.reshape(self.channels)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y = self.views(bottom[0].data, top[0].data)
+        y[...] = x
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            dx, dy = self.views(bottom[0].diff, top[0].diff)
+            dx[...] = dy
+
+
 @layer("Reorg")
 class Reorg(Layer):
     """(N, C, H, W) -> (N, C s^2, H / s, W / s), s the stride, or back with `reverse`, in darknet's

@@ -384,6 +384,21 @@ class Ops(Protocol):
     ) -> None:
         """dx = dy * scale; dscale += sums of dy * x, dbias += sums of dy; dx may be dy."""
 
+    # Local connections: x, dx (N, C, H, W), y, dy (N, O, h, w), w, dw (O, C side side, h w)
+
+    def local_forward(self, x: Array, w: Array, y: Array, side: int, stride: int, pad: int) -> None:
+        """y = convolution of x with weights of its own at each position."""
+
+    def local_backward_data(
+        self, dy: Array, w: Array, dx: Array, side: int, stride: int, pad: int
+    ) -> None:
+        """Write dx, the transpose of `local_forward`."""
+
+    def local_backward_weight(
+        self, dy: Array, x: Array, dw: Array, side: int, stride: int, pad: int
+    ) -> None:
+        """dw += products of dy and what the weights were multiplied with."""
+
     # Pooling: x, dx (N, C, H, W), y, dy, index (N, C, Ho, Wo)
 
     def pool_index_type(self, kernel: Pair) -> "np.dtype[Any]":

@@ -24,6 +24,7 @@ OTHERWISE = {
     "FlowWarp": "has no operator with its borders",
     "Filter": "gives as many items as its data say",
     "AngularMargin": "adds a margin at the labels, for training",
+    "Local": "has no operator",
     "MarginInnerProduct": "adds a margin at the labels, for training",
     "PSROIAlign": "has no operator",
     "PSROIPooling": "has no operator",

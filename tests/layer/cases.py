@@ -152,6 +152,7 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE], 3, "bn_param { scale_filler { value: 1 } }"),
         ([IMAGE], 3, "bn_param { bn_mode: INFERENCE }"),
     ],
+    "CuDNNBatchNorm": [([IMAGE], 1, "batch_norm_param { eps: 0.1 }")],
     "MVN": [
         ([IMAGE], 1, ""),
         ([IMAGE], 1, "mvn_param { across_channels: true eps: 0.1 }"),
@@ -213,6 +214,9 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([(3, 4)], 1, "norm_param { across_spatial: false }"),
         ([(3, 4)], 2, "normalize_param { }"),
         ([IMAGE], 2, 'normalize_param { normalize_type: "L1" }'),
+    ],
+    "PassThrough": [
+        ([(2, 3, 4, 6)], 1, "pass_through_param { block_height: 2 block_width: 3 num_output: 18 }"),
     ],
     "Reorg": [
         ([(2, 8, 4, 6)], 1, "reorg_param { stride: 2 }"),

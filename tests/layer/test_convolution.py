@@ -4,6 +4,7 @@ import pytest
 from caffepy.core.errors import ConfigError
 
 from .harness import Single, check_golden, check_gradient, random
+from .on_gpu import check_plain_on_gpu
 
 GOLDEN = [
     "conv_3d",
@@ -236,3 +237,62 @@ def test_depthwise_types_are_convolutions_in_groups(name, numbers):
     np.testing.assert_array_equal(own_gradients[0][0], gradients[0][0])
     for got, want in zip(own_gradients[1], gradients[1], strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+LOCAL = {
+    "plain": "num_output: 2 kernel_size: 3",
+    "padded": "num_output: 2 kernel_size: 3 pad: 1 stride: 2",
+    "no bias": "num_output: 3 kernel_size: 1 stride: 2 bias_term: false",
+}
+
+
+def local(case):
+    fillers = 'weight_filler { type: "gaussian" } bias_filler { type: "gaussian" }'
+    return f'type: "Local" local_param {{ {LOCAL[case]} {fillers} }}'
+
+
+@pytest.mark.parametrize("case", LOCAL)
+def test_local_against_a_loop(case):
+    x = random(2, 3, 5, 6)
+    single = Single(local(case), x)
+    (y,) = single.forward()
+    side, stride, pad = single.layer.window
+    weight, *bias = single.params
+    assert weight.shape == (y.shape[1], 1, 3 * side * side, y[0, 0].size)
+    padded = np.pad(x, [(0, 0), (0, 0), (pad, pad), (pad, pad)])
+    for p, (r, q) in enumerate(np.ndindex(y.shape[2:])):
+        window = padded[:, :, r * stride : r * stride + side, q * stride : q * stride + side]
+        want = window.reshape(2, -1) @ weight[:, 0, :, p].T
+        want += sum(b[0, 0, :, p] for b in bias)
+        np.testing.assert_allclose(y[:, :, r, q], want, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", LOCAL)
+def test_local_gradient(case):
+    check_gradient(local(case), random(2, 2, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("param", "shape", "message"),
+    [
+        (local("plain"), (2, 3, 4), r"needs \(N, C, H, W\)"),
+        (local("plain"), (2, 3, 2, 4), "kernel 3 does not fit its 2x4 input"),
+        ('type: "Local" local_param { num_output: 1 }', (2, 3, 4, 4), "must be 1 or more"),
+    ],
+)
+def test_local_that_does_not_fit_is_refused(param, shape, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(param, random(*shape))
+
+
+def test_local_for_images_of_one_size():
+    single = Single(local("plain"), random(2, 3, 4, 4))
+    single.bottom[0].reshape((2, 3, 5, 4))
+    with pytest.raises(ConfigError, match=r"are for \[3, 4, 4\], not \[3, 5, 4\]"):
+        single.layer.reshape(single.bottom, single.top)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LOCAL)
+def test_local_on_gpu(case):
+    check_plain_on_gpu(local(case), random(2, 3, 5, 6), propagate_down=[True])

@@ -34,6 +34,17 @@ def test_gradient(case):
     check_gradient(text(param), random(*shape))
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_weights_that_are_normalized_in_forward(turned):
+    x = random(3, 5)
+    single = Single(text(f"num_output: 4 normalize: true transpose: {str(turned).lower()}"), x)
+    w = single.params[0].copy()
+    (y,) = single.forward()
+    w /= np.linalg.norm(w, axis=0 if turned else 1, keepdims=True)
+    np.testing.assert_allclose(single.params[0], w)
+    np.testing.assert_allclose(y, x @ (w if turned else w.T))
+
+
 @pytest.mark.parametrize("case", ["ip_basic", "ip_axis2", "ip_transpose"])
 def test_as_caffe(case):
     check_golden(case)

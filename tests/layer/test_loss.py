@@ -274,6 +274,13 @@ def test_accuracy_against_a_loop(top_k):
     assert share == pytest.approx(count_correct(x, y, top_k))
 
 
+def test_accuracy_of_scores_that_are_better_if_lower():
+    x, y = random(20, 5), labels(20, classes=5)
+    text = 'type: "Accuracy" accuracy_param { top_k: 2 min_is_better: true }'
+    (share,) = Single(text, x, y).forward()
+    assert share == pytest.approx(count_correct(-x, y, 2))
+
+
 def test_accuracy_of_each_class():
     x, y = np.eye(3)[[0, 1, 1, 0]], np.array([0.0, 1, 0, 0])
     share, each = Single('type: "Accuracy"', x, y, tops=2).forward()

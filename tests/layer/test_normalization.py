@@ -135,6 +135,33 @@ def test_batch_norm_normalizes_and_collects_statistics():
     np.testing.assert_allclose(sums[2], 2)
 
 
+def test_batch_norm_under_its_other_name():
+    x = random(4, 3, 5)
+    (y,) = Single('type: "CuDNNBatchNorm"', x).forward()
+    spread = np.sqrt(x.var((0, 2), keepdims=True) + 1e-5)
+    np.testing.assert_allclose(y, (x - x.mean((0, 2), keepdims=True)) / spread)
+    check_gradient('type: "CuDNNBatchNorm"', x, params=[])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "want"),
+    [
+        ("min_value: -0.5 max_value: 1", [-0.5, 0.3, 1]),
+        ("min_value: -0.5", [-0.5, 0.3, 2]),
+        ("max_value: 1", [-4, 0.3, 1]),
+    ],
+)
+def test_scale_is_cut_to_its_bounds(bounds, want):
+    x = random(2, 3, 4)
+    single = Single(f'type: "Scale" scale_param {{ {bounds} }}', x)
+    single.params[0][...] = -4, 0.3, 2
+    (y,) = single.forward()
+    np.testing.assert_allclose(single.params[0], want)
+    np.testing.assert_allclose(y, x * single.params[0][:, None])
+    with pytest.raises(ConfigError, match="for a scale that is a parameter"):
+        Single(f'type: "Scale" scale_param {{ {bounds} }}', x, random(3))
+
+
 def test_batch_norm_uses_stored_statistics_in_test():
     x = random(2, 3, 2)
     single = Single('type: "BatchNorm"' + BLOBS, x, phase=TEST)

@@ -53,6 +53,23 @@ def test_what_the_fork_answered(case):
     check_golden(case, folder=FORKS)
 
 
+PASS_THROUGH = 'type: "PassThrough" pass_through_param { block_height: 2 block_width: 3 }'
+
+
+def test_pass_through_against_a_loop():
+    x = random(2, 3, 4, 6)
+    (y,) = Single(PASS_THROUGH, x).forward()
+    assert y.shape == (2, 18, 2, 2)
+    for n, c, h, w in np.ndindex(x.shape):
+        assert y[n, (c * 2 + h % 2) * 3 + w % 3, h // 2, w // 3] == x[n, c, h, w]
+    check_gradient(PASS_THROUGH, x)
+
+
+@pytest.mark.gpu
+def test_pass_through_on_gpu():
+    check_plain_on_gpu(PASS_THROUGH, random(2, 3, 4, 6), propagate_down=[True])
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_reorg_against_darknets_loop(stride, reverse):
@@ -272,6 +289,9 @@ def test_detections_against_a_loop(case):
 @pytest.mark.parametrize(
     ("text", "shapes", "message"),
     [
+        ('type: "PassThrough"', [(1, 4, 2, 2)], "needs block_height and block_width"),
+        (PASS_THROUGH, [(1, 4, 2, 4)], "by 2 x 3 needs"),
+        (PASS_THROUGH.replace("{", "{ num_output: 5"), [(1, 1, 2, 3)], "num_output is 6"),
         ('type: "Reorg"', [(1, 4, 2, 2)], "needs a stride"),
         ('type: "Reorg" reorg_param { stride: 2 }', [(1, 6, 2, 2)], "C a multiple of 4"),
         ('type: "Reorg" reorg_param { stride: 2 }', [(1, 4, 3, 2)], "3 x 2 cannot be divided"),

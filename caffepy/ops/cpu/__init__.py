@@ -34,6 +34,11 @@ from caffepy.ops.cpu.flow import (
     flow_warp_forward,
     resample,
 )
+from caffepy.ops.cpu.local import (
+    local_backward_data,
+    local_backward_weight,
+    local_forward,
+)
 from caffepy.ops.cpu.loss import (
     accuracy,
     contrastive_loss_backward,

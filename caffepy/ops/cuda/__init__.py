@@ -46,6 +46,11 @@ from caffepy.ops.cuda.flow import (
     flow_warp_forward,
     resample,
 )
+from caffepy.ops.cuda.local import (
+    local_backward_data,
+    local_backward_weight,
+    local_forward,
+)
 from caffepy.ops.cuda.loss import (
     accuracy,
     contrastive_loss_backward,
