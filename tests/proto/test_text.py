@@ -198,10 +198,10 @@ ERRORS = {
         "  layer { split_param { } }\n          ^",
     ),
     "field of another fork": (
-        "layer { scale_param { max_value: 1 } }",
-        '1:23: unknown field "max_value" in ScaleParameter: it is a field of happynear, which caffepy '
+        "layer { pooling_param { blobs_lr: 1 } }",
+        '1:25: unknown field "blobs_lr" in PoolingParameter: it is a field of happynear, which caffepy '
         "does not have",
-        "  layer { scale_param { max_value: 1 } }\n                        ^",
+        "  layer { pooling_param { blobs_lr: 1 } }\n                          ^",
     ),
     "value of a fork": (
         "layer { pooling_param { pool: DEF } }",
