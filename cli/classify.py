@@ -92,8 +92,9 @@ def classify(
     net = options.need_weights(model, weights)
     if images_dim and (len(images_dim) != 2 or min(images_dim) < 1):
         raise click.UsageError("--images-dim: give a height and a width, such as 256,256.")
-    from caffepy.commands.classify import EXTENSIONS, holds_images
     from caffepy.commands.classify import classify as run
+    from caffepy.commands.classify import holds_images
+    from caffepy.commands.preprocess import EXTENSIONS
 
     if len(inputs) == 2 and inputs[1].endswith(".npy") and not (output or holds_images(inputs[1])):
         output, inputs = inputs[1], inputs[:1]

@@ -350,7 +350,7 @@ def hint(error: CaffeError, arguments: Sequence[str]) -> str:
         return _without_gpus(str(error), given)
     if (
         isinstance(error, DataError)
-        and {"time", "check", "draw"} & given
+        and {"time", "check", "draw"} & set(arguments)
         and not {"synthetic", "image"} & given
     ):
         return "to go without the data, add --synthetic"

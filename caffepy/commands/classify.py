@@ -12,14 +12,18 @@ from typing import Any
 import numpy as np
 
 from caffepy.commands.preprocess import (
+    EXTENSIONS,
     PREPARATION,
+    READERS,
     Preparation,
+    check_all_read,
     image_net,
     load,
     names_in,
     read_array,
+    read_lines,
 )
-from caffepy.core.errors import ConfigError, DataError, reason
+from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.files import written
 from caffepy.data.prefetch import mapped
 from caffepy.data.write import new_npy
@@ -28,9 +32,7 @@ from caffepy.pycaffe.classifier import CROPS, Classifier
 from caffepy.report import counting
 from caffepy.report.text import as_json, columns, number
 
-EXTENSIONS = ("jpg", "jpeg", "png", "bmp", "ppm", "pgm", "tif", "tiff", "webp")
 USUAL_DIMS = 256, 256  # to which Caffe's script resizes images, for nets that take somewhat less
-READERS = 4  # threads that read image files
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,7 @@ class Classification:
 
     def check(self) -> None:
         """Raise a DataError that names the images that could not be read, if there are any."""
-        unread = [image for image in self.images if image.error]
-        others = f" (and {len(unread) - 1} more of {len(self.images)} images)"
-        if unread:
-            raise DataError(f"{unread[0].error}{others if len(unread) > 1 else ''}")
+        check_all_read([image.error for image in self.images])
 
 
 Item = tuple[str, Callable[[], Array]]
@@ -174,11 +173,7 @@ def usual_dims(crop: Sequence[int]) -> Sequence[int]:
 
 
 def _labels(path: str, classes: int) -> list[str]:
-    try:
-        with open(path, encoding="utf-8-sig", errors="replace") as file:
-            labels = file.read().splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
+    labels = read_lines(path)
     if len(labels) != classes:
         raise ConfigError(
             f"{path}: {len(labels)} labels, a line each, for the {classes} classes of the net"

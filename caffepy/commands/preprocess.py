@@ -23,6 +23,8 @@ from caffepy.pycaffe.io import Transformer, load_image
 
 BGR = 2, 1, 0
 ARRAY = "a numpy array"
+EXTENSIONS = ("jpg", "jpeg", "png", "bmp", "ppm", "pgm", "tif", "tiff", "webp")
+READERS = 4  # threads that read image files
 N = TypeVar("N", bound=ImageNet)
 
 
@@ -130,6 +132,23 @@ def names_in(folder: str, extensions: Sequence[str]) -> list[str]:
     if not names:
         raise DataError(f"{folder}: no files *{', *'.join(endings)} are in this folder")
     return [os.path.join(folder, name) for name in names]
+
+
+def read_lines(path: str) -> list[str]:
+    """Return the lines of a text file that a flag names; ConfigError if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8-sig", errors="replace") as file:
+            return file.read().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
+
+
+def check_all_read(errors: Sequence[str | None]) -> None:
+    """Raise a DataError that names the images that could not be read: those with an error."""
+    unread = [error for error in errors if error]
+    others = f" (and {len(unread) - 1} more of {len(errors)} images)"
+    if unread:
+        raise DataError(f"{unread[0]}{others if len(unread) > 1 else ''}")
 
 
 def image_net(

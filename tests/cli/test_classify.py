@@ -10,8 +10,8 @@ import pytest
 
 import caffepy
 from caffepy.cli import main
-from caffepy.commands.classify import EXTENSIONS, Classification
-from caffepy.commands.preprocess import Preparation
+from caffepy.commands.classify import Classification
+from caffepy.commands.preprocess import EXTENSIONS, Preparation
 from caffepy.data.datum import decode
 from caffepy.data.sources import open_database
 from tests.nets import library

@@ -1,0 +1,229 @@
+"""Boxes that nets of SSD and YOLO find in images, and `caffepy detect` with them.
+
+The nets of these tests see images of 8 x 8 as 2 x 2 cells, and find a box of half a cell's sides in
+the middle of each red cell (class 1) and blue cell (class 2).
+"""
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+import caffepy
+from caffepy.cli import main
+from caffepy.commands.detect_boxes import Found, check_output, detect_boxes, drawings
+from caffepy.core.errors import ConfigError, DataError, UsageError
+
+CELLS = """
+layer { name: "in" type: "Input" top: "in" input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } } }
+layer { name: "cells" type: "Pooling" bottom: "in" top: "cells"
+  pooling_param { pool: AVE kernel_size: 4 stride: 4 } }
+"""
+CONV = """
+layer {{ name: "{0}" type: "Convolution" bottom: "cells" top: "{0}"
+  convolution_param {{ num_output: {1} kernel_size: 1 }} }}
+"""
+SSD = f"""{CELLS}
+layer {{ name: "prior" type: "PriorBox" bottom: "cells" bottom: "in" top: "prior"
+  prior_box_param {{ min_size: 2 variance: 0.1 }} }}
+{CONV.format("loc", 4)}
+layer {{ name: "loc_p" type: "Permute" bottom: "loc" top: "loc_p"
+  permute_param {{ order: 0 order: 2 order: 3 order: 1 }} }}
+layer {{ name: "loc_f" type: "Flatten" bottom: "loc_p" top: "loc_f" }}
+{CONV.format("scores", 3)}
+layer {{ name: "p" type: "Softmax" bottom: "scores" top: "p" }}
+layer {{ name: "p_p" type: "Permute" bottom: "p" top: "p_p"
+  permute_param {{ order: 0 order: 2 order: 3 order: 1 }} }}
+layer {{ name: "p_f" type: "Flatten" bottom: "p_p" top: "p_f" }}
+layer {{ name: "found" type: "DetectionOutput" bottom: "loc_f" bottom: "p_f" bottom: "prior"
+  top: "found" detection_output_param {{ num_classes: 3 code_type: CENTER_SIZE
+  nms_param {{ nms_threshold: 0.45 }} confidence_threshold: 0.01 }} }}
+"""
+YOLO = f"""{CELLS}
+{CONV.format("scores", 7)}
+layer {{ name: "found" type: "YoloDetectionOutput" bottom: "scores" top: "found"
+  yolo_detection_output_param {{ num_classes: 2 num_box: 1 biases: 0.5 biases: 0.5
+  confidence_threshold: 0.01 }} }}
+"""
+NETS = {"ssd": SSD, "yolo": YOLO}
+RED, BLUE = (0, 0, 255), (255, 0, 0)  # as OpenCV has them
+
+
+def picture(width: int, height: int, *cells: tuple[int, int, tuple[int, int, int]]) -> np.ndarray:
+    """An image, blue first, black but for its quarters (row, column) of these colours."""
+    image = np.zeros((2, 2, 3), np.uint8)
+    for row, column, colour in cells:
+        image[row, column] = colour
+    return image.repeat(height // 2, axis=0).repeat(width // 2, axis=1)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the nets, their weights, and three images in photos/."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in NETS.items():
+        Path(f"{name}.prototxt").write_text(text)
+        net = caffepy.Net(f"{name}.prototxt", caffepy.TEST)
+        weights, bias = (blob.data for blob in net.params["scores"])
+        weights[...] = bias[...] = 0
+        weights[-2:, :, 0, 0] = [[0, 0, 20 / 255], [20 / 255, 0, 0]]  # of red, of blue
+        if name == "ssd":
+            bias[0] = 10  # the background
+            net.params["loc"][0].data[...] = 0
+        else:
+            weights[4] = 20 / 255  # an object
+            bias[4] = -10
+        net.save(f"{name}.caffemodel")
+    Path("photos").mkdir()
+    cv2.imwrite("photos/a.png", picture(200, 100, (0, 0, RED), (1, 1, BLUE)))
+    cv2.imwrite("photos/b.bmp", picture(40, 40))
+    cv2.imwrite("photos/c.png", picture(80, 160, (1, 0, BLUE)))
+    return tmp_path
+
+
+def found_by(net: str, *inputs: str, **flags: object) -> Found:
+    files = inputs or ("photos",)
+    return detect_boxes(files, f"{net}.prototxt", [f"{net}.caffemodel"], **flags)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_boxes_are_in_pixels_of_each_image(net: str) -> None:
+    found = found_by(net, batch=2)
+    assert [image.image for image in found.images] == [
+        "photos/a.png",
+        "photos/b.bmp",
+        "photos/c.png",
+    ]
+    a, b, c = found.images
+    assert [
+        (box.number, *np.round(box.sides, 3)) for box in sorted(a.boxes, key=lambda b: b.number)
+    ] == [
+        (1, 25, 12.5, 75, 37.5),
+        (2, 125, 62.5, 175, 87.5),
+    ]
+    assert (a.width, a.height, b.boxes) == (200, 100, [])
+    assert [(box.number, *np.round(box.sides, 3)) for box in c.boxes] == [(2, 10, 100, 30, 140)]
+    score = 1 / (1 + np.exp(-10)) if net == "ssd" else 1 / (1 + np.exp(-10)) / (1 + np.exp(-20))
+    assert c.boxes[0].score == pytest.approx(score, rel=1e-3)
+    lines = found.table().splitlines()
+    assert lines[0].split() == ["image", "class", "score", "xmin", "ymin", "xmax", "ymax"]
+    assert lines[3].split() == ["photos/b.bmp", *"------"]
+    assert lines[4].split()[3:] == ["10.0", "100.0", "30.0", "140.0"]
+
+
+def test_the_best_comes_first_and_those_below_the_threshold_not() -> None:
+    dim = tuple(v * 6 // 10 for v in RED)
+    cv2.imwrite("d.png", picture(16, 16, (0, 0, dim), (1, 1, BLUE)))
+    boxes = found_by("ssd", "d.png").images[0].boxes
+    assert [box.number for box in boxes] == [2, 1]
+    assert boxes[0].score > 0.99 > boxes[1].score > 0.8
+    assert [box.number for box in found_by("ssd", "d.png", threshold=0.99).images[0].boxes] == [2]
+    many = found_by("ssd", "d.png", threshold=0).images[0].boxes
+    assert len(many) == 2, "confidence_threshold of the net"
+
+
+def test_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("map.prototxt").write_text(
+        'item { name: "none" label: 0 } item { name: "n1" label: 1 display_name: "berry" } '
+        'item { name: "sky" label: 2 }'
+    )
+    Path("names.txt").write_text("berry\nsky\n")
+    Path("bad.png").write_text("bad")
+    line = "--model ssd.prototxt --weights ssd.caffemodel --labels map.prototxt --draw drawn/all"
+    assert main.run(["detect", "photos", "bad.png", "boxes.json", *line.split()]) == 4
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "caffepy: error: bad.png: not an image that can be decoded (3 bytes)\n"
+    a, b, c, bad = json.loads(Path("boxes.json").read_text())
+    assert (a["image"], a["width"], a["height"]) == ("photos/a.png", 200, 100)
+    assert sorted((box["class"], box["label"]) for box in a["boxes"]) == [(1, "berry"), (2, "sky")]
+    assert b["boxes"] == []
+    box = c["boxes"][0]
+    assert [round(box[s], 3) for s in ("xmin", "ymin", "xmax", "ymax")] == [10, 100, 30, 140]
+    assert bad == {
+        "image": "bad.png",
+        "error": "bad.png: not an image that can be decoded (3 bytes)",
+    }
+
+    assert sorted(p.name for p in Path("drawn/all").iterdir()) == ["a.png", "b.bmp", "c.png"]
+    before, after = cv2.imread("photos/c.png"), cv2.imread("drawn/all/c.png")
+    changed = np.any(before != after, axis=2)
+    assert changed[100, 10:30].all()
+    assert changed[100:140, 30].all()
+    assert not changed[105:138, 12:28].any(), "inside of the box"
+    assert not changed[:80].any()
+    assert len(np.unique(after[140, 10:30], axis=0)) == 1, "a line of one colour"
+    np.testing.assert_array_equal(cv2.imread("drawn/all/b.bmp"), cv2.imread("photos/b.bmp"))
+
+    line = "--model yolo.prototxt --weights yolo.caffemodel --labels names.txt"
+    assert main.run(["detect", "photos/c.png", "bad.png", *line.split(), "--json"]) == 4
+    c, bad = json.loads(capsys.readouterr().out)
+    assert c["boxes"][0]["label"] == "sky"
+    assert main.run(["detect", "photos/c.png", "bad.png", *line.split()]) == 4
+    rows = [row.split() for row in capsys.readouterr().out.splitlines()]
+    assert rows[1][:3] == ["photos/c.png", "sky", "2"]
+    assert rows[2][:2] == ["bad.png", "unreadable"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "photos boxes.csv --model ssd",
+            'the extension of "boxes.csv" must tell the format: .json',
+        ),
+        ("photos no/boxes.json --model ssd", 'cannot write "no/boxes.json"'),
+        ("photos --model ssd --context-pad 4", "--context-pad is for nets that score windows"),
+        ("photos --model ssd --windows w.csv", "--windows is for nets that score windows"),
+        ("photos --model ssd --threshold 2", "not in the range 0<=x<=1"),
+        ("photos --model ssd --draw photos", '"photos/a.png" is an image to search'),
+        ("photos photos/../photos/a.png --model ssd --draw d", 'be drawn to "d/a.png"'),
+        ("photos --model ssd --draw ssd.prototxt/d", 'cannot make the folder "ssd.prototxt/d"'),
+        (
+            "photos --model cells",
+            "cells.prototxt has no layer that finds boxes in images (Detection",
+        ),
+        ("photos/a.png --model cells", "cells.prototxt has no layer that finds boxes"),
+        ("a.csv b.csv c.csv --model cells", "cells.prototxt has no layer that finds boxes"),
+        ("w.csv --model cells --draw d", "--draw is for nets that find boxes"),
+        ("w.csv --model cells --ext png", "--ext is for nets that find boxes"),
+    ],
+)
+def test_what_cannot_be_typed(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("cells.prototxt").write_text(CELLS)
+    words = [f"{word}.prototxt" if word in ("ssd", "cells") else word for word in line.split()]
+    assert main.run(["detect", *words, "--weights", "ssd.caffemodel"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_does_not_fit() -> None:
+    Path("names.txt").write_text("berry\n")
+    with pytest.raises(ConfigError, match=r"names.txt: 1 labels, a line each, for the 2 classes"):
+        found_by("yolo", labels="names.txt")
+    with pytest.raises(ConfigError, match=r"no.txt: cannot be read"):
+        found_by("yolo", labels="no.txt")
+    Path("none").mkdir()
+    with pytest.raises(DataError, match=r"none: no files \*.gif are in this folder"):
+        found_by("ssd", "none", extensions=["gif"])
+    Path("two.prototxt").write_text(
+        'layer { name: "i" type: "Input" top: "im_info" input_param { shape { dim: 1 dim: 3 } } }'
+    )
+    Path("ssd.prototxt").write_text(SSD + Path("two.prototxt").read_text())
+    with pytest.raises(ConfigError, match=r"takes other inputs than images.*im_info"):
+        found_by("ssd")
+    Path("ssd.prototxt").write_text(SSD.replace("dim: 3", "dim: 4"))
+    with pytest.raises(ConfigError, match="takes images of 4 channels"):
+        detect_boxes(["photos"], "ssd.prototxt", [])
+
+
+def test_names_of_drawings() -> None:
+    assert drawings(["x/a.ppm", "b.JPG", "b.JPG"], "d") == {
+        "x/a.ppm": "d/a.ppm.png",
+        "b.JPG": "d/b.JPG",
+    }
+    with pytest.raises(UsageError, match=r'two images would be drawn to "d/a.png"'):
+        drawings(["x/a.png", "y/a.png"], "d")
+    with pytest.raises(UsageError, match=r"must tell the format: .json"):
+        check_output("boxes.h5")
