@@ -9,7 +9,7 @@ from click.core import ParameterSource
 from caffepy.cli import options
 
 OF_WINDOWS = ("windows", "crop_mode", "context_pad")
-OF_BOXES = ("labels", "threshold", "draw", "extensions")
+OF_BOXES = ("labels", "threshold", "draw", "sides", "extensions")
 
 
 @click.command(short_help="Find boxes in images, or score windows of them.")
@@ -35,6 +35,14 @@ OF_BOXES = ("labels", "threshold", "draw", "extensions")
     default="",
     metavar="FOLDER",
     help="Write the images with their boxes into this folder.",
+)
+@click.option(
+    "--sides",
+    default="600,1000",
+    show_default=True,
+    callback=options.integers,
+    metavar="SHORT,LONG",
+    help="Nets of regions: the shorter side that images are resized to, and most of the longer.",
 )
 @click.option(
     "--ext",
@@ -84,11 +92,12 @@ def detect(
     **values: Any,
 ) -> None:
     """Find boxes in images with a net of SSD or YOLO, whose layer DetectionOutput,
-    YoloDetectionOutput or Yolov3DetectionOutput gives them; write them to OUTPUT (.json).
+    YoloDetectionOutput or Yolov3DetectionOutput gives them, or of Faster R-CNN or R-FCN, with
+    cls_prob and bbox_pred of the regions that its layer proposes; write them to OUTPUT (.json).
 
     INPUT is an image or a folder. Images are prepared as by caffepy classify, and resized to the
-    net's input; sides of boxes are in pixels of the image. Images that cannot be read are named;
-    the exit code is 4 then.
+    net's input or, for a net of regions, to --sides; boxes are in pixels of the image. Images that
+    cannot be read are named; the exit code is 4 then.
 
     With any other net, as Caffe's detect.py: score windows of images, and write all scores to
     OUTPUT (.csv, .h5 or .json). INPUT is a CSV with the columns filename,xmin,ymin,xmax,ymax, or a
@@ -113,6 +122,8 @@ def detect(
     result: of_boxes.Found | of_windows.Detections
     if of_boxes.finders(net.path):
         _leave_out(values, OF_WINDOWS, "is for nets that score windows, and this one finds boxes")
+        if len(values["sides"]) != 2 or not 0 < values["sides"][0] <= values["sides"][1]:
+            raise click.UsageError("--sides: give a shorter and a longer side, such as 600,1000.")
         images, output = of_boxes.split_output(inputs)
         if output:
             of_boxes.check_output(output)
@@ -122,8 +133,9 @@ def detect(
         if len(inputs) > 2 or of_boxes.is_image(inputs[0]):
             raise click.UsageError(
                 f"{net.path} has no layer that finds boxes in images "
-                f"({', '.join(of_boxes.FINDERS)}), so it scores windows: give a CSV of windows, or "
-                "a text file and --windows, and at most one OUTPUT."
+                f"({', '.join(of_boxes.FINDERS)}, or one that proposes regions), so it scores "
+                "windows: give a CSV of windows, or a text file and --windows, and at most one "
+                "OUTPUT."
             )
         _leave_out(values, OF_BOXES, "is for nets that find boxes, and this one scores windows")
         source, output, *_ = *inputs, ""

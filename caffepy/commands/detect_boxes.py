@@ -1,7 +1,7 @@
-"""`caffepy detect` with a net that finds boxes itself, as SSD and YOLO do."""
+"""`caffepy detect` with a net that finds boxes itself, as SSD, YOLO and Faster R-CNN do."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,8 @@ from caffepy.commands.preprocess import (
     names_in,
     read_lines,
 )
+from caffepy.commands.regions import SCORES, find_in_regions, proposers
+from caffepy.commands.regions import SIDES as INPUT_SIDES
 from caffepy.core.errors import ConfigError, DataError, UsageError, reason
 from caffepy.core.files import check_writable, written
 from caffepy.data.prefetch import mapped
@@ -35,7 +37,7 @@ from caffepy.report.text import as_json, columns, extension_of, number
 
 SSD = "DetectionOutput"
 FINDERS = SSD, "YoloDetectionOutput", "Yolov3DetectionOutput"
-"""Types of layers that find boxes."""
+"""Types of layers that find boxes; other nets find them by what they say of proposed regions."""
 
 COLUMNS = 7  # of the layers' rows: image, class, score, xmin, ymin, xmax, ymax
 SIDES = ("xmin", "ymin", "xmax", "ymax")
@@ -116,10 +118,11 @@ class Found:
 
 
 def finders(model: str) -> list[LayerParameter]:
-    """Return the layers of the net of the file `model` that find boxes; none if it scores images
-    only.
+    """Return the layers of the net of the file `model` that find boxes, or the one that proposes
+    regions; none if it scores images only.
     """
-    return [layer for layer in read_net(model).layer if layer.type in FINDERS]
+    layers = read_net(model).layer
+    return [layer for layer in layers if layer.type in FINDERS] or proposers(layers)
 
 
 def is_image(path: str) -> bool:
@@ -150,6 +153,7 @@ def detect_boxes(
     labels: str = "",
     threshold: float = 0.5,
     draw: str = "",
+    sides: Sequence[int] = INPUT_SIDES,
     extensions: Sequence[str] = EXTENSIONS,
     batch: int | None = None,
     gpu: str | None = None,
@@ -160,15 +164,15 @@ def detect_boxes(
     """Return the boxes that the deploy net of `model` with these weights finds in images, those of
     a score of `threshold` or more.
 
-    `inputs` are image files and folders. Images are resized to the net's input, and sides of boxes
-    are in pixels of the image as it was, cut to it. `labels` is a LabelMap (.prototxt) or a text
+    `inputs` are image files and folders. Images are resized to the net's input, those of a net of
+    regions to `sides`, the shorter one and most of the longer; sides of boxes are in pixels of the
+    image as it was, cut to it. `labels` is a LabelMap (.prototxt) or a text
     file with the name of a class in each line, with or without the background. Into the folder
     `draw` go the images with the boxes on them, under their names. Errors say what does not fit.
     """
     layers = finders(model)
     if any(layer.type != SSD for layer in layers):
-        batch = 1  # YOLO's layers do not tell the images of a batch apart
-    names = read_labels(labels, max(map(classes, layers))) if labels else {}
+        batch = 1  # YOLO's layers do not tell the images of a batch apart; regions are of one
     files = [
         name
         for path in inputs
@@ -176,14 +180,15 @@ def detect_boxes(
     ]
     drawn = drawings(files, draw) if draw else {}
     net = image_net(ImageNet, model, weights, batch, gpu, precision, threads)
-    if len(net.inputs) > 1:
-        others = ", ".join(net.inputs[1:])
-        raise ConfigError(f"takes other inputs than images, which are not known: {others}", model)
+    by_regions = layers[-1].type not in FINDERS
+    _check_inputs(net, by_regions, model)
     at_once, channels, *_ = shape = net.blobs[net.inputs[0]].shape
-    if channels not in (1, 3):
-        raise ConfigError(f"takes images of {channels} channels; image files have 1 or 3", model)
-    net.transformer = preparation.transformer(net.inputs[0], shape)
+    net.transformer = preparation.transformer(net.inputs[0], shape, by_channel=by_regions)
+    names = read_labels(labels, max(classes(layer, net) for layer in layers)) if labels else {}
     tops = [layer.top[0] for layer in layers]
+    find: Callable[[Sequence[Array]], Iterator[Array]] = partial(_find, net, tops)
+    if by_regions:
+        find = partial(find_in_regions, net, tops[-1], sides, threshold)
     found = []
     read = partial(_read, channels=channels)
     with (
@@ -192,13 +197,13 @@ def detect_boxes(
     ):
         while part := list(islice(loaded, at_once)):
             images = [image for _, image in part if isinstance(image, np.ndarray)]
-            rows = _rows(net, images, tops)
+            rows = find(images)
             for name, image in part:
                 if isinstance(image, DataError):
                     found.append(Searched(name, 0, 0, [], str(image)))
                     continue
                 height, width, _ = image.shape
-                boxes = _boxes(next(rows), width, height, threshold, names)
+                boxes = _boxes(next(rows), threshold, names)
                 found.append(Searched(name, width, height, boxes))
                 if draw:
                     _draw(image, boxes, drawn[name])
@@ -206,13 +211,15 @@ def detect_boxes(
     return Found(found)
 
 
-def classes(layer: LayerParameter) -> int:
-    """Return the number of classes of a layer that finds boxes, the background included."""
+def classes(layer: LayerParameter, net: ImageNet) -> int:
+    """Return the number of classes of what `finders` returns, the background included."""
     if layer.type == SSD:
         return layer.detection_output_param.num_classes
     if layer.type == "YoloDetectionOutput":
         return layer.yolo_detection_output_param.num_classes + 1
-    return layer.yolov3_detection_output_param.num_classes + 1
+    if layer.type == "Yolov3DetectionOutput":
+        return layer.yolov3_detection_output_param.num_classes + 1
+    return net.blobs[SCORES].shape[1]
 
 
 def read_labels(path: str, count: int) -> Mapping[int, str]:
@@ -264,8 +271,24 @@ def _read(name: str, channels: int) -> tuple[str, Array | DataError]:
         return name, error
 
 
-def _rows(net: ImageNet, images: Sequence[Array], tops: Sequence[str]) -> Iterator[Array]:
-    """Yield for each of at most a batch of images the rows (D, 7) that are found in it."""
+def _check_inputs(net: ImageNet, by_regions: bool, model: str) -> None:
+    """Raise a ConfigError unless the net takes images of 1 or 3 channels, and with regions their
+    height, width and scale.
+    """
+    name, *others = net.inputs
+    wanted = [[3], [4]] if by_regions else [[]]
+    if [net.blobs[other].count for other in others] not in wanted:
+        also = " and then their height, width and scale" if by_regions else ""
+        has = ", ".join(f"{name} {net.blobs[name]!r}" for name in net.inputs)
+        raise ConfigError(f"a net is needed whose inputs are images{also}, not {has}", model)
+    if (channels := net.blobs[name].shape[1]) not in (1, 3):
+        raise ConfigError(f"takes images of {channels} channels; image files have 1 or 3", model)
+
+
+def _find(net: ImageNet, tops: Sequence[str], images: Sequence[Array]) -> Iterator[Array]:
+    """Yield for each of at most a batch of images what layers with these tops find in it, (D, 6) =
+    class, score, xmin, ymin, xmax, ymax in pixels.
+    """
     if not images:
         return
     data = net.blobs[net.inputs[0]].data
@@ -273,20 +296,19 @@ def _rows(net: ImageNet, images: Sequence[Array], tops: Sequence[str]) -> Iterat
         data[i] = net.transformer.preprocess(net.inputs[0], image)
     net.forward()
     rows = np.concatenate([net.blobs[top].data.reshape(-1, COLUMNS) for top in tops])
-    for i in range(len(images)):
-        yield rows[(rows[:, 0] == i) & (rows[:, 1] >= 0)]
+    for i, image in enumerate(images):
+        own = rows[(rows[:, 0] == i) & (rows[:, 1] >= 0), 1:].astype(np.float64)
+        own[:, 2:] = np.clip(own[:, 2:], 0, 1) * (image.shape[1::-1] * 2)
+        yield own
 
 
-def _boxes(
-    rows: Array, width: int, height: int, threshold: float, labels: Mapping[int, str]
-) -> list[Box]:
-    """Return the boxes of an image of this size in its pixels, the best first."""
-    rows = rows[rows[:, 2] >= np.float32(threshold)]
-    rows = rows[np.argsort(-rows[:, 2], kind="stable")]
-    sides = np.clip(rows[:, 3:], 0, 1) * np.array([width, height] * 2, np.float64)
+def _boxes(rows: Array, threshold: float, labels: Mapping[int, str]) -> list[Box]:
+    """Return the boxes of an image, from rows (D, 6), the best first."""
+    rows = rows[rows[:, 1] >= np.float32(threshold)]
+    rows = rows[np.argsort(-rows[:, 1], kind="stable")]
     return [
-        Box(int(label), labels.get(int(label)), float(score), tuple(map(float, box)))
-        for (label, score), box in zip(rows[:, 1:3], sides, strict=True)
+        Box(int(label), labels.get(int(label)), score, tuple(sides))
+        for label, score, *sides in rows.tolist()
     ]
 
 

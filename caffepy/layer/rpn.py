@@ -150,6 +150,17 @@ def deltas_to(boxes: Array, targets: Array) -> Array:
     return np.hstack([shift, np.log(goal / size)]).astype(np.float32)
 
 
+def moved(boxes: Array, deltas: Array) -> Array:
+    """Return the boxes (P, 4) after these deltas (P, 4) as py-faster-rcnn moves them: what
+    `deltas_to` tells, but that x2 and y2 lie half a width and height from the centre, and so a
+    pixel further.
+    """
+    size = boxes[:, 2:] - boxes[:, :2] + 1
+    centre = boxes[:, :2] + 0.5 * size + deltas[:, :2] * size
+    reach = 0.5 * np.exp(deltas[:, 2:]) * size
+    return np.hstack([centre - reach, centre + reach])
+
+
 class ProposalLayer(RcnnLayer):
     """Rois (R, 5) = 0, x1, y1, x2, y2 and, with a second top, their scores (R, 1), best first.
 

@@ -1,7 +1,7 @@
-"""Boxes that nets of SSD and YOLO find in images, and `caffepy detect` with them.
+"""Boxes that nets of SSD, YOLO and Faster R-CNN find in images, and `caffepy detect` with them.
 
-The nets of these tests see images of 8 x 8 as 2 x 2 cells, and find a box of half a cell's sides in
-the middle of each red cell (class 1) and blue cell (class 2).
+The nets of these tests see images as 2 x 2 cells, and find a box of half a cell's sides in the
+middle of each red cell (class 1) and blue cell (class 2).
 """
 
 import json
@@ -48,6 +48,26 @@ layer {{ name: "found" type: "YoloDetectionOutput" bottom: "scores" top: "found"
   confidence_threshold: 0.01 }} }}
 """
 NETS = {"ssd": SSD, "yolo": YOLO}
+RCNN = """
+layer { name: "in" type: "Input" top: "in" input_param { shape { dim: 1 dim: 3 dim: 32 dim: 32 } } }
+layer { name: "info" type: "Input" top: "im_info" input_param { shape { dim: 1 dim: 3 } } }
+layer { name: "cells" type: "Pooling" bottom: "in" top: "cells"
+  pooling_param { pool: AVE kernel_size: 16 stride: 16 } }
+layer { name: "rpn_p" type: "Convolution" bottom: "cells" top: "rpn_p"
+  convolution_param { num_output: 2 kernel_size: 1 bias_filler { type: "constant" value: 0.5 } } }
+layer { name: "rpn_d" type: "Convolution" bottom: "cells" top: "rpn_d"
+  convolution_param { num_output: 4 kernel_size: 1 } }
+layer { name: "proposal" type: "Python" bottom: "rpn_p" bottom: "rpn_d" bottom: "im_info" top: "rois"
+  python_param { module: "rpn.proposal_layer" layer: "ProposalLayer" param_str:
+  "{'feat_stride': 16, 'scales': [1], 'ratios': [1], 'rpn_min_size': 0}" } }
+layer { name: "pool" type: "ROIPooling" bottom: "cells" bottom: "rois" top: "pool"
+  roi_pooling_param { pooled_w: 2 pooled_h: 2 spatial_scale: 0.0625 } }
+layer { name: "scores" type: "InnerProduct" bottom: "pool" top: "scores"
+  inner_product_param { num_output: 3 } }
+layer { name: "cls_prob" type: "Softmax" bottom: "scores" top: "cls_prob" }
+layer { name: "bbox_pred" type: "InnerProduct" bottom: "pool" top: "bbox_pred"
+  inner_product_param { num_output: OUT } }
+"""
 RED, BLUE = (0, 0, 255), (255, 0, 0)  # as OpenCV has them
 
 
@@ -111,6 +131,46 @@ def test_boxes_are_in_pixels_of_each_image(net: str) -> None:
     assert lines[0].split() == ["image", "class", "score", "xmin", "ymin", "xmax", "ymax"]
     assert lines[3].split() == ["photos/b.bmp", *"------"]
     assert lines[4].split()[3:] == ["10.0", "100.0", "30.0", "140.0"]
+
+
+@pytest.mark.parametrize("outputs", [12, 8])
+def test_regions(outputs: int) -> None:
+    """A region's boxes are moved as py-faster-rcnn moves them, in pixels of the image."""
+    Path("rcnn.prototxt").write_text(RCNN.replace("OUT", str(outputs)))
+    net = caffepy.Net("rcnn.prototxt", caffepy.TEST)
+    weights, bias = (blob.data for blob in net.params["scores"])
+    weights[...] = 0
+    corner = weights.reshape(3, 3, 2, 2)[:, :, 0, 0]  # of the region: its own cell
+    corner[1, 2] = corner[2, 0] = 20 / 255
+    bias[0] = 10
+    deltas = np.linspace(-0.3, 0.2, outputs)
+    net.params["bbox_pred"][0].data[...] = 0
+    net.params["bbox_pred"][1].data[...] = deltas
+    net.params["rpn_d"][0].data[...] = 0
+    net.params["rpn_p"][0].data[...] = 0
+    net.save("rcnn.caffemodel")
+    images = found_by("rcnn", sides=(32, 64)).images
+    cells = [[(1, 0, 0), (1, 1, 0), (2, 2, 1), (2, 3, 1)], [], [(2, 0, 2), (2, 0, 3)]]  # of 16 x 16
+    for image, scale, regions in zip(images, (0.32, 0.8, 0.4), cells, strict=True):
+        expected = []
+        for label, x, y in regions:
+            d = deltas.reshape(-1, 4)[label if outputs == 12 else -1]
+            sides = []
+            for start, shift, grow, most in (
+                (x, *d[::2], image.width),
+                (y, *d[1::2], image.height),
+            ):
+                last = min(16 * start + 16, most * scale - 1)  # the proposal is moved alike
+                size = (last - 16 * start) / scale + 1
+                middle = 16 * start / scale + size / 2 + shift * size
+                ends = middle + np.array([-1, 1]) * np.exp(grow) * size / 2
+                sides.append(ends.clip(0, most - 1))
+            expected.append([label, *np.transpose(sides).ravel()])
+        found = sorted([box.number, *box.sides] for box in image.boxes)
+        np.testing.assert_allclose(
+            np.reshape(found, (-1, 5)), np.reshape(sorted(expected), (-1, 5)), atol=1e-3
+        )
+        assert all(box.score > 0.99 for box in image.boxes)
 
 
 def test_the_best_comes_first_and_those_below_the_threshold_not() -> None:
@@ -177,6 +237,8 @@ def test_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
         ("photos no/boxes.json --model ssd", 'cannot write "no/boxes.json"'),
         ("photos --model ssd --context-pad 4", "--context-pad is for nets that score windows"),
         ("photos --model ssd --windows w.csv", "--windows is for nets that score windows"),
+        ("photos --model ssd --sides 600", "--sides: give a shorter and a longer side"),
+        ("photos --model ssd --sides 600,500", "--sides: give a shorter and a longer side"),
         ("photos --model ssd --threshold 2", "not in the range 0<=x<=1"),
         ("photos --model ssd --draw photos", '"photos/a.png" is an image to search'),
         ("photos photos/../photos/a.png --model ssd --draw d", 'be drawn to "d/a.png"'),
@@ -211,8 +273,13 @@ def test_what_does_not_fit() -> None:
         'layer { name: "i" type: "Input" top: "im_info" input_param { shape { dim: 1 dim: 3 } } }'
     )
     Path("ssd.prototxt").write_text(SSD + Path("two.prototxt").read_text())
-    with pytest.raises(ConfigError, match=r"takes other inputs than images.*im_info"):
+    with pytest.raises(ConfigError, match=r"whose inputs are images, not in Blob.*im_info"):
         found_by("ssd")
+    Path("rcnn.prototxt").write_text(
+        RCNN.replace("dim: 1 dim: 3 } }", "dim: 5 } }").replace("OUT", "8")
+    )
+    with pytest.raises(ConfigError, match=r"images and then their height, width and scale, not in"):
+        detect_boxes(["photos"], "rcnn.prototxt", [])
     Path("ssd.prototxt").write_text(SSD.replace("dim: 3", "dim: 4"))
     with pytest.raises(ConfigError, match="takes images of 4 channels"):
         detect_boxes(["photos"], "ssd.prototxt", [])
