@@ -116,7 +116,7 @@ _LAYERS = {
     "C3D": "DownSampling VideoSegmentationData VideoWithVoxelTruthData VolumeData VoxelCustomLoss",
     "FlowNet": "BlackAugmentation CustomData DataAugmentation FlowAugmentation "
     "GenerateAugmentationParameters",
-    "YOLO for Caffe": "EvalDetection",
+    "YOLO for Caffe": "DetectionLoss",
     "Temporal Segment Networks": "BatchReduction Scatter SegData SyncBN",
 }
 

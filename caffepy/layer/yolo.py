@@ -1,4 +1,4 @@
-"""Layers of YOLO for Caffe (MobileNet-YOLO): Reorg, the losses of YOLO 2 and 3, their detections.
+"""Layers of YOLO for Caffe: Reorg, the losses of YOLO 2 and 3, their detections.
 
 Channels are those of A boxes: x, y, w, h, object and K classes each. True boxes are class, x, y, w,
 h: centre and size in units of the image, with zeros after the last.
@@ -14,6 +14,7 @@ import numpy as np
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer
+from caffepy.layer.detection import overlaps
 from caffepy.ops.overlap import MSE, YoloWeights
 
 log = logging.getLogger(__name__)
@@ -340,20 +341,32 @@ class Detections(Layer):
 
     def give(self, top: Blobs, images: int, found: Array, threshold: float) -> None:
         """Write the top from candidates (D, 6) = class, score, x, y, w, h."""
+        found, ends = self.best(found, threshold)
+        if not len(found):
+            rows = np.full((images, 7), -1.0)
+            rows[:, 0] = np.arange(images)
+        else:
+            rows = np.hstack([np.zeros((len(found), 1)), found[:, :2], ends])
+            rows[:, 1] += 1
+        top[0].reshape((1, 1, len(rows), 7))
+        top[0].data[0, 0] = rows
+
+    def best(self, found: Array, threshold: float) -> tuple[Array, Array]:
+        """Return the candidates (D, 6) that no better one suppresses, the best first, and their
+        corners (D, 4).
+        """
         found = found[np.argsort(-found[:, 1], kind="stable")]
-        ends = np.hstack([found[:, 2:4] - found[:, 4:] / 2, found[:, 2:4] + found[:, 4:] / 2])
+        ends = corners(found[:, 2:])
         kept, counts = np.empty((1, max(1, len(found))), np.int32), np.empty(1, np.int32)
         given = ends[None].astype(np.float32), nextafter(threshold, -1), 0.0
         self.ops.suppress_overlaps(*given, kept, counts)
         places = kept[0, : counts[0]]
-        if not len(places):
-            rows = np.full((images, 7), -1.0)
-            rows[:, 0] = np.arange(images)
-        else:
-            rows = np.hstack([np.zeros((len(places), 1)), found[places, :2], ends[places]])
-            rows[:, 1] += 1
-        top[0].reshape((1, 1, len(rows), 7))
-        top[0].data[0, 0] = rows
+        return found[places], ends[places]
+
+
+def corners(boxes: Array) -> Array:
+    """Return left, top, right, bottom of boxes (D, 4) = x, y, w, h."""
+    return np.hstack([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2])
 
 
 def sigmoid(x: Array) -> Array:
@@ -443,3 +456,98 @@ class Yolov3DetectionOutput(Detections):
             rows = [label[:, None], chosen[i, row, column, a, label][:, None]]
             found.append(np.hstack([*rows, boxes[i, a, row, column]]).astype(np.float32))
         self.give(top, bottom[-1].shape[0], np.concatenate(found), param.nms_threshold)
+
+
+@layer("EvalDetection")
+class EvalDetection(Detections):
+    """(N, K + 4 A S^2) of what YOLO 2 found in (N, A (5 + K), S, S), and which of it is true: for
+    each class the number of its true boxes, then class, score, true, false of each box found, by
+    classes, the best first; the rest is 0 (Intel Caffe, caffe-yolov2).
+
+    True boxes are those of the losses, or SSD's (1, 1, G, 8), whose first class is 1. Boxes of an
+    image, of all classes, suppress each other; those with a score below 0.005 are left out. A box
+    is true if the true box of its class that it overlaps most, by `threshold` or more, is no
+    better one's, false if it is or the image has none of the class, else neither. Bottom 2 is not
+    read.
+    """
+
+    bottoms = (2, 3)
+    stops_gradient = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.eval_detection_param
+        self.channels = param.num_object * (5 + param.num_class)
+        if len(param.biases) < 2 * param.num_object or min(param.num_class, param.num_object) < 1:
+            raise ConfigError(
+                "eval_detection_param needs num_class, num_object and two biases for each of these "
+                f"boxes, not {len(param.biases)}"
+            )
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param, x, truths = self.param.eval_detection_param, bottom[0].shape, bottom[1].shape
+        if len(x) != 4 or x[1:] != (self.channels, param.side, param.side):
+            raise ConfigError(
+                f"EvalDetection needs (N, {self.channels}, {param.side}, {param.side}) for its "
+                f"boxes, classes and side, not {list(x)}"
+            )
+        self.of_ssd = len(truths) == 4 and truths[:2] == (1, 1) and truths[3] == 8
+        if not self.of_ssd and (truths[:1] != x[:1] or truths[-1] != 5):
+            raise ConfigError(
+                f"true boxes must have shape ({x[0]}, ..., 5) or (1, 1, G, 8), not {list(truths)}"
+            )
+        top[0].reshape((x[0], param.num_class + 4 * param.num_object * param.side**2))
+
+    def truths(self, boxes: Array, image: int) -> Array:
+        """Return class and corners (T, 5) of the true boxes of an image."""
+        if self.of_ssd:
+            rows = boxes[0, 0]
+            rows = rows[rows[:, 0] == image]
+            return np.hstack([rows[:, 1:2] - 1, rows[:, 3:7]])
+        rows = boxes[image].reshape(-1, 5)
+        rows = rows[np.cumprod(rows[:, 3] != 0) > 0]
+        return np.hstack([rows[:, :1], corners(rows[:, 1:])])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.eval_detection_param
+        biases = np.reshape(param.biases[: 2 * param.num_object], (-1, 2)).astype(np.float32)
+        n, _, h, w = bottom[0].shape
+        x = bottom[0].data.reshape(n, param.num_object, -1, h, w)
+        label = x[:, :, 5:].argmax(axis=2)
+        share = 1 / np.exp(x[:, :, 5:] - x[:, :, 5:].max(axis=2, keepdims=True)).sum(axis=2)
+        scores = {param.OBJ: sigmoid(x[:, :, 4]), param.PROB: share}
+        score = scores.get(param.score_type, sigmoid(x[:, :, 4]) * share)
+        rows = [np.stack([label, score], axis=-1), self.boxes(x, biases / (w, h))]
+        found = np.concatenate(rows, axis=-1).transpose(0, 2, 3, 1, 4)  # (N, H, W, A, 6)
+        top[0].data[...] = 0
+        for image, y in enumerate(top[0].data):
+            truths = self.truths(bottom[1].data, image)
+            for true in truths[:, 0]:
+                if not 0 <= true < param.num_class:
+                    raise DataError(
+                        f"a true box has class {true:g}, which is not one of 0 to "
+                        f"{param.num_class - 1}"
+                    )
+                y[int(true)] += 1
+            if param.nms >= 0:  # else the fork finds nothing
+                best, ends = self.best(found[image].reshape(-1, 6), param.nms)
+                judged = judge(best, ends, truths, param.threshold)
+                y[param.num_class : param.num_class + judged.size] = judged.reshape(-1)
+
+
+def judge(found: Array, ends: Array, truths: Array, threshold: float) -> Array:
+    """Return class, score, true, false (D, 4) of boxes, by classes, the best first."""
+    judged, taken = np.zeros((len(found), 4)), set[int]()
+    judged[:, :2] = found[:, :2]
+    for row, box in zip(judged, ends, strict=True):
+        (same,) = np.nonzero(truths[:, 0] == row[0])
+        if not len(same):
+            row[3] = 1
+            continue
+        shares = overlaps(box, truths[same, 1:], 0)
+        chosen = int(same[shares.argmax()])
+        if shares.max() >= threshold:
+            row[3 if chosen in taken else 2] = 1
+            taken.add(chosen)
+    judged = judged[judged[:, 1] >= np.float32(0.005)]
+    by_class: Array = judged[np.argsort(judged[:, 0], kind="stable")]
+    return by_class

@@ -16,6 +16,7 @@ from .models import answers, compare, inputs, model_of, onnx, written
 OTHERWISE = {
     "BoxAnnotatorOHEM": "chooses boxes to learn from",
     "DetectionEvaluate": "judges what was found",
+    "EvalDetection": "judges what was found",
     "DetectionOutput": "gives as many boxes as its data say",
     "CTCGreedyDecoder": "gives as many labels as its data say",
     "Correlation": "has no operator",

@@ -286,6 +286,61 @@ def test_detections_against_a_loop(case):
     np.testing.assert_array_equal(nothing[0, 0], [[0] + [-1] * 6, [1] + [-1] * 6])
 
 
+def evaluation(more=""):
+    return (
+        f'type: "EvalDetection" eval_detection_param {{ num_class: 3 num_object: 2 side: 4 {BIASES} '
+        f"nms: 0.45 threshold: 0.2 {more} }}"
+    )
+
+
+@pytest.mark.parametrize("kind", ["OBJ", "PROB", "MULTIPLY"])
+def test_what_is_found_is_judged(kind):
+    """As the fork's loop does it; its figures are unknown."""
+    (y,) = Single(evaluation(f"score_type: {kind}"), X, TRUTHS).forward()
+    assert y.shape == (2, 3 + 4 * 2 * 16)
+    for n in range(2):
+        found = []
+        for i, j, a in np.ndindex(4, 4, 2):
+            v = X[n].reshape(2, 8, 4, 4)[a, :, i, j]
+            p = np.exp(v[5:]) / np.exp(v[5:]).sum()
+            score = {"OBJ": sigmoid(v[4]), "PROB": p.max()}.get(kind, sigmoid(v[4]) * p.max())
+            size = np.array([(0.7, 0.9), (2.4, 2.6)][a]) / 4
+            found.append((score, int(p.argmax()), box_of(v, i, j, 4, 4, size)))
+        kept = []
+        for one in sorted(found, key=lambda each: -each[0]):
+            if all(share(one[2], other[2]) < 0.45 for other in kept):
+                kept.append(one)
+        want, taken = [], set()
+        for score, label, box in kept:
+            shares = [share(box, t[1:]) if t[0] == label else -1 for t in known(n)]
+            best = int(np.argmax(shares))
+            true = shares[best] >= 0.2 and best not in taken
+            want.append((label, score, true, shares[best] == -1 or (shares[best] >= 0.2) > true))
+            taken |= {best} if true else set()
+        assert any(row[2] for row in want)
+        want.sort(key=lambda row: (row[0], -row[1]))
+        counts = [sum(t[0] == c for t in known(n)) for c in range(3)]
+        np.testing.assert_array_equal(y[n, :3], counts)
+        np.testing.assert_allclose(y[n, 3 : 3 + 4 * len(want)], np.ravel(want), 1e-5)
+        assert not y[n, 3 + 4 * len(want) :].any()
+
+
+def test_true_boxes_of_ssd_are_judged_as_those_of_yolo():
+    rows = [
+        [n, t[0] + 1, 0, t[1] - t[3] / 2, t[2] - t[4] / 2, t[1] + t[3] / 2, t[2] + t[4] / 2, 0]
+        for n in range(2)
+        for t in known(n)
+    ]
+    (y,) = Single(evaluation(), X, TRUTHS).forward()
+    (of_ssd,) = Single(evaluation(), X, np.array([*rows, [-1] * 8])[None, None]).forward()
+    np.testing.assert_array_equal(of_ssd, y)
+    (nothing,) = Single(evaluation().replace("0.45", "-1"), X, TRUTHS).forward()
+    assert nothing[:, :3].any()
+    assert not nothing[:, 3:].any()
+    with pytest.raises(DataError, match="class 4, which is not one of 0 to 2"):
+        Single(evaluation(), X, np.where(TRUTHS == 2, 4, TRUTHS)).forward()
+
+
 @pytest.mark.parametrize(
     ("text", "shapes", "message"),
     [
@@ -304,6 +359,9 @@ def test_detections_against_a_loop(case):
         (yolo2(0.1), [(1, 15, 2, 2)], r"needs \(N, 16, H, W\)"),
         (yolo3(0.1), [(1, 16, 2, 2)], "mask_group_num 2 needs as many bottoms"),
         (yolo3(0.1, "mask: 4"), [(1, 16, 2, 2)] * 2, "one of 4 anchors"),
+        ('type: "EvalDetection"', [(1, 16, 4, 4), (1, 1, 3, 5)], "two biases for each"),
+        (evaluation(), [(1, 16, 3, 3), (1, 1, 3, 5)], r"needs \(N, 16, 4, 4\)"),
+        (evaluation(), [(1, 16, 4, 4), (1, 1, 3, 6)], r"\(1, ..., 5\) or \(1, 1, G, 8\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(text, shapes, message):
