@@ -160,6 +160,30 @@ def _sizes(site: Site, x: str, size: Sequence[int]) -> str:
     return site.node("Concat", both, site.integers(size, "size"), axis=0)
 
 
+@writers("SpatialTransformer")
+def spatial_transformer(site: Site) -> None:
+    """GridSample at theta @ (s, t, 1); its places are half a pixel further, its columns first."""
+    if site.graph.opset < 16:
+        raise InexpressibleError("GridSample needs opset 16")
+    layer, (x, theta) = site.layer, site.bottoms
+    (n, _, h, w), (rows, columns) = site.bottom_shapes[0], site.top_shapes[0][2:]
+    order = [3, 4, 5, 0, 1, 2]  # the row of theta that gives columns comes first
+    given = layer.theta.host_data[0] * [i not in layer.free for i in range(6)]
+    chosen = np.eye(6)[layer.free][:, order]
+    theta = site.node("MatMul", site.reshape(theta, (n, len(layer.free))), site.constant(chosen))
+    theta = site.reshape(site.node("Add", theta, site.constant(given[order])), (n, 2, 3))
+    s, t = np.arange(rows) * 2 / rows - 1, np.arange(columns) * 2 / columns - 1
+    grid = np.stack(
+        [*(g.reshape(-1) for g in np.meshgrid(s, t, indexing="ij")), np.ones(rows * columns)]
+    )
+    places = site.node("MatMul", theta, site.constant(grid))  # (N, 2, 3) @ (3, rows * columns)
+    places = site.node("Add", places, site.constant([[1 / w], [1 / h]]))
+    places = site.node("Transpose", places, perm=[0, 2, 1])
+    places = site.reshape(places, (n, rows, columns, 2))
+    mode = "linear" if site.graph.opset >= 20 else "bilinear"
+    site.finish("GridSample", x, places, mode=mode, padding_mode="zeros", align_corners=0)
+
+
 @writers("PassThrough")
 def pass_through(site: Site) -> None:
     """Transpose of (N, C, H, bh, W, bw) to (N, C, bh, bw, H, W)."""

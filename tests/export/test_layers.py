@@ -34,7 +34,7 @@ OTHERWISE = {
     "ROIAlign": "has a test of its own, for its boxes",
     "Resample": "has no operator with its weights at borders",
     "ROIPooling": "has a test of its own, for its boxes",
-    "SpatialTransformer": "is not written yet, docs/forks.md says so",
+    "SpatialTransformer": "has a test of its own, for its places",
     "YoloDetectionOutput": "gives as many boxes as its data say",
     "Yolov3DetectionOutput": "gives as many boxes as its data say",
 }
@@ -94,6 +94,22 @@ def test_upsampling_to_places(dynamic: bool) -> None:
         dynamic=dynamic,
     )
     compare(model)
+
+
+@pytest.mark.parametrize("opset", [16, 20])
+@pytest.mark.parametrize(
+    ("given", "numbers"), [("output_H: 4 output_W: 7", 6), ("theta_1_2: 0.2 theta_2_3: 0.3", 4)]
+)
+def test_spatial_transformer(given: str, numbers: int, opset: int) -> None:
+    text = (
+        inputs((2, 3, 6, 5), (2, numbers))
+        + 'layer { name: "it" type: "SpatialTransformer" bottom: "x0" bottom: "x1" top: "y" '
+        + f"st_param {{ {given} }} }}"
+    )
+    compare(written(text, opset=opset))
+    compare(written(text, opset=opset, dynamic=True))
+    with pytest.raises(ConfigError, match="needs opset 16"):
+        written(text, opset=13)
 
 
 @pytest.mark.parametrize("ratio", [-1, 2])
