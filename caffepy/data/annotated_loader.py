@@ -12,7 +12,7 @@ from caffepy.core.errors import ConfigError, DataError
 from caffepy.data import augment, boxes
 from caffepy.data.datum import Annotated, decode_annotated, planes
 from caffepy.data.loader import JointLoader, Shape
-from caffepy.data.sources.databases import Database
+from caffepy.data.sources.base import Source
 from caffepy.data.transformer import Transformer
 from caffepy.device.blob import Array, shape_string
 from caffepy.device.device import Device
@@ -39,7 +39,7 @@ class AnnotatedLoader(JointLoader):
     """
 
     def __init__(
-        self, source: Database, layer: LayerParameter, phase: int, device: Device, path: str | None
+        self, source: Source, layer: LayerParameter, phase: int, device: Device, path: str | None
     ) -> None:
         self._param, self._annotated = layer.transform_param, layer.annotated_data_param
         self._resizes = self._read_resizes()
@@ -268,3 +268,17 @@ class AnnotatedLoader(JointLoader):
         return DataError(
             f"{self.source.name(item)} becomes {start}; resize_param makes all images of one size"
         )
+
+
+class VideoLoader(AnnotatedLoader):
+    """Batches of a video's frames, resized, cropped and mirrored; labels (N,) are 0."""
+
+    def _record(self, item: Any) -> Annotated:
+        image, label = self.source.decode(item)
+        return Annotated(image, label, True, None, np.empty((0, boxes.COLUMNS), np.float32))
+
+    def label_shapes(self) -> list[Shape]:
+        return [(self.batch_size,)]
+
+    def pack(self, labels: Sequence[Any]) -> list[Array]:
+        return [np.zeros(self.batch_size)] if self._wants_labels else []

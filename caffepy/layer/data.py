@@ -31,6 +31,7 @@ from caffepy.proto.caffe_pb2 import (
     FillerParameter,
     HDF5DataParameter,
     ImageDataParameter,
+    VideoDataParameter,
     WindowDataParameter,
 )
 
@@ -253,6 +254,24 @@ class DenseImageData(Prefetching):
         param = self.param.dense_image_data_param
         _check_fields(param, "dense_image_data_param", ("mean_file",))
         return DenseImageLoader(self.param, self.phase, self.device, self.path)
+
+
+@layer("VideoData")
+class VideoData(Prefetching):
+    """-> (N, 3, h, w) and labels (N,) of 0: the frames of a video file, endlessly (SSD's)."""
+
+    def open(self) -> Loader:
+        from caffepy.data.annotated_loader import VideoLoader  # here, since it loads numba
+        from caffepy.data.sources.video import VideoFrames
+
+        param = self.param.video_data_param
+        _check_fields(self.param.data_param, "data_param")
+        if param.HasField("source"):
+            raise ConfigError("video_data_param: lists of videos, as C3D has them, are not read")
+        if param.video_type != VideoDataParameter.VIDEO or not param.video_file:
+            raise ConfigError("video_data_param needs video_type: VIDEO and a video_file")
+        source = VideoFrames(locate(param.video_file, self.path), param.skip_frames)
+        return VideoLoader(source, self.param, self.phase, self.device, self.path)
 
 
 @layer("WindowData")

@@ -411,3 +411,59 @@ def test_segmentation_refused(case, pairs):
     kind, source, data, transform, message = SEGMENTATION_REFUSED[case]
     with pytest.raises(CaffeError, match=message):
         segmented(pairs, kind, data, transform, source=source).forward()
+
+
+VIDEO = 'video_data_param { video_type: VIDEO video_file: "video.avi" }'
+
+
+def video(path, more="", transform="", **other):
+    text = (
+        f'layer {{ type: "VideoData" data_param {{ batch_size: 2 }} '
+        f"{VIDEO[:-1]} {more} }} transform_param {{ {transform} }} }}"
+    )
+    return Feed(text, path=f"{path}/net.prototxt", **other)
+
+
+@pytest.fixture
+def film(tmp_path):
+    """A folder with a video of seven frames, of grey 20, 40, ... 140."""
+    made = cv2.VideoWriter(f"{tmp_path}/video.avi", cv2.VideoWriter_fourcc(*"MJPG"), 10, (32, 24))
+    for i in range(7):
+        made.write(np.full((24, 32, 3), 20 * (i + 1), np.uint8))
+    made.release()
+    return tmp_path
+
+
+def greys(made, batches):
+    """The number of the grey of each frame."""
+    return [round(image.mean() / 20) for _ in range(batches) for image in made.forward()[0]]
+
+
+def test_frames_of_a_video(film):
+    made = video(film)
+    assert made.top[0].shape == (2, 3, 24, 32)
+    assert greys(made, 3) == [1, 2, 3, 4, 5, 6]
+    state = made.layer.state()
+    assert greys(made, 2) == [7, 1, 2, 3]
+    again = video(film, seed=2)
+    again.layer.set_state(state)
+    assert greys(again, 2) == [7, 1, 2, 3]
+    assert greys(video(film, "skip_frames: 1"), 3) == [2, 4, 6, 2, 4, 6]
+    images, labels = video(film, transform="resize_param { height: 8 width: 10 }").forward()
+    assert images.shape == (2, 3, 8, 10)
+    np.testing.assert_array_equal(labels, [0, 0])
+    for one in (made, again):
+        one.layer.close()
+
+
+def test_videos_refused(film):
+    for old, new, message in (
+        ("video_type: VIDEO", "", "needs video_type: VIDEO and a video_file"),
+        ("video_file", "source", "lists of videos, as C3D has them, are not read"),
+    ):
+        text = f'layer {{ type: "VideoData" data_param {{ batch_size: 2 }} {VIDEO} }}'
+        with pytest.raises(CaffeError, match=message):
+            Feed(text.replace(old, new), path=f"{film}/net.prototxt")
+    (film / "video.avi").write_text("no video")
+    with pytest.raises(CaffeError, match=r'video.avi" cannot be read by OpenCV'):
+        video(film)

@@ -295,6 +295,7 @@ BATCHES = {
     "ImageData": REPLAY,
     "ImageSegData": FORKS,
     "MemoryData": "test_data.py::test_memory_goes_around",
+    "VideoData": "test_annotated_data.py::test_frames_of_a_video",
     "WindowData": "test_window_data.py::test_background_comes_before_foreground",
 }
 
