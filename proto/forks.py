@@ -28,7 +28,6 @@ _FIELDS = {
         "LayerParameter": "region_param",
     },
     "happynear": {
-        "BatchNormParameter": "disable_mean disable_variance",
         "ConvolutionParameter": "shape_offset",
         "FillerParameter": "alpha",
         "ImageDataParameter": "face_transform max_shear_ratio max_aspect_ratio max_rotate_angle "

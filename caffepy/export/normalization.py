@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from caffepy.export.graph import Site, writers
+from caffepy.export.graph import InexpressibleError, Site, writers
 
 
 @writers("LRN")
@@ -31,6 +31,8 @@ def batch_norm(site: Site) -> None:
     layer, (x,) = site.layer, site.bottoms
     channels = layer.blobs[0].count
     if not layer.is_global:
+        if any(layer.lacks):
+            raise InexpressibleError("half a BatchNorm needs stored statistics: use_global_stats")
         rank = len(site.bottom_shapes[0])
         site.note("normalizes by the statistics of the batch that it is given")
         y = _normalized(site, x, [0, *range(2, rank)], layer.eps)
@@ -42,7 +44,12 @@ def batch_norm(site: Site) -> None:
         return
     weight = float(layer.blobs[2].host_data[0])
     factor = np.float32(1 / weight if weight else 0)
-    mean, variance = (site.param(i, value=layer.blobs[i].host_data * factor) for i in range(2))
+    mean, variance = (
+        site.constant(np.full(channels, without), what="statistics")
+        if lacks
+        else site.param(i, value=layer.blobs[i].host_data * factor)
+        for i, (lacks, without) in enumerate(zip(layer.lacks, (0, 1 - layer.eps), strict=True))
+    )
     if layer.scales:
         scale, bias = site.param(3), site.param(4)
     else:

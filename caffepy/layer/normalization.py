@@ -112,7 +112,8 @@ class BatchNorm(SameShape):
     multiplies them by moving_average_fraction and adds its mean, its variance * m/(m-1) and 1. With
     use_global_stats (TEST by default) mean and variance are those sums divided by that weight,
     else the batch's own. With NVCaffe's scale_bias y becomes y * scale + bias, two more learnable
-    blobs (C).
+    blobs (C). With happynear's disable_mean nothing is subtracted, the variance is the mean of x^2;
+    with its disable_variance nothing is divided. The sums of what is disabled stay.
 
     With `together` set the layers of several solvers normalize their batches, of one size, as one
     batch.
@@ -133,7 +134,10 @@ class BatchNorm(SameShape):
             )
         c = bottom[0].shape[1]
         self.scales = param.scale_bias
-        self.can_fuse = self.takes_preferred_layout = not self.scales
+        self.lacks = param.disable_mean, param.disable_variance
+        if any(self.lacks) and self.scales:
+            raise ConfigError("scale_bias and disable_mean or disable_variance exclude each other")
+        self.can_fuse = self.takes_preferred_layout = not (self.scales or any(self.lacks))
         if not self.blobs:
             for size in (c, c, 1):
                 self.add_blob([size])
@@ -168,6 +172,8 @@ class BatchNorm(SameShape):
         """Normalize by the statistics of the batches of all solvers that call `together`, from the
         next pass on; None: by those of the own batch.
         """
+        if together and any(self.lacks):
+            raise ConfigError("disable_mean and disable_variance are for the own batch")
         self.together = together
         if together and not hasattr(self, "normalized"):
             self.normalized = self.buffer_like(self.kept)
@@ -179,6 +185,9 @@ class BatchNorm(SameShape):
         y * scale + bias = x * factor + shift; x (N, C, P).
         """
         running, numbers = [b.data for b in self.blobs[:3]], self.numbers.data
+        if any(self.lacks):
+            self._prepare_half(x, running, numbers[0], numbers[1])
+            return numbers
         affine = scale, bias
         if self.is_global:
             self.ops.batch_norm_stored(running, self.eps, affine, numbers)
@@ -187,6 +196,38 @@ class BatchNorm(SameShape):
         else:
             self.ops.batch_norm_prepare(x, running, self.fraction, self.eps, affine, numbers)
         return numbers
+
+    def _prepare_half(
+        self, x: Array, running: Sequence[Array], mean: Array, inverse: Array
+    ) -> None:
+        """Write mean and inverse deviation with one of them disabled: 0, or 1."""
+        means, variances, weight = running
+        if self.is_global:
+            by = np.where(weight == 0, 0, 1 / np.where(weight == 0, 1, weight))
+            mean[...], inverse[...] = means * by, variances * by
+        else:
+            weight[...] = weight * self.fraction + 1
+            mean.fill(0)
+            if not self.lacks[0]:
+                mean[...] = x.mean(axis=(0, 2))
+                means[...] = means * self.fraction + mean
+            if not self.lacks[1]:
+                inverse[...] = ((x - mean[:, None]) ** 2).mean(axis=(0, 2))
+                count = x.shape[0] * x.shape[2]
+                unbiased = inverse * (count / (count - 1) if count > 1 else 1)
+                variances[...] = variances * self.fraction + unbiased
+        if self.lacks[0]:
+            mean.fill(0)
+        inverse[...] = 1 if self.lacks[1] else 1 / np.sqrt(inverse + self.eps)
+
+    def _backward_half(self, x: Array, dy: Array, dx: Array) -> None:
+        """dx = (dy - mean(dy) - y * mean(dy * y)) * inverse, less what is disabled."""
+        mean, inverse = self.numbers.data[:2, :, None]
+        rest = dy if self.lacks[0] else dy - dy.mean(axis=(0, 2))[:, None]
+        if not self.lacks[1]:
+            y = (x - mean) * inverse
+            rest = rest - y * (dy * y).mean(axis=(0, 2))[:, None]
+        np.multiply(rest, inverse, out=dx)
 
     def _prepare_together(self, x: Array, together: Together) -> None:
         """Compute mean and inverse deviation of all batches; update the running sums."""
@@ -251,6 +292,8 @@ class BatchNorm(SameShape):
         mean, inverse = self.numbers.data[:2]
         if self.is_global:
             self.ops.scale_forward(dy, inverse, None, dx)
+        elif any(self.lacks):
+            self._backward_half(self.kept.data.reshape(self.view), dy, dx)
         elif self.together:
             self._backward_together(self.kept.data.reshape(self.view), dy, dx, self.together)
         else:

@@ -145,6 +145,8 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE], 1, "batch_norm_param { use_global_stats: false }"),
         ([IMAGE], 1, "batch_norm_param { scale_bias: true }"),
         ([IMAGE], 1, "batch_norm_param { scale_bias: true use_global_stats: false }"),
+        ([IMAGE], 1, "batch_norm_param { disable_mean: true eps: 0.1 }"),
+        ([IMAGE], 1, "batch_norm_param { disable_variance: true eps: 0.1 }"),
     ],
     "BN": [
         ([IMAGE], 1, ""),

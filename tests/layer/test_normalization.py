@@ -143,6 +143,49 @@ def test_batch_norm_under_its_other_name():
     check_gradient('type: "CuDNNBatchNorm"', x, params=[])
 
 
+HALVES = {"disable_mean": (False, True), "disable_variance": (True, False)}
+
+
+def half(disabled, more=""):
+    return f'type: "BatchNorm" batch_norm_param {{ {disabled}: true eps: 0.1 {more} }}'
+
+
+@pytest.mark.parametrize("phase", [TRAIN, TEST])
+@pytest.mark.parametrize("disabled", HALVES)
+def test_batch_norm_of_which_a_half_is_disabled(disabled, phase):
+    x, (subtracts, divides) = random(4, 3, 5), HALVES[disabled]
+    single = Single(half(disabled, "moving_average_fraction: 0.5") + BLOBS, x, phase=phase)
+    before = [p.copy() for p in single.params]
+    (y,) = single.forward()
+    mean, var = before[0] / before[2], before[1] / before[2]
+    if phase == TRAIN:
+        mean = x.mean((0, 2))
+        var = x.var((0, 2)) if subtracts else (x**2).mean((0, 2))
+    mean, var = mean * subtracts, (var + 0.1 if divides else np.ones(3))
+    np.testing.assert_allclose(y, (x - mean[:, None]) / np.sqrt(var)[:, None], rtol=1e-6)
+    if phase == TRAIN:
+        want = [0.5 * b for b in before[:2]] + [0.5 * before[2] + 1]
+        want[0] = want[0] + mean if subtracts else before[0]
+        want[1] = want[1] + (var - 0.1) * 20 / 19 if divides else before[1]
+        for param, value in zip(single.params, want, strict=True):
+            np.testing.assert_allclose(param, value, rtol=1e-6)
+    check_gradient(half(disabled) + BLOBS, x, params=[], phase=phase)
+    check_gradient(half(disabled) + BLOBS, x, params=[], phase=phase, in_place=True)
+
+
+def test_halves_of_batch_norm_that_do_not_fit():
+    with pytest.raises(ConfigError, match="exclude each other"):
+        Single(half("disable_mean", "scale_bias: true"), random(2, 3))
+    with pytest.raises(ConfigError, match="are for the own batch"):
+        Single(half("disable_mean"), random(2, 3)).layer.meet(lambda values: values[None])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("disabled", HALVES)
+def test_batch_norm_of_which_a_half_is_disabled_on_gpu(disabled):
+    check_plain_on_gpu(half(disabled), random(4, 3, 5), propagate_down=[True])
+
+
 @pytest.mark.parametrize(
     ("bounds", "want"),
     [
