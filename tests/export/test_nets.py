@@ -42,7 +42,7 @@ def deploy(name: str) -> NetParameter:
 
 # Of deep nets with random weights the scores are a matter of rounding, and they take long; all their
 # layers are in test_layers.py. Detectors choose boxes by such scores.
-DEEP = {"densenet121", "digits_ssd", "mobilenet_v2", "se_resnet50"}
+DEEP = {"densenet121", "digits_ssd", "mobilenet_v2", "se_resnet50", "segnet"}
 
 
 @pytest.mark.parametrize("name", sorted(set(models.names()) - DEEP))

@@ -68,7 +68,9 @@ def tops(layer: LayerParameter, bottoms: list[Shape], s: Sizes) -> list[Shape]:
             return [(*x[:2], *size)] * len(layer.top)
         case "Upsample":
             assert bottoms[1] == x
-            return [(*x[:2], *(layer.upsample_param.scale * d for d in x[2:]))]
+            p = layer.upsample_param
+            size = p.upsample_h, p.upsample_w
+            return [(*x[:2], *(size if all(size) else (p.scale * d for d in x[2:])))]
         case "BatchNorm":
             s.params[layer.name + "[kept]"] = [(x[1],), (x[1],), (1,)]
             return [x]

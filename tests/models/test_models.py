@@ -28,6 +28,7 @@ PARAMETERS = {
     "mobilenet_v2": 3_504_872,
     "resnet50": 25_557_032,
     "se_resnet50": 28_088_024,
+    "segnet": 29_441_419,
     "shufflenet_v2": 2_278_604,
     "vgg16": 138_357_544,
 }
@@ -103,6 +104,14 @@ SHAPES = {
         "conv5_3_1x1_up": (2048, 1, 1),
         "conv5_3": (2048, 7, 7),
         "classifier": (1000,),
+    },
+    "segnet": {
+        "pool4": (512, 23, 30),
+        "pool5_mask": (512, 12, 15),
+        "pool5_D": (512, 23, 30),
+        "conv4_1_D": (256, 45, 60),
+        "pool1_D": (64, 360, 480),
+        "conv1_1_D": (11, 360, 480),
     },
     "shufflenet_v2": {
         "pool1": (24, 56, 56),
@@ -216,11 +225,12 @@ def test_solver_and_net_agree(name: str) -> None:
     assert param.net == "train_val.prototxt"
     assert param.snapshot_prefix == name
     test_batch = next(
-        layer.data_param.batch_size
+        layer.data_param.batch_size or layer.dense_image_data_param.batch_size
         for layer in net.layer
         if layer.include and layer.include[0].phase == TEST
     )
     few = {"digits": 297, "digits_seg": 150, "lenet": 10_000, "cifar10_quick": 10_000}
+    few["segnet"] = 233
     pictures = few.get(name, 50_000)
     assert param.test_iter == [pictures // test_batch]
     assert param.test_iter[0] * test_batch == pictures
