@@ -109,7 +109,7 @@ _ENUM_VALUES = dict.fromkeys(
 
 _LAYERS = {
     "NVCaffe": "DetectNetTransformation TRT",
-    "SSD": "BoxData MnActivation",
+    "Intel Caffe": "BoxData MnActivation",
     "PSPNet": "BiasChannel DenseCRF DomainTransform MatRead MatWrite UniqueLabel",
     "C3D": "DownSampling VideoSegmentationData VideoWithVoxelTruthData VolumeData VoxelCustomLoss",
     "FlowNet": "BlackAugmentation CustomData DataAugmentation FlowAugmentation "
