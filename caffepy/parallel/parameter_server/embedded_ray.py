@@ -1,11 +1,12 @@
 """EmbeddedRay: a cluster of Ray of one node, which ends with the process that started it.
 
-    this process --pipe--> keeper --> gcs_server, raylet --> servers, workers, agents of Ray
+    this process --pipe--> keeper --> starter --> gcs_server, raylet --> servers, workers, agents
 
-The keeper starts Ray's processes and reads the pipe, which ends with this process, however that
-dies. Then it kills all its descendants, also those whose parents have died (on Linux they become
-its children), and removes their folder. It is in a session of its own: a signal to the group of
-this process, as from a terminal or `timeout`, does not end what a last snapshot needs.
+The keeper reads the pipe, which ends with this process, however that dies. Then it kills all its
+descendants, also those whose parents have died (on Linux they become its children), and removes
+their folder. It knows nothing of Ray, whose code may keep Python's lock for long. It is in a
+session of its own: a signal to the group of this process, as from a terminal or `timeout`, does not
+end what a last snapshot needs.
 """
 
 import ctypes
@@ -13,13 +14,12 @@ import logging
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import ExitStack, suppress
-from typing import Any
 
 from caffepy.core.errors import SyncError
 from caffepy.core.events import asked_to_end
@@ -106,6 +106,18 @@ def keep() -> None:
     folder, cpus, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    starter = os.fork()
+    if not starter:
+        _start(folder, cpus, store)
+    os.close(1)  # so that the end of the starter is seen
+    while os.read(0, 1024):
+        pass
+    _end(starter)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(folder: str, cpus: int, store: int) -> None:
+    """Start Ray's processes; write their address to stdout, and wait to be killed."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray's own code prints
     import ray._private.node as ray_node
@@ -113,41 +125,41 @@ def keep() -> None:
 
     # Ray's switch for systems on which it serves one host only: if off, it binds to 127.0.0.1
     ray_constants.ENABLE_RAY_CLUSTER = False
-    end = threading.Thread(target=_end_at_eof, args=(folder,))
-    end.start()
-    try:
-        params = parameter.RayParams(
-            num_cpus=cpus, object_store_memory=store, include_dashboard=False, temp_dir=folder
-        )
-        node = ray_node.Node(
-            params, head=True, shutdown_at_exit=False, spawn_reaper=False, ray_init_cluster=True
-        )
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        _end_descendants()
-        os._exit(1)
+    params = parameter.RayParams(
+        num_cpus=cpus, object_store_memory=store, include_dashboard=False, temp_dir=folder
+    )
+    node = ray_node.Node(
+        params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True
+    )
     out.write(f"{node.gcs_address}\n")
-    out.close()
-    end.join()
+    out.flush()
+    while True:
+        signal.pause()
 
 
-def _end_at_eof(folder: str) -> None:
-    with suppress(OSError):
-        while os.read(0, 1024):
-            pass
-    _end_descendants()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
-
-
-def _end_descendants() -> None:
-    """Kill all descendants of this process, and those that they start meanwhile."""
-    import psutil  # Ray's own copy
-
+def _end(starter: int) -> None:
+    """Kill all descendants of this process, and those that they start meanwhile. Without /proc,
+    Ray's processes end by themselves after the one that started them.
+    """
     until = time.monotonic() + ENDING / 2
-    this: Any = psutil.Process()
-    while (left := this.children(recursive=True)) and time.monotonic() < until:
-        for process in left:
-            with suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(left, timeout=0.5)
+    while time.monotonic() < until:
+        for process in _descendants() or {starter}:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:  # none is left
+            return
+        time.sleep(0.02)
+
+
+def _descendants() -> set[int]:
+    parents = {}
+    for name in os.listdir("/proc") if sys.platform == "linux" else ():
+        with suppress(OSError, ValueError), open(f"/proc/{int(name)}/stat") as file:
+            parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+    found = {os.getpid()}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {os.getpid()}

@@ -309,7 +309,7 @@ class RayEngine:
             if line.handle is None:
                 line.waiting.append((future, method, arguments))
                 if len(line.waiting) == 1:
-                    self._names.submit(self._find, actor)
+                    self._later(self._find, actor)
             else:
                 self._send(actor, line, future, method, arguments)
         return future
@@ -321,7 +321,7 @@ class RayEngine:
 
     def kill(self, actor: str) -> None:
         """End an actor's process at once, if it lives; Ray does not start it again."""
-        self._names.submit(self._kill, actor)
+        self._later(self._kill, actor)
 
     # beyond the Engine
 
@@ -335,7 +335,7 @@ class RayEngine:
         """Start an actor that is what `make` returns for its own engine, with options of Ray. It
         ends when nobody has called it for `orphaned` seconds.
         """
-        self._names.submit(self._start, name, make, orphaned, options)
+        self._later(self._start, name, make, orphaned, options)
 
     def names(self) -> list[str]:
         """As `messages.Engine.names`."""
@@ -421,7 +421,7 @@ class RayEngine:
         """
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
-        self._names.submit(self._start_worker, number, future, function, arguments, resources or {})
+        self._later(self._start_worker, number, future, function, arguments, resources or {})
         return future
 
     def close(self) -> None:
@@ -463,6 +463,11 @@ class RayEngine:
         with contextlib.suppress(self._ray.exceptions.RayError):
             for name in self.names():
                 self._kill(name)
+
+    def _later(self, work: Callable[..., object], *arguments: object) -> None:
+        """Do this in the thread for what needs Ray's store of names, unless all is at its end."""
+        with contextlib.suppress(RuntimeError):
+            self._names.submit(work, *arguments)
 
     # calls
 
