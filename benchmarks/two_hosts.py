@@ -132,7 +132,7 @@ def ray(folder: str) -> Iterator[None]:
     start = [os.path.join(os.path.dirname(sys.executable), "ray"), "start"]
     start += ["--object-store-memory=2000000000"]
     address = HOSTS[FIRST]
-    head = ["--head", "--port=6379", "--include-dashboard=false", "--num-cpus=0"]
+    head = ["--head", "--port=6379", "--include-dashboard=false", "--num-cpus=1"]
     starts = {
         FIRST: [*start, *head, f"--node-ip-address={address}", f"--temp-dir={folder}"],
         SECOND: [

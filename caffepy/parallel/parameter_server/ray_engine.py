@@ -19,6 +19,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -293,6 +294,7 @@ class RayEngine:
         self._names = ThreadPoolExecutor(1, "caffepy-ray")
         self._closed = False
         self._is_owner = False  # of the coordinator, and so of all servers
+        self._places: dict[str, str] = {}  # the nodes of the servers that this process started
         self._away = 0.0  # seconds since the store answered
 
     # the Engine
@@ -316,8 +318,7 @@ class RayEngine:
 
     def spawn_server(self, name: str) -> None:
         """Start a `Server` under this name, on the node that has the fewest."""
-        make = functools.partial(Server, name)
-        self.spawn(name, make, lifetime="detached", scheduling_strategy="SPREAD")
+        self._later(self._start_server, name)
 
     def kill(self, actor: str) -> None:
         """End an actor's process at once, if it lives; Ray does not start it again."""
@@ -380,10 +381,13 @@ class RayEngine:
             )
 
     def spawn_coordinator(self, servers: int, replicas: int, deadline: float = 10.0) -> None:
-        """Start a `Coordinator`; Ray starts it again when it dies."""
+        """Start a `Coordinator` on this process's node: the death of another host does not end it.
+        Ray starts it again when it dies.
+        """
         self._is_owner = True
         make = functools.partial(Coordinator, servers=servers, replicas=replicas, deadline=deadline)
-        self.spawn(COORDINATOR, make, max_restarts=-1)
+        node = self._ray.get_runtime_context().get_node_id()
+        self.spawn(COORDINATOR, make, max_restarts=-1, scheduling_strategy=self._on(node))
 
     def spawn_detached(self, servers: int, replicas: int, deadline: float) -> None:
         """Start a `DetachedCoordinator`, which outlives this process."""
@@ -552,6 +556,20 @@ class RayEngine:
         except (ValueError, self._ray.exceptions.RayError) as error:
             log.error("Ray did not start %s: %s", name, error)  # calls do not find it
 
+    def _start_server(self, name: str) -> None:
+        nodes = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+        servers = Counter(self._places.values())
+        node = self._places[name] = min(nodes, key=lambda node: servers[node])
+        make = functools.partial(Server, name)
+        self._start(
+            name, make, ORPHANED, {"lifetime": "detached", "scheduling_strategy": self._on(node)}
+        )
+
+    def _on(self, node: str) -> Any:
+        """Return the strategy that starts an actor on this node: a soft one may take another."""
+        strategies = self._ray.util.scheduling_strategies
+        return strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+
     def _start_worker(
         self,
         number: int,
@@ -593,6 +611,7 @@ class RayEngine:
         line.handle = handle  # for `kill`, and because a process ends when its last handle goes
 
     def _kill(self, actor: str) -> None:
+        self._places.pop(actor, None)
         line = self._lines.get(actor)
         with contextlib.suppress(ValueError, self._ray.exceptions.RayError):
             handle = line.handle if line and line.handle else self._ray.get_actor(actor)
