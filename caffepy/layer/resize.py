@@ -242,7 +242,11 @@ class Unpooling(Layer):
                 self.buffer(x, np.int64) for x in ((n * c, 1), (1, prod(size)))
             )
             self.rows.host_data[...] = np.arange(n * c)[:, None]
-            self.places.host_data[...] = np.add.outer(starts[0] * out[1], starts[1]).reshape(1, -1)
+            own = np.add.outer(starts[0] * out[1], starts[1]).reshape(1, -1)
+            self.places.host_data[...] = own
+            _, last = np.unique(own[0, ::-1], return_index=True)  # of those that share a place
+            self.kept = self.buffer(last.shape, np.int64)
+            self.kept.host_data[...] = prod(size) - 1 - last
             return
         # the elements of the window of each value: the first of them, and how many there are
         counts = [
@@ -283,7 +287,10 @@ class Unpooling(Layer):
             self.outside.note(~((places >= 0) & (places < end)), places)
             self.outside.check()
         rows, columns = self.indices(bottom, end)
-        y.reshape(len(rows), -1)[rows, columns] = x.reshape(len(rows), -1)
+        values = x.reshape(len(rows), -1)
+        if len(bottom) == 1:
+            columns, values = columns[:, self.kept.data], values[:, self.kept.data]
+        y.reshape(len(rows), -1)[rows, columns] = values
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx is dy at the value's place, also where two values share one, or the mean of dy over

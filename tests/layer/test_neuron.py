@@ -380,7 +380,8 @@ def test_on_a_gpu(case):
     x = np.round(4 * random(2, 8, 3, 5)) / 4
     if case in PLAIN:
         has_gradient = Single(text(case), x).layer.allow_force_backward(0)
-        check_plain_on_gpu(text(case), x, propagate_down=[has_gradient])
+        phase = TEST if case.endswith(" TEST") else TRAIN
+        check_plain_on_gpu(text(case), x, propagate_down=[has_gradient], phase=phase)
     else:
         check_on_gpu(text(case), x)
 

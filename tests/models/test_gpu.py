@@ -29,6 +29,9 @@ GRADIENT = {"fp32": 5e-3, "tf32": 5e-2, "bf16": 2e-1, "fp16": 1e-1}
 NORMALIZED = dict.fromkeys(LOSS, float("inf"))
 SENSITIVE = {
     "densenet121": NORMALIZED | {"fp32": 2e-2},
+    # In float32 it differs by 1e-6 from float64, so no rounding is turned into more; with fewer bits
+    # some ReLU and maxima of its small maps fall otherwise: by 5.6e-2 in tf32, 2.1e-1 in bf16.
+    "digits_seg": GRADIENT | {"tf32": GRADIENT["fp16"], "bf16": 3e-1},
     "mobilenet_v2": NORMALIZED | {"fp32": 2e-2},
     "resnet50": NORMALIZED | {"fp32": 6e-2},
     "se_resnet50": NORMALIZED | {"fp32": 2e-2},
