@@ -36,6 +36,8 @@ def decode(record: Record, mode: int = NATIVE) -> tuple[Array, int, bool]:
         raise DataError(f"not a Datum ({len(record)} bytes)") from None
     if datum.encoded:
         return decode_image(datum.data, mode), datum.label, True
+    if not datum.channels and _annotated(record):
+        raise DataError("not a Datum, but an AnnotatedDatum; the layer AnnotatedData reads it")
     return _raw_image(datum), datum.label, False
 
 
@@ -107,8 +109,10 @@ def _box(box: NormalizedBBox) -> tuple[float, float, float, float, bool]:
 
 
 def image_file(record: Record) -> bytes | None:
-    """The image file in an encoded record; None for a raw one."""
+    """The image file in an encoded record, annotated or not; None for a raw one."""
     datum = Datum.FromString(record)  # type: ignore[arg-type]  # takes a memoryview too
+    if not datum.channels and (annotated := _annotated(record)):
+        datum = annotated.datum
     return datum.data if datum.encoded else None
 
 

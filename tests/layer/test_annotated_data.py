@@ -288,6 +288,12 @@ def test_other_records_are_refused(source, folder):
         feed(folder, transform, data=f'source: "{source}" batch_size: 1').forward()
 
 
+def test_annotated_records_are_not_data(folder):
+    text = 'layer { type: "Data" data_param { source: "db" batch_size: 2 backend: LMDB } }'
+    with pytest.raises(CaffeError, match="an AnnotatedDatum; the layer AnnotatedData reads it"):
+        Feed(text, path=str(folder))
+
+
 @pytest.fixture
 def pairs(tmp_path):
     """The path of a prototxt beside lists of images whose labels are their red channel."""

@@ -1,16 +1,18 @@
 """`caffepy data show`: the content of a source of data or of a mean file."""
 
 import os
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from caffepy.core.errors import DataError
 from caffepy.core.files import check_writable
+from caffepy.data.datum import decode_annotated
 from caffepy.data.prefetch import mapped
 from caffepy.data.sources import find, open_source
 from caffepy.data.sources.base import SHOWN_NAMES, AnySource, Items, Source, Summary
+from caffepy.data.sources.databases import Database
 from caffepy.data.sources.image_list import ImageList
 from caffepy.data.transformer import load_mean
 from caffepy.data.write import unfinished
@@ -74,12 +76,12 @@ def _many(count: int, noun: str) -> str:
 
 
 class Look(NamedTuple):
-    """One record; `picture` if the contact sheet shows it."""
+    """One record; `picture` if the contact sheet shows it, labels of its boxes if it has some."""
 
     name: str
     shape: tuple[int, ...] = ()
     stored: str = ""
-    label: int = 0
+    labels: tuple[int, ...] = ()
     error: str = ""
     picture: Array | None = None
 
@@ -179,9 +181,11 @@ def _show_items(
                     continue
                 info.shapes[shape_string(one.shape)] += 1
                 info.stored[one.stored] += 1
-                info.labels[one.label] += 1
+                info.labels.update(one.labels)
+                if len(one.labels) > 1:
+                    info.facts["labels"] = "of boxes"
                 if one.picture is not None:
-                    pictures.append((one.picture, str(one.label)))
+                    pictures.append((one.picture, " ".join(map(str, one.labels))))
             advance(len(found))
     return pictures
 
@@ -189,13 +193,28 @@ def _show_items(
 def _look(source: Source, item: Any, wants_picture: bool) -> Look:
     name = source.key(item)
     try:
-        image, label = source.decode(item)
+        image, labels = _decode(source, item)
         stored = source.stored(item, image)
     except DataError as error:
         return Look(name, error=error.message.removeprefix(f"{source.path}: "))
     return Look(
-        name, image.shape, stored, label, "", grid.thumbnail(image) if wants_picture else None
+        name, image.shape, stored, labels, "", grid.thumbnail(image) if wants_picture else None
     )
+
+
+def _decode(source: Source, item: Any) -> tuple[Array, tuple[int, ...]]:
+    """The image and its label, or those of its boxes."""
+    try:
+        image, label = source.decode(item)
+        return image, (label,)
+    except DataError:
+        if isinstance(source, Database):
+            with suppress(DataError):
+                found = decode_annotated(item[1])
+                if found.type is None:
+                    return found.image, () if found.label is None else (found.label,)
+                return found.image, tuple(found.objects[:, 0].astype(int).tolist())
+        raise
 
 
 def _size(path: str) -> int:

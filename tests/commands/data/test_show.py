@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
+from caffepy import models
 from caffepy.commands.data.show import DataInfo, show
 from caffepy.core.errors import DataError, UsageError
 from caffepy.data.write import Partial, array_to_datum, write_database
@@ -256,3 +257,14 @@ def test_sheets_that_cannot_be(tmp_path: Path) -> None:
 
 def test_nothing_is_shown_of_nothing() -> None:
     assert DataInfo("LMDB", "db", 0).table() == "LMDB db: 0 records; 0 bytes"
+
+
+def test_boxes_of_annotated_records() -> None:
+    path = Path(str(models.path("digits_ssd", "solver"))).parent / "scenes_test_lmdb"
+    info = show(str(path))
+    assert (info.records, info.bad_records) == (150, 0)
+    assert info.shapes == {"1 64 64 (4096)": 150}
+    assert info.stored == {"png": 150}
+    assert sorted(info.labels) == list(range(1, 11))
+    assert info.labels.total() > 300
+    assert "labels: of boxes" in info.table()
