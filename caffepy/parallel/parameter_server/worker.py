@@ -144,6 +144,7 @@ class ServedWorkers(OuterGroup):
         self.filters = filters or Filters()
         self._rule, self._every, self._workers = rule, every, workers
         self._trainer, self._held = trainer, held
+        self._before_last_pass: _State = {}  # of a sidecar before the pass of the last loss
         self._ranges = ranges_of(solver, rule.gradients)
         self._shapes = [array.shape for array in solver.iterations.statistics.present]
         self._pulled = self._flat()
@@ -201,7 +202,8 @@ class ServedWorkers(OuterGroup):
         if error is None and self.client.worker == 0:
             self._tell(self.solver.iter, self.client.report())
             if self._trainer:
-                self._leave_behind(*self.solver.resume_state.take(), ends=True)
+                state, sidecar = self.solver.resume_state.take()
+                self._leave_behind(state, {**sidecar, **self._before_last_pass}, ends=True)
         self._detach(failed=error is not None)
         try:
             if self.client.worker == 0:
@@ -238,6 +240,19 @@ class ServedWorkers(OuterGroup):
         """Let servers that outlive this run keep what was saved."""
         if self._trainer and self.client.worker == 0:
             self._leave_behind(state, sidecar, ends=False)
+
+    def iterate(self) -> None:
+        """As `WorkerGroup.iterate`."""
+        self._before_last_pass = {}
+        self.inner.iterate()
+
+    def forward(self) -> None:
+        """As `WorkerGroup.forward`: the batch of this pass is not trained on."""
+        iterations = self.solver.iterations
+        positions = {**iterations.positions(), "workers": self.inner.positions()}
+        shown = iterations.display.state(self.solver.iter)
+        self._before_last_pass = copy.deepcopy({"positions": positions, **shown})
+        self.inner.forward()
 
     def _leave_behind(self, state: State, sidecar: dict[str, Any], ends: bool) -> None:
         position = self._leases.after(self._taken)

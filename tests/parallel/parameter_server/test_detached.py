@@ -53,8 +53,13 @@ def test_a_trainer_goes_on_where_the_last_one_has_ended(
 ) -> None:
     """To the bit, and so does a run that resumes from the snapshot of the servers."""
     given: dict[str, Any] = {"filters": filters, "solvers": solvers}
+
+    def finish(served: Served, solver: Solver, number: int) -> None:
+        if number == 0:
+            solver._finish()  # a pass that shows the last loss
+
     want = Served(2, TEXTS[case], rule, 3, **given)
-    Served(2, TEXTS[case], rule, 3, until=HALF, servers=servers, **given)
+    Served(2, TEXTS[case], rule, 3, until=HALF, servers=servers, work=finish, **given)
     status = ask(servers, "status")
     assert (status.iteration, status.clock, status.members) == (HALF, HALF // 3, ())
     state = write(ask(servers, "held"), str(tmp_path / "digits"))
