@@ -44,8 +44,14 @@ _VOXELS = frozenset({"VideoSegmentationData", "VideoWithVoxelTruthData"})
 _FRAMES = 16
 """The length of volumes that a net does not state."""
 
-_BOXES = 8
-"""Boxes of a batch that stand for those of AnnotatedData."""
+_BOXES = 2
+"""Boxes of an image that stand for those of AnnotatedData."""
+
+_TRUTHS = 8
+"""Boxes of the image of Faster R-CNN."""
+
+_OF_ONE_IMAGE = "im_info", "gt_boxes"
+"""Its tops with sizes and true boxes."""
 
 _REGIONS = 128
 """Regions of interest that stand for those of an image."""
@@ -81,34 +87,39 @@ def synthetic(
 
     They are drawn once, so that they cost nothing from the second pass on. The first top has the
     images, others labels, boxes or what their names say. `batch` replaces the batch size of every
-    data layer. `image` is the shape (C, H, W); without it the layer must state one, as by its
-    crop_size, else `guess` has it, else ConfigError. With a `guess`, Python layers without bottoms
-    count as layers that read data. Labels lie in [0, classes) and are whole numbers once a loss has
-    truncated them.
+    data layer but Faster R-CNN's, which has one image. `image` is the shape (C, H, W); without it
+    the layer must state one, as by its crop_size, else `guess` has it, else ConfigError. With a
+    `guess`, all Python layers without bottoms count as layers that read data. Labels lie in
+    [0, classes) and are whole numbers once a loss has truncated them.
     """
     copy = NetParameter()
     copy.CopyFrom(net)
     for layer in copy.layer:
         where = _SOURCES.get(layer.type, _MEMORY if layer.memory_data_param.source else "")
-        reads = where or _is_python_source(layer)
+        reads = where or _is_python_source(layer, guess)
         if layer.type == "DetectionOutput":  # its files name the images of the data
             layer.detection_output_param.ClearField("save_output_param")
         elif layer.type == "DetectionEvaluate":
             layer.detection_evaluate_param.ClearField("name_size_file")
-        if not where and not (guess and reads):
+        if not reads:
             if guess and layer.type == "Input" and not layer.input_param.shape:
                 for _ in layer.top:
                     layer.input_param.shape.add(dim=[1, *(image or guess.image)])
             continue
         dummy = DummyDataParameter()
         source = getattr(layer, where or "data_param")
-        size = batch or getattr(source, "batch_size", 0) or 1
+        size = (batch if where else 0) or getattr(source, "batch_size", 0) or 1
         shape = list(image or _image(layer, guess))
         for i, top in enumerate(layer.top):
             dims = _boxes(net, top, size) if i and layer.type != "AnnotatedData" else None
-            dummy.shape.add(dim=dims or _top_shape(layer, i, size, shape, guess))
+            dims = dims or _top_shape(layer, i, size, shape, guess)
+            dummy.shape.add(dim=dims)
             if i == 0 and not _is_label(net, top):
                 dummy.data_filler.add(type="gaussianstatic", std=1)
+            elif dims == _truths(size) or (layer.type == "Python" and top in _OF_ONE_IMAGE):
+                low, high = _true_classes(net, layer, top)
+                value = size if where else min(shape[-2:])
+                dummy.data_filler.add(type="truthsstatic", min=low, max=high, value=value)
             else:
                 dummy.data_filler.add(type="uniformstatic", min=0, max=_classes(net, top) - 0.01)
         layer.type = "DummyData"
@@ -126,8 +137,10 @@ def image_shape(name: str) -> tuple[int, ...]:
     return tuple(read_net(deploy).layer[0].input_param.shape[0].dim[1:])
 
 
-def _is_python_source(layer: LayerParameter) -> bool:
-    return layer.type == "Python" and not layer.bottom
+def _is_python_source(layer: LayerParameter, guess: Guess | None) -> bool:
+    """True for py-faster-rcnn's layer that reads data, with a guess for any without bottoms."""
+    known = layer.python_param.module == "roi_data_layer.layer"
+    return layer.type == "Python" and not layer.bottom and (known or guess is not None)
 
 
 def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
@@ -170,14 +183,12 @@ def _top_shape(
 ) -> list[int]:
     """The shape of a top: images, then what the type or the names of layer and top say."""
     name, inside = layer.top[i], image[-2:]
-    if _is_python_source(layer):
+    if layer.type == "Python":
         other = guess is not None and guess.other_labels
         if shape := _region_top(name, layer.python_param.param_str, other):
             return shape
     elif layer.type == "AnnotatedData" and i == 1:
-        return (
-            [batch, 1, 300, 5] if layer.annotated_data_param.yolo_data_type else [1, 1, _BOXES, 8]
-        )
+        return [batch, 1, 300, 5] if layer.annotated_data_param.yolo_data_type else _truths(batch)
     elif layer.type == "AnnotatedData" and i == 2:
         return [batch, 1, *inside]
     elif layer.type == "BoxData" and i:
@@ -198,16 +209,20 @@ def _boxes(net: NetParameter, name: str, batch: int) -> list[int] | None:
     types = {layer.type for layer in net.layer if name in layer.bottom[1:2]}
     if types & _READ_YOLO_BOXES:
         return [batch, 1, 300, 5]
-    return [1, 1, _BOXES, 8] if types & _READ_BOXES else None
+    return _truths(batch) if types & _READ_BOXES else None
+
+
+def _truths(batch: int) -> list[int]:
+    """The shape of AnnotatedData's true boxes."""
+    return [1, 1, _BOXES * batch, 8]
 
 
 def _region_top(name: str, param_str: str, agnostic: bool) -> list[int] | None:
     """The shape of a top of Fast or Faster R-CNN's data layer, by its name."""
-    found = re.search(r"num_classes'?\"?\s*:\s*(\d+)", param_str)
-    classes = 2 if agnostic else int(found[1]) if found else 21
+    classes = 2 if agnostic else _region_classes(param_str)
     shapes = {
         "im_info": [1, 3],
-        "gt_boxes": [_BOXES, 5],
+        "gt_boxes": [_TRUTHS, 5],
         "rois": [_REGIONS, 5],
         "labels": [_REGIONS, 1, 1, 1],
     }
@@ -217,6 +232,23 @@ def _region_top(name: str, param_str: str, agnostic: bool) -> list[int] | None:
 def _is_label(net: NetParameter, top: str) -> bool:
     """True for a blob that a loss compares with its first bottom: a layer of labels alone."""
     return any(top in layer.bottom[1:] for layer in net.layer if layer.type.endswith("Loss"))
+
+
+def _region_classes(param_str: str) -> int:
+    found = re.search(r"num_classes'?\"?\s*:\s*(\d+)", param_str)
+    return int(found[1]) if found else 21
+
+
+def _true_classes(net: NetParameter, layer: LayerParameter, top: str) -> tuple[int, int]:
+    """The least and the largest class of true boxes: without the background, class 0."""
+    if layer.type == "Python":
+        return 1, max(_region_classes(layer.python_param.param_str) - 1, 1)
+    for reader in net.layer:
+        loss = reader.multibox_loss_param
+        if top in reader.bottom and loss.num_classes:
+            first = 1 if loss.background_label_id == 0 else 0
+            return first, max(loss.num_classes - 1, first)
+    return 1, 1
 
 
 def _classes(net: NetParameter, label: str) -> int:

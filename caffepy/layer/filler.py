@@ -96,6 +96,35 @@ def bilinear(array: Array, param: FillerParameter, rng: np.random.Generator) -> 
     array[...] = np.outer(hat, hat)
 
 
+@fillers("truthsstatic")
+def truths(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
+    """Made-up true boxes with whole classes of min to max, in the rows that detectors read.
+
+    Rows of 8 are AnnotatedData's, spread over `value` images: image, class, instance, corners in
+    parts of the image, difficult. Rows of 5 are RoIDataLayer's: corners in an image of `value` x
+    `value` pixels, class. Rows of 3 are that image's height, width and scale. Sides are 0.1 to 0.6
+    of the image's.
+    """
+    rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
+    sides = rng.uniform(0.1, 0.6, (len(rows), 2))
+    low = rng.uniform(0, 1 - sides)
+    classes = rng.integers(int(param.min), int(param.max), len(rows), endpoint=True)
+    if rows.shape[1] == 8:
+        rows[:] = 0
+        rows[:, 0] = np.arange(len(rows)) * int(param.value) // len(rows)
+        rows[:, 1], rows[:, 3:5], rows[:, 5:7] = classes, low, low + sides
+    elif rows.shape[1] == 5:
+        rows[:, :2], rows[:, 2:4], rows[:, 4] = low, low + sides, classes
+        rows[:, :4] *= param.value - 1
+    elif rows.shape[1] == 3:
+        rows[:] = param.value, param.value, 1
+    else:
+        raise ConfigError(
+            'the filler "truthsstatic" has rows of 8, 5 or 3 numbers, not '
+            f"{shape_string(array.shape)}"
+        )
+
+
 def fan(shape: tuple[int, ...], param: FillerParameter) -> float:
     """Inputs of one output, outputs of one input or their mean, as variance_norm says.
 

@@ -18,6 +18,7 @@ from caffepy.net.weights import load_weights
 from caffepy.proto.caffe_pb2 import TEST, NetParameter
 from caffepy.proto.text import read_net
 
+from ..models.test_detectors import DETECTORS
 from .models import compare, model_of, randomize
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "digits"
@@ -42,7 +43,7 @@ def deploy(name: str) -> NetParameter:
 
 # Of deep nets with random weights the scores are a matter of rounding, and they take long; all their
 # layers are in test_layers.py. Detectors choose boxes by such scores.
-DEEP = {"densenet121", "digits_ssd", "mobilenet_v2", "se_resnet50", "segnet"}
+DEEP = {"densenet121", "digits_ssd", "mobilenet_v2", "se_resnet50", "segnet", *DETECTORS}
 
 
 @pytest.mark.parametrize("name", sorted(set(models.names()) - DEEP))

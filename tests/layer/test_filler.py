@@ -89,7 +89,9 @@ def test_random_fillers_follow_the_generator(name):
     assert (filled(text, 4, 5) != filled(text, 4, 5, seed=1)).any()
 
 
-@pytest.mark.parametrize("name", [name for name in fillers if not name.startswith("bilinear")])
+@pytest.mark.parametrize(
+    "name", [name for name in fillers if not name.startswith(("bilinear", "truths"))]
+)
 def test_scalars_can_be_filled(name):
     assert np.isfinite(filled(f'type: "{name}"'))
 
@@ -117,3 +119,15 @@ def test_scalars_can_be_filled(name):
 def test_what_cannot_be_filled_is_refused(text, shape, message):
     with pytest.raises(ConfigError, match=message):
         filled(text, *shape)
+
+
+def test_truths_have_rows_of_three_kinds():
+    rows = filled('type: "truthsstatic" min: 2 max: 2 value: 3', 1, 1, 4, 8)[0, 0]
+    np.testing.assert_array_equal(rows[:, :3], [[0, 2, 0], [0, 2, 0], [1, 2, 0], [2, 2, 0]])
+    assert np.all((rows[:, 3:5] >= 0) & (rows[:, 5:7] <= 1) & (rows[:, 5:7] > rows[:, 3:5]))
+    boxes = filled('type: "truthsstatic" min: 1 max: 3 value: 100', 50, 5)
+    assert set(boxes[:, 4]) == {1, 2, 3}
+    assert np.all((boxes[:, :2] >= 0) & (boxes[:, 2:4] <= 99))
+    np.testing.assert_array_equal(filled('type: "truthsstatic" value: 100', 1, 3), [[100, 100, 1]])
+    with pytest.raises(ConfigError, match="rows of 8, 5 or 3 numbers, not 2 4 "):
+        filled('type: "truthsstatic"', 2, 4)

@@ -14,24 +14,26 @@ from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.models.synthetic import image_shape, synthetic
 from caffepy.net import Net
-from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
+from caffepy.proto.caffe_pb2 import TRAIN, MultiBoxLossParameter, NetParameter
 
 BATCH = 4
-# For digits_ssd made-up labels are no boxes; segnet takes minutes on the CPU, digits_seg has its layers.
-NETS = sorted({*models.names()} - {"digits_ssd", "segnet"})
+# Rounding changes the proposals of faster_rcnn_vgg16; segnet takes minutes on the CPU, digits_seg has its layers.
+NETS = sorted({*models.names()} - {"faster_rcnn_vgg16", "segnet"})
 LOSS = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}
 # ||gpu - cpu|| / ||cpu|| over the gradient of all parameters: the same sums in another order, factors and activations
 # of fewer bits. vgg16's differ most: by 5.1e-2 in fp16, and by 5.02e-2 in tf32 with the plans that are taken untimed.
 GRADIENT = {"fp32": 5e-3, "tf32": 5e-2, "bf16": 2e-1, "fp16": 1e-1}
 # At their first weights nets of many BatchNorm turn rounding into far more: on the CPU gradients in
-# float32 and in float64 differ by 2.5e-2 (resnet50), 1.0e-2 (shufflenet_v2), 8.7e-3 (se_resnet50),
-# 6.3e-3 (densenet121) and 3.6e-3 (mobilenet_v2), so those of fewer bits say nothing.
+# float32 and in float64 differ by 2.5e-2 (resnet50), 1.6e-2 (mobilenet_ssd), 1.0e-2 (shufflenet_v2),
+# 8.7e-3 (se_resnet50), 6.3e-3 (densenet121) and 3.6e-3 (mobilenet_v2), so those of fewer bits say
+# nothing.
 NORMALIZED = dict.fromkeys(LOSS, float("inf"))
 SENSITIVE = {
     "densenet121": NORMALIZED | {"fp32": 2e-2},
     # In float32 it differs by 1e-6 from float64, so no rounding is turned into more; with fewer bits
     # some ReLU and maxima of its small maps fall otherwise: by 5.6e-2 in tf32, 2.1e-1 in bf16.
     "digits_seg": GRADIENT | {"tf32": GRADIENT["fp16"], "bf16": 3e-1},
+    "mobilenet_ssd": NORMALIZED | {"fp32": 4e-2},
     "mobilenet_v2": NORMALIZED | {"fp32": 2e-2},
     "resnet50": NORMALIZED | {"fp32": 6e-2},
     "se_resnet50": NORMALIZED | {"fp32": 2e-2},
@@ -51,6 +53,8 @@ def built(name: str, device: Device, fused: bool = False, scale: float = 1) -> N
     for layer in param.layer:
         if layer.type == "Dropout":  # CPU and GPU draw other numbers
             layer.dropout_param.dropout_ratio = 0
+        elif layer.type == "MultiBoxLoss":  # rounding changes which losses are the largest
+            layer.multibox_loss_param.mining_type = MultiBoxLossParameter.NONE
     net = Net(synthetic(param, BATCH, image_shape(name)), device=device)
     for blob, weight in net.blob_loss_weights.items():
         if weight:

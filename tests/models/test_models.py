@@ -14,6 +14,7 @@ from caffepy.proto.text import read_net, read_solver
 from caffepy.solver import Solver
 
 from .naive import sizes
+from .test_detectors import DETECTORS
 
 # Published totals; of googlenet with its auxiliary classifiers, in deployment without them.
 PARAMETERS = {
@@ -156,10 +157,10 @@ def without_fillers(net: NetParameter) -> NetParameter:
 
 
 def test_names() -> None:
-    assert models.names() == sorted([*NETS, "digits_ssd"])  # in test_scenes.py
+    assert models.names() == sorted([*NETS, *DETECTORS, "digits_ssd"])  # in test_scenes.py
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", models.names())
 def test_every_net_has_its_files(name: str) -> None:
     for kind in models.KINDS:
         path = Path(str(models.path(name, kind)))

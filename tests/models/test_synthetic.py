@@ -32,13 +32,16 @@ SHAPES = {
     "digits": (1, 8, 8),
     "digits_seg": (1, 64, 64),
     "digits_ssd": (1, 64, 64),
+    "faster_rcnn_vgg16": (3, 600, 800),
     "googlenet": (3, 224, 224),
     "lenet": (1, 28, 28),
+    "mobilenet_ssd": (3, 300, 300),
     "mobilenet_v2": (3, 224, 224),
     "resnet50": (3, 224, 224),
     "se_resnet50": (3, 224, 224),
     "segnet": (3, 360, 480),
     "shufflenet_v2": (3, 224, 224),
+    "ssd300_vgg16": (3, 300, 300),
     "vgg16": (3, 224, 224),
 }
 
