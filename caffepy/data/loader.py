@@ -15,7 +15,7 @@ Who calls what, on which thread:
 | | `Loader.load(batch)` | instead of `reserve`: on few cores, unless `can_reserve`, on a failure |
 | | `Loader.set_state` | to go back to a batch that could not be filled |
 | filling | the result of `reserve` | at once: decodes into `batch.room(...)`, `batch.finish` |
-| pool | `Source.decode`, `decoder` | for each image of a batch |
+| pool | `Source.decode`, `decoder`, `JointLoader.make` | for each image of a batch |
 
 "Reading" is the thread "caffepy-data" of each Reader, "filling" are its FILL_THREADS threads
 "caffepy-fill", "pool" is that of `device.threads`. `reserve` and `load` both go past the images of
