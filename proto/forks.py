@@ -15,7 +15,7 @@ _FIELDS = {
         "LayerParameter": "split_param",
         "PoolingParameter": "pad_3d kernel_size_3d stride_3d avg_include_pad axis",
         "ReshapeParameter": "pixelshuffler",
-        "SolverParameter": "disabled_update test_offset",
+        "SolverParameter": "disabled_update",
         "TransformationParameter": "random_resize_param random_aspect_ratio_param flow bgr2rgb pad",
     },
     "MobileNet-YOLO": {
@@ -64,7 +64,44 @@ _FIELDS = {
         "VideoDataParameter": "num_segments modality name_pattern",
     },
     "CaffeOnSpark": {
+        "LayerParameter": "cos_data_param",
         "MemoryDataParameter": "source dataframe_format dataframe_column_select image_encoded",
+    },
+    "MS-CNN or Cascade R-CNN": {
+        "LayerParameter": "bbox_reg_param box_group_output_param box_output_param "
+        "decode_bbox_param detection_accuracy_param detection_data_param "
+        "detection_group_accuracy_param detection_group_loss_param eval_data_param "
+        "frcnn_output_param hard_mining_param image_gt_data_param proposal_target_param "
+        "scale_route_param",
+    },
+    "MNC": {
+        "LayerParameter": "mask_pooling_param roi_warping_param",
+    },
+    "PSANet": {
+        "LayerParameter": "pointwise_spatial_attention_param",
+    },
+    "YOLO for Caffe or MS-CNN": {
+        "LayerParameter": "detection_loss_param",
+    },
+    "Frcnn": {
+        "WindowDataParameter": "config",
+    },
+    "OpenVINO": {
+        "DetectionOutputParameter": "input_height input_width",
+        "PriorBoxParameter": "height width",
+    },
+    "TextBoxes++": {
+        "PriorBoxParameter": "denser_prior_boxes",
+    },
+    "caffe-yolov2": {
+        "DetectionOutputParameter": "coords",
+    },
+    "CTPN": {
+        "LayerParameter": "transpose_param",
+        "SolverParameter": "stepearly",
+    },
+    "soeaver's": {
+        "LayerParameter": "selu_dropout_param",
     },
     "ENet": {
         "DenseImageDataParameter": "label_divide_factor",
@@ -96,6 +133,7 @@ _IGNORED = {
     "LayerParameter": "engine multinode mn_activation_param mn_grad_compress_param "
     "quantization_param",
     "NetParameter": "engine compile_net_state multinode bn_stats_batch_size mem_param",
+    "LabelMapItem": "label_id r g b",
     "MemoryDataParameter": "share_in_parallel",
     "ReLUParameter": "fuse",
     "SolverParameter": "engine group_id richness",
@@ -115,6 +153,18 @@ _LAYERS = {
     "FlowNet": "BlackAugmentation CustomData DataAugmentation FlowAugmentation "
     "GenerateAugmentationParameters",
     "YOLO for Caffe": "DetectionLoss",
+    "MobileNet-YOLO": "AssistedExcitation SegmentationEvaluate YoloSeg",
+    "Darknet's": "Mish",
+    "MS-CNN or Cascade R-CNN": "BboxAccuracy BoxGroupOutput BoxOutput DecodeBBox DetectionAccuracy "
+    "DetectionData DetectionGroupAccuracy DetectionGroupLoss EvalData FrcnnOutput HardMining "
+    "ImageGtData ProposalTarget ScaleRoute",
+    "MNC": "MaskPooling ROIWarping",
+    "PSANet": "PointwiseSpatialAttention",
+    "Frcnn": "FrcnnProposal",
+    "CaffeOnSpark": "CoSData",
+    "CTPN": "Transpose",
+    "happynear": "ChannelScale Flip InnerDistance",
+    "SSD with focal loss": "MultiBoxFocalLoss",
     "Temporal Segment Networks": "BatchReduction Scatter SegData SyncBN",
 }
 

@@ -20,10 +20,12 @@ class Interp(Layer):
     """(N, C, H, W) -> (N, C, Ho, Wo), bilinear with aligned corners (PSPNet, DeepLab).
 
     pad_beg and pad_end, 0 or less, crop both axes first. The size is height and width, or
-    (size - 1) / shrink_factor + 1, then size + (size - 1) * (zoom_factor - 1).
+    (size - 1) / shrink_factor + 1, then size + (size - 1) * (zoom_factor - 1), or with
+    use_blob_size that of a second bottom.
     """
 
     on_gpu = True
+    bottoms = (1, 2)
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -32,8 +34,11 @@ class Interp(Layer):
             raise ConfigError("interp_param: pad_beg and pad_end crop; they must be 0 or less")
         if param.shrink_factor < 1 or param.zoom_factor < 1:
             raise ConfigError("interp_param: shrink_factor and zoom_factor must be 1 or more")
+        if param.use_blob_size != (len(bottom) > 1):
+            raise ConfigError("interp_param: use_blob_size goes with a second bottom")
         factor = param.HasField("shrink_factor") or param.HasField("zoom_factor")
-        if not factor and not (param.HasField("height") and param.HasField("width")):
+        sized = factor or param.use_blob_size
+        if not sized and not (param.HasField("height") and param.HasField("width")):
             raise ConfigError(
                 "interp_param needs height and width, a shrink_factor or a zoom_factor"
             )
@@ -56,6 +61,10 @@ class Interp(Layer):
         self.cropped = [s + param.pad_beg + param.pad_end for s in size]
         given = param.height, param.width
         out = [self.target(*pair) for pair in zip(self.cropped, given, strict=True)]
+        if param.use_blob_size:
+            out = list(bottom[1].shape[2:])
+            if len(out) != 2:
+                raise ConfigError(f"Interp needs the size (N, C, H, W), not {bottom[1].shape}")
         if min(*self.cropped, *out) < 1:
             raise ConfigError(
                 f"interp_param makes {out[0]}x{out[1]} of {size[0]}x{size[1]}, cropped to "
@@ -82,7 +91,9 @@ class Interp(Layer):
             self.ops.interp_forward(self.planes(x), self.planes(y))
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """dx is the transpose of forward."""
+        """dx is the transpose of forward; the size has no gradient."""
+        if any(propagate_down[1:]):
+            bottom[1].diff.fill(0)
         if not propagate_down[0]:
             return
         dy, dx = top[0].diff, bottom[0].diff

@@ -241,7 +241,7 @@ class Solver:
                     number = self.iter
                     self.device.flush()
                     initial = number == 0 and not param.test_initialization
-                    tests = due(number, param.test_interval) and not initial
+                    tests = due(number - param.test_offset, param.test_interval) and not initial
                     if tests:
                         iterations.collect(wait=True)
                         self.update_state.begin([self.params.diff])
@@ -322,7 +322,7 @@ class Solver:
             window.add(self.iter, sum(losses) / len(losses))
             loss = window.smoothed
         self.reporter.finished(self.iter, loss)
-        if due(self.iter, self.param.test_interval):
+        if due(self.iter - self.param.test_offset, self.param.test_interval):
             self.test_all(anew=False)
         if not self.stopped:
             self.iterations.release_positions()

@@ -43,6 +43,20 @@ def place(i, size, out):
     return first, min(first + 1, size - 1), at - first
 
 
+def test_interp_to_the_size_of_a_blob():
+    text = 'type: "Interp" interp_param {{ {} }}'
+    single = Single(text.format("use_blob_size: true"), X, random(1, 2, 8, 11))
+    given = Single(text.format("height: 8 width: 11"), X)
+    (y,) = single.forward()
+    np.testing.assert_array_equal(y, *given.forward())
+    ((dx, none), _), ((want,), _) = single.backward([y]), given.backward([y])
+    np.testing.assert_array_equal(dx, want)
+    assert none.shape == (1, 2, 8, 11)
+    assert not none.any()
+    with pytest.raises(ConfigError, match="goes with a second bottom"):
+        Single(text.format("use_blob_size: true"), X)
+
+
 @pytest.mark.parametrize("case", INTERP)
 def test_interp_against_a_loop(case):
     x = X[:, :, 1:-1, 1:-1] if case == "cropped" else X

@@ -32,7 +32,7 @@ def test_no_layer_of_a_fork_is_listed_that_caffepy_has() -> None:
 
 
 def test_look_ups() -> None:
-    assert forks.fork_of_field("SolverParameter", "test_offset") == "Intel Caffe"
+    assert forks.fork_of_field("SolverParameter", "disabled_update") == "Intel Caffe"
     assert forks.fork_of_field("SolverParameter", "bn_param") is None
     assert forks.fork_of_value("SORT") == "happynear"
     assert forks.fork_of_value("CUDNN") is None

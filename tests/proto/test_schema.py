@@ -185,13 +185,15 @@ OWN |= {
         "CTCLossParameter": "output_delay blank_index preprocess_collapse_repeated "
         "ctc_merge_repeated loss_calculation_t alphabet_size time_step blank_label",
         "ContinuationIndicatorParameter": "time_step batch_size",
+        "InterpParameter": "use_blob_size",
+        "LabelMapItem": "label_id r g b",
         "UnpoolingParameter": "unpool kernel_size stride pad kernel_h kernel_w stride_h stride_w "
         "pad_h pad_w unpool_size unpool_h unpool_w",
         "V1LayerParameter": "unpooling_param",
     }.items()
     for name in names.split()
 }
-"""Those of CTC's forks and of DeconvNet."""
+"""Those of CTC's forks, of DeconvNet, of soeaver's Interp and of MobileNet-YOLO's label maps."""
 OTHER_TYPE = {("UpsampleParameter", "scale"): "int32"}
 """SegNet's is uint32."""
 NOT_TAKEN = {

@@ -73,6 +73,12 @@ def test_end_of_solve_displays_and_tests_where_they_are_due() -> None:
     ]
 
 
+def test_tests_of_intel_caffe_may_be_offset() -> None:
+    tests = "test_iter: 1 test_interval: 3 test_offset: 1 "
+    heard = events(QUIET + "max_iter: 4 " + tests)
+    assert [event for event in heard if " test 0" in event] == ["1 test 0", "4 test 0"]
+
+
 def test_iter_size_accumulates_and_counts_its_images() -> None:
     assert "0 done 12" in events(QUIET + "max_iter: 1 iter_size: 3 ")
 
