@@ -359,17 +359,19 @@ class MatMul(Layer):
             self.ops.matmul(one, other, y)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """da = dy @ b.T, db = a.T @ dy, added to the parameter."""
+        """da = dy @ b.T, db = a.T @ dy, added to the parameter; turned as the factor is."""
         second, adds = self.factor(bottom), len(bottom) == 1
         a, b = self.factors(bottom[0].data, second.data)
-        da, db = self.factors(bottom[0].diff, second.diff)
+        da, db = (x.diff.reshape(v) for x, v in zip((bottom[0], second), self.views, strict=True))
         dy = top[0].diff.reshape(self.result)
         wanted = self.param_propagate_down[0] if adds else propagate_down[1]
         for p, d in enumerate(dy):
             if propagate_down[0]:
-                self.ops.matmul(d, b[p].T, da[p])
+                left, right = (b[p], d.T) if self.turned[0] else (d, b[p].T)
+                self.ops.matmul(left, right, da[p])
             if wanted:
-                self.ops.matmul(a[p].T, d, db[p], adds)
+                left, right = (d.T, a[p]) if self.turned[1] else (a[p].T, d)
+                self.ops.matmul(left, right, db[p], adds)
 
     def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
         return self.views[0][1 if self.turned[0] else 2] * tops[0]

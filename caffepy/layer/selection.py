@@ -208,6 +208,8 @@ class Gather(Layer):
                 raise ConfigError(f"gather_param: index {index} is not below {n}, the axis' size")
         top[0].reshape((*shape[:axis], *self.outer_shape, *shape[axis + 1 :]))
         self.view = (outer * n, inner)
+        if outer * n > 1 << 24:
+            raise ConfigError(f"gather_param: {outer} x {n} rows are more than 2^24")
         rows = np.arange(outer)[:, None] * n + np.array(self.indices, np.int64)
         self.rows = self.buffer([rows.size])
         self.rows.host_data[...] = rows.reshape(-1)

@@ -274,6 +274,7 @@ def test_a_label_of_no_class_is_named():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("kind", TYPES)
 def test_margin_inner_product_on_gpu(kind):
     """With a lambda that does not depend on the pass: a capture is one, too."""
@@ -281,6 +282,7 @@ def test_margin_inner_product_on_gpu(kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("case", MATMUL)
 def test_matmul_on_gpu(case):
     arrays = [random(*shape, seed=k) for k, shape in enumerate(MATMUL[case][1])]

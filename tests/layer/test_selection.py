@@ -1,7 +1,12 @@
 import numpy as np
 import pytest
+from google.protobuf import text_format
 
 from caffepy.core.errors import ConfigError, DataError
+from caffepy.device.blob import Blob
+from caffepy.device.device import Device
+from caffepy.layer.base import create_layer
+from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
 from .harness import Single, check_golden, check_gradient, random, seeded
 from .on_gpu import check_on_gpu, check_plain_on_gpu, check_problem_on_gpu
@@ -206,6 +211,27 @@ ARGMAX = [
 def test_argmax_on_gpu(setting):
     x = random(4, 3, 5).round()
     check_plain_on_gpu(f'type: "ArgMax" argmax_param {{ {setting} }}', x, propagate_down=[False])
+
+
+def make(layer, bottom, top):
+    layer.setup(bottom, top)
+    layer.reshape(bottom, top)
+
+
+@pytest.mark.parametrize(
+    ("param", "shape", "message"),
+    [
+        ("indices: [0, 3] shape: 2", (3, 2), "index 3 is not below 3"),
+        ("indices: [0, 1] shape: 3", (3, 2), "2 indices do not fit the shape"),
+        ("indices: 0 shape: 1 axis: 1", (1 << 25, 1), "rows are more than"),
+    ],
+)
+def test_what_gather_refuses(param, shape, message):
+    text = f'type: "Gather" gather_param {{ {param} }}'
+    layer = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, Device())
+    bottom, top = [Blob(shape)], [Blob()]
+    with pytest.raises(ConfigError, match=message):
+        make(layer, bottom, top)
 
 
 @pytest.mark.gpu
