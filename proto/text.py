@@ -292,12 +292,24 @@ class _Parser:
         found = self.value if self.value.isprintable() else ascii(self.value)
         self.fail(f"expected {wanted}, not {found[:40]}")
 
+    def of_layer(self) -> str:
+        """Return the layer around the current token in words, if its name stands before it."""
+        starts = {start for *_, start in self.open}
+        around = (layer for start, layer in reversed(self.layers) if start in starts)
+        layer = next(around, None)
+        if layer is None or not layer.name:
+            return ""
+        kind = f" ({layer.type})" if isinstance(layer, LayerParameter) and layer.type else ""
+        return f' of layer "{layer.name}"{kind}'
+
     def unknown_field(self, message: Message) -> NoReturn:
         name, descriptor = self.value[:80], message.DESCRIPTOR
         said = f'unknown field "{name}" in {descriptor.name}'
         fork = fork_of_field(descriptor.name, name)
         if fork is not None:
-            self.fail(f"{said}: it is a field of {fork}, which caffepy does not have")
+            self.fail(
+                f"{said}{self.of_layer()}: it is a field of {fork}, which caffepy does not have"
+            )
         for kind, other in (("net", NetParameter), ("solver", SolverParameter)):
             is_whole = isinstance(message, (NetParameter, SolverParameter))
             if is_whole and name in _fields(other.DESCRIPTOR):
@@ -315,7 +327,7 @@ class _Parser:
         hint = nearest(name, _fields(descriptor))
         if homes and not hint:
             hint = f"; it belongs inside {', '.join(homes[:4])}{', ...' if len(homes) > 4 else ''}"
-        self.fail(said + hint)
+        self.fail(said + self.of_layer() + hint)
 
     # What may stand where.
 
@@ -463,7 +475,7 @@ class _Parser:
         return number
 
     def unknown_value(self, field: _Field, name: str) -> NoReturn:
-        said = f'unknown value "{name}" for "{field.name}"'
+        said = f'unknown value "{name}" for "{field.name}"{self.of_layer()}'
         fork = fork_of_value(name)
         if fork is not None:
             self.fail(f"{said}: it is a value of {fork}, which caffepy does not have")

@@ -203,6 +203,18 @@ ERRORS = {
         "does not have",
         "  layer { pooling_param { blobs_lr: 1 } }\n                          ^",
     ),
+    "field of a fork in a layer with a name": (
+        'layer { name: "p" type: "Pooling" pooling_param { blobs_lr: 1 } }',
+        '1:51: unknown field "blobs_lr" in PoolingParameter of layer "p" (Pooling): it is a field of '
+        "happynear, which caffepy does not have",
+        '  layer { name: "p" type: "Pooling" pooling_param { blobs_lr: 1 } }\n' + " " * 52 + "^",
+    ),
+    "value in an old layer with a name": (
+        'layers { name: "p" type: POOLS }',
+        '1:26: unknown value "POOLS" for "type" of layer "p", did you mean "POOLING"? (it takes '
+        "NONE, ABSVAL, ACCURACY, ARGMAX, BNLL, CONCAT, CONTRASTIVE_LOSS, CONVOLUTION, ...)",
+        '  layers { name: "p" type: POOLS }\n' + " " * 27 + "^",
+    ),
     "value of a fork": (
         "layer { pooling_param { pool: DEF } }",
         '1:31: unknown value "DEF" for "pool": it is a value of happynear, which caffepy does not have',
