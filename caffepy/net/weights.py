@@ -71,10 +71,11 @@ def copy_trained(net: Net, source: NetParameter) -> set[str]:
             )
         for j, (blob, proto) in enumerate(zip(blobs, layer.blobs, strict=True)):
             array, shape = binary.blob_to_array(proto), blob.shape
-            # a legacy (num, channels, height, width) is the shape padded with 1 from the left
-            is_legacy = not proto.HasField("shape") and len(shape) <= 4
+            # a legacy (num, channels, height, width), and C3D 1.0's five axes, are the shape padded
+            # with 1 from the left
+            is_legacy = not proto.HasField("shape") or array.ndim == 5
             if array.shape != shape and not (
-                is_legacy and array.shape == (1,) * (4 - len(shape)) + shape
+                is_legacy and array.shape == (1,) * (array.ndim - len(shape)) + shape
             ):
                 raise ConfigError(
                     f"Cannot copy param {j} weights from layer '{layer.name}'; shape mismatch.  "

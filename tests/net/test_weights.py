@@ -132,6 +132,14 @@ def test_numbers_of_blobs_that_differ() -> None:
         weights.copy_trained(net_of(TEXT), proto)
 
 
+def test_five_axes_of_c3d_are_right_aligned() -> None:
+    source, net = filled(), net_of(TEXT)
+    proto = weights.to_proto(source)
+    proto.layer[1].blobs[0].shape.dim[:] = [1, 1, 1, 5, 3]
+    weights.copy_trained(net, proto)
+    np.testing.assert_array_equal(net.params[0].data, source.params[0].data)
+
+
 @pytest.mark.parametrize(
     ("legacy", "fits"), [((1, 1, 5, 3), True), ((1, 5, 3, 1), False), ((1, 1, 3, 5), False)]
 )
