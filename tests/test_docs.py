@@ -262,7 +262,7 @@ def flags_of(command: click.Command) -> set[str]:
 def test_links_lead_somewhere(document: str) -> None:
     for target in re.findall(r"\]\((?!https:)([^)]+)\)", text_of(document)):
         path, _, heading = target.partition("#")
-        there = (ROOT / document).parent / path
+        there = (ROOT / document).parent / path if path else ROOT / document
         assert there.exists(), target
         if heading:
             headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
