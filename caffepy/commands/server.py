@@ -7,6 +7,7 @@ Where it is killed they go on, until another takes them up or nobody has used th
 import logging
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -91,7 +92,8 @@ def serve(options: ServerOptions) -> ServerResult:
     """
     options.check()
     clean(options.prefix)
-    signals = Signals("stop", "stop", "stop", then="The servers end with a snapshot")
+    hangup = "none" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else "stop"  # of nohup
+    signals = Signals("stop", hangup, "stop", then="The servers end with a snapshot")
     with signals, _connected(options, shared=True) as engine:
         signals.listen()
 

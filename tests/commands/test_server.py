@@ -138,13 +138,22 @@ def test_a_signal_ends_servers_with_a_snapshot_of_what_they_hold(
 
 
 def test_servers_that_held_nothing_end_without_a_snapshot(engine: Engine, tmp_path: Path) -> None:
+    """Those under nohup do not end with the terminal."""
+
     def end_them() -> None:
         await_servers(engine)
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.2)
+        assert not engine.ask("status").stopping
         os.kill(os.getpid(), signal.SIGTERM)
 
-    end = beside(end_them)
-    assert serve(OPTIONS) == ServerResult(None, stopped=True)
-    end()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        end = beside(end_them)
+        assert serve(OPTIONS) == ServerResult(None, stopped=True)
+        end()
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert list(tmp_path.iterdir()) == []
 
 
