@@ -3,8 +3,9 @@
 With the channels last, the levels of candidates of a forward are:
 
     Convolution.forward                            key in the tuned plans
-    +- "... small": cuDNN, or a kernel for small convolutions
+    +- "... small", "... depthwise": cuDNN, or kernels of our own
        +- small_convolution: the best tilings by estimated cycles
+       +- depthwise: each channel by itself
        +- cuDNN, "... ways": how weights and image are arranged for it (filters.py)
           |     plain        weights (O, kernel, C/g)
           |     dense        few groups as one, with zeros between them
@@ -31,7 +32,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.core.errors import DeviceError
-from caffepy.ops.cuda import autotune, graphs, small_convolution
+from caffepy.ops.cuda import autotune, depthwise, graphs, small_convolution
 from caffepy.ops.cuda.autotune import Make, Run
 from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
 from caffepy.ops.cuda.blas import add_into
@@ -238,7 +239,8 @@ class _ChannelsLast:
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         self.geometry, self.dtype = geometry, np.dtype(dtype)
         self._ways = _arrangements(geometry, dtype)
-        self._small = small_convolution.suits(geometry, dtype)
+        own = (small_convolution, "small"), (depthwise, "depthwise")
+        self._own = next((each for each in own if each[0].suits(geometry, dtype)), None)
         self._used: list[_Arrangement] = []
         self._runs: dict[Any, Run] = {}
         self._last_forward: _Arrangement | None = None  # whose weights are those of the last one
@@ -249,35 +251,42 @@ class _ChannelsLast:
         key = b is not None, relu
         if key not in self._runs:
             what = _with_bias(relu) if b is not None else "forward"
-            small = partial(small_convolution.forward, relu=relu)
             cudnn = partial(self._cudnn_forward, x, w, b, y, relu)
-            self._runs[key] = self._cudnn_or_small(what, cudnn, small, (x, w, b, y))
+            make = self._own and partial(self._own[0].forward, relu=relu)
+            self._runs[key] = self._cudnn_or_own(what, cudnn, make, (x, w, b, y))
         self._last_forward = None
         self._runs[key](x, w, b, y)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         key = "backward_data"
         if key not in self._runs:
-            small, arrays = small_convolution.backward_data, (dy, w, dx)
+            arrays = dy, w, dx
             cudnn = partial(self._cudnn_backward_data, *arrays)
-            self._runs[key] = self._cudnn_or_small(key, cudnn, small, arrays)
+            make = self._own and self._own[0].backward_data
+            self._runs[key] = self._cudnn_or_own(key, cudnn, make, arrays)
         self._runs[key](dy, w, dx)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
         key = "backward_weight bias" if db is not None else "backward_weight"
         if key not in self._runs:
-            small = small_convolution.backward_weight
+            make = self._own and self._own[0].backward_weight
             scratch = [None if a is None else cupy.zeros_like(a) for a in (dw, db)]
             cudnn = partial(self._cudnn_backward_weight, x, dy)
-            self._runs[key] = self._cudnn_or_small(key, cudnn, small, (x, dy, *scratch))
+            self._runs[key] = self._cudnn_or_own(key, cudnn, make, (x, dy, *scratch))
         self._runs[key](x, dy, dw, db)
 
-    def _cudnn_or_small(
-        self, what: str, cudnn: Make, small: Callable[..., list[Make]], arguments: Sequence[Any]
+    def _cudnn_or_own(
+        self,
+        what: str,
+        cudnn: Make,
+        own: Callable[..., list[Make]] | None,
+        arguments: Sequence[Any],
     ) -> Run:
-        """Return the fastest of cuDNN and the kernels for small convolutions."""
-        candidates = [cudnn, *(small(self.geometry, self.dtype) if self._small else [])]
-        found = autotune.fastest(f"{what} small {self.geometry}", self.dtype, candidates, arguments)
+        """Return the fastest of cuDNN and the kernels of our own, if they suit."""
+        candidates = [cudnn, *(own(self.geometry, self.dtype) if own else [])]
+        kind = self._own[1] if self._own else "small"
+        name = f"{what} {kind} {self.geometry}"
+        found = autotune.fastest(name, self.dtype, candidates, arguments)
         assert found is not None
         return found[1]
 
