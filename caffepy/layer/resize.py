@@ -126,7 +126,7 @@ class Upsample(Layer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.upsample_param
-        self.by_place = len(bottom) > 1
+        self.by_place = self.backward_reads_bottom = len(bottom) > 1
         scale = param.scale if param.HasField("scale") else 2 if self.by_place else 1
         self.scales = [
             getattr(param, name) if param.HasField(name) else scale
@@ -226,6 +226,7 @@ class Unpooling(Layer):
         self.given = size if min(size) > 0 else None
         self.method = param.unpool
         self.moves = self.method == UnpoolingParameter.MAX
+        self.backward_reads_bottom = len(bottom) > 1
         if self.method == UnpoolingParameter.TILE:
             log.info("Unpooling: its gradient is the mean over the window, as in the fork")
         self.outside = self.error_flag(

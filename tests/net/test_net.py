@@ -106,8 +106,10 @@ def test_the_param_of_another_type_is_told() -> None:
 
 
 def test_layer_type_of_a_fork() -> None:
-    with pytest.raises(ConfigError, match=r'layer "p".*layer type "PriorBox" is one of .*SSD'):
-        net_of(INPUT + 'layer { name: "p" type: "PriorBox" bottom: "x" top: "p" }')
+    with pytest.raises(
+        ConfigError, match=r'layer "p".*layer type "UniqueLabel" is one of .*PSPNet'
+    ):
+        net_of(INPUT + 'layer { name: "p" type: "UniqueLabel" bottom: "x" top: "p" }')
 
 
 def test_values_that_overflow_give_no_warning() -> None:
