@@ -5,7 +5,7 @@ The interface is that of small_convolution: lists of candidates for the autotune
 """
 
 from collections.abc import Sequence
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -35,19 +35,18 @@ def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
         and tuple(geometry.w[2:]) == (3, 3)
         and tuple(geometry.dilation) == (1, 1)
         and tuple(geometry.stride) in ((1, 1), (2, 2))
-        and channels % _width(dtype) == 0
+        and channels % 2 == 0
         and max(prod(geometry.x), prod(geometry.y)) < 1 << 30
     )
 
 
-def _width(dtype: DTypeLike) -> int:
-    """Return the channels of a thread: 16 bytes."""
-    return 16 // np.dtype(dtype).itemsize
+def _width(channels: int, dtype: DTypeLike) -> int:
+    """Return the channels of a thread: 16 bytes, or fewer where that does not divide them."""
+    return gcd(channels, 16 // np.dtype(dtype).itemsize)
 
 
 def _name(name: str, dtype: DTypeLike, *numbers: int) -> str:
-    values = ", ".join(map(str, (_width(dtype), *numbers)))
-    return f"{name}<{TYPES[np.dtype(dtype).name]}, {values}>"
+    return f"{name}<{TYPES[np.dtype(dtype).name]}, {', '.join(map(str, numbers))}>"
 
 
 def _sizes(
@@ -61,7 +60,7 @@ def _sizes(
 def _over(target: Sequence[int], dtype: DTypeLike) -> tuple[int, int]:
     """Return the lines of a thread, and the blocks, for a target of this shape."""
     n, c, height, width = target
-    packs = n * c // _width(dtype) * -(-width // COLUMNS)
+    packs = n * (c // _width(c, dtype)) * -(-width // COLUMNS)
     run = max(1, min(RUN, packs * height // (BLOCKS * THREADS)))
     return run, -(-packs * -(-height // run) // THREADS)
 
@@ -71,7 +70,8 @@ def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Make]:
 
     def make() -> Run:
         run, blocks = _over(geometry.y, dtype)
-        launch = kernel("depthwise", _name("depthwise", dtype, geometry.stride[0], 0))
+        width, stride = _width(geometry.x[1], dtype), geometry.stride[0]
+        launch = kernel("depthwise", _name("depthwise", dtype, width, stride, 0))
         sizes = _sizes(geometry.y, geometry.x, geometry.padding, run)
         return lambda x, w, b, y: launch((blocks,), (THREADS,), (x, w, b, y, int(relu), *sizes))
 
@@ -83,13 +83,14 @@ def backward_data(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
 
     def make() -> Run:
         run, blocks = _over(geometry.x, dtype)
+        width = _width(geometry.x[1], dtype)
         if geometry.stride[0] == 1:
             pads = [2 - p for p in geometry.padding]
             sizes = _sizes(geometry.x, geometry.y, pads, run)
-            turned = kernel("depthwise", _name("depthwise", dtype, 1, 1))
+            turned = kernel("depthwise", _name("depthwise", dtype, width, 1, 1))
             return lambda dy, w, dx: turned((blocks,), (THREADS,), (dy, w, None, dx, 0, *sizes))
         sizes = _sizes(geometry.x, geometry.y, geometry.padding, run)
-        spread = kernel("depthwise", _name("depthwise_spread", dtype))
+        spread = kernel("depthwise", _name("depthwise_spread", dtype, width))
         return lambda dy, w, dx: spread((blocks,), (THREADS,), (dy, w, dx, *sizes))
 
     return [make]
@@ -100,12 +101,13 @@ def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
 
     def make() -> Run:
         n, channels, height, _ = geometry.y
-        width = _width(dtype)
+        width = _width(channels, dtype)
         packs = channels // width
         across = min(32, 1 << (packs - 1).bit_length())
         down, groups = THREADS // across, -(-packs // across)
         shares = max(1, min(-(-n * height // down), BLOCKS // 2 // groups))
-        launch = kernel("depthwise", _name("depthwise_gradient", dtype, geometry.stride[0]))
+        name = _name("depthwise_gradient", dtype, width, geometry.stride[0])
+        launch = kernel("depthwise", name)
         add = kernel("depthwise", "add_depthwise")
         sizes = _sizes(geometry.y, geometry.x, geometry.padding, 1)
         shared = 4 * THREADS * width

@@ -18,6 +18,8 @@ CASES = {
     "no padding": ((1, 40, 5, 7), (1, 1), (0, 0)),
     "much padding": ((2, 8, 3, 4), (1, 1), (2, 2)),
     "two, no padding": ((1, 24, 8, 9), (2, 2), (0, 0)),
+    "few channels at a time": ((2, 58, 9, 7), (1, 1), (1, 1)),
+    "few, two": ((1, 12, 9, 7), (2, 2), (1, 1)),
     "large": ((4, 264, 33, 31), (1, 1), (1, 1)),
 }
 
@@ -70,8 +72,10 @@ def test_all_passes(name, case, bias):
         ((16, 2, 3, 3), (1, 1), (1, 1)),
         ((16, 1, 3, 3), (2, 1), (1, 1)),
         ((16, 1, 3, 3), (1, 1), (2, 2)),
+        ((15, 1, 3, 3), (1, 1), (1, 1)),
     ],
 )
 def test_others_are_left_to_cudnn(w, stride, dilation):
-    geometry = Geometry((2, 16, 9, 9), w, (2, w[0], 5, 5), stride, (1, 1), dilation)
+    channels = 16 if w[0] != 15 else 15
+    geometry = Geometry((2, channels, 9, 9), w, (2, w[0], 5, 5), stride, (1, 1), dilation)
     assert not depthwise.suits(geometry, np.float16)
