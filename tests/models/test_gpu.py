@@ -41,6 +41,8 @@ SENSITIVE = {
     "vgg16": GRADIENT | {"tf32": GRADIENT["fp16"]},  # whose factors have as many bits
 }
 LOSS_SCALE = {"fp16": 1024.0}  # small gradients are below what fp16 can tell from 0
+UNSCALED = {"ssd300_vgg16"}
+"""Without mining all boxes learn, for a few matches: with that scale its gradients overflow."""
 
 
 def built(name: str, device: Device, fused: bool = False, scale: float = 1) -> Net:
@@ -69,7 +71,7 @@ def built(name: str, device: Device, fused: bool = False, scale: float = 1) -> N
 @pytest.mark.parametrize("exactness", LOSS)
 @pytest.mark.parametrize("name", NETS)
 def test_gpu_and_cpu_agree(name: str, exactness: str) -> None:
-    scale = LOSS_SCALE.get(exactness, 1)
+    scale = LOSS_SCALE.get(exactness, 1) if name not in UNSCALED else 1
     cpu = built(name, Device(3))
     want = gradient(cpu)
     for fused in (False, True):
