@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from caffepy.cli import options
-from caffepy.core.errors import ConfigError
+from caffepy.core.errors import ConfigError, UsageError
 
 
 @click.command(short_help="Check a solver or net and show its layers, without training.")
@@ -90,6 +90,9 @@ def _check_all(
     from caffepy.commands.check_files import check_files, files_in
 
     files = list(files_in(definition.path for definition in definitions))
+    if not files:
+        given = ", ".join(definition.path for definition in definitions)
+        raise UsageError(f"{given}: no prototxt lies below, a file ending in .prototxt or .pt")
     shapes = {one.path: options.image_of(one, wanted["synthetic"]) for one in definitions}
     images = {path: shape for path, shape in shapes.items() if shape and not wanted["image"]}
     wrong = 0

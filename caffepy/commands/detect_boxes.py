@@ -298,6 +298,8 @@ def _find(net: ImageNet, tops: Sequence[str], images: Sequence[Array]) -> Iterat
     rows = np.concatenate([net.blobs[top].data.reshape(-1, COLUMNS) for top in tops])
     for i, image in enumerate(images):
         own = rows[(rows[:, 0] == i) & (rows[:, 1] >= 0), 1:].astype(np.float64)
+        if not np.isfinite(own).all():
+            raise DataError("what the net finds is not finite: its weights or inputs are damaged")
         own[:, 2:] = np.clip(own[:, 2:], 0, 1) * (image.shape[1::-1] * 2)
         yield own
 

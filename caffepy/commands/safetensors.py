@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.core.errors import ConfigError, UsageError, install, reason
-from caffepy.device.blob import Array, shape_string
+from caffepy.device.blob import MAX_AXES, Array, shape_string
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import NetParameter
 
@@ -156,7 +156,11 @@ def read_tensors(path: str) -> dict[str, Array]:
         if kind == "BF16":
             values = (values.astype(np.uint32) << 16).view(np.float32)
         with np.errstate(over="ignore"):
-            tensors[name] = values.astype(np.float32, copy=False).reshape(tensor["shape"])
+            values = values.astype(np.float32, copy=False)
+        if len(tensor["shape"]) > MAX_AXES:
+            axes = len(tensor["shape"])
+            raise ConfigError(f'"{name}" has {axes} axes; a blob has {MAX_AXES} at most', path)
+        tensors[name] = values.reshape(tensor["shape"])
     return tensors
 
 
@@ -164,7 +168,9 @@ def write_tensors(path: str, tensors: Mapping[str, Array]) -> None:
     """Write the tensors straight to `path`, as PyTorch's libraries take them."""
     from_numpy = _library().numpy
     contiguous = {name: np.ascontiguousarray(x, np.float32) for name, x in tensors.items()}
-    from_numpy.save_file(contiguous, path, metadata={"format": "pt"})
+    content = from_numpy.save(contiguous, metadata={"format": "pt"})
+    with open(path, "wb") as file:  # the library's own file could be read by its owner alone
+        file.write(content)
 
 
 def to_net(tensors: Mapping[str, Array], names: Map) -> NetParameter:
@@ -189,7 +195,8 @@ def to_net(tensors: Mapping[str, Array], names: Map) -> NetParameter:
             continue
         parts = layers.setdefault(layer, {})
         if part in parts:
-            raise ConfigError(f'both "{parts[part][0]}" and "{tensor}" are "{blob}"')
+            first, second = sorted((parts[part][0], tensor))
+            raise ConfigError(f'both "{first}" and "{second}" are "{blob}"')
         parts[part] = tensor, _transposed(array, rule, tensor)
     names.warn_of_unused("tensor")
     if left_out:

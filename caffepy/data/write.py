@@ -273,8 +273,11 @@ class Partial:
                 if self._is_new:
                     os.makedirs(os.path.dirname(os.path.abspath(self.folder)), exist_ok=True)
                     os.mkdir(self.folder, 0o744)
+            except FileExistsError:
+                raise in_use from None
+            try:
                 descriptor = os.open(self.folder, os.O_RDONLY)
-            except (FileExistsError, FileNotFoundError):
+            except FileNotFoundError:
                 raise in_use from None
         try:
             with suppress(OSError):  # file systems without locks

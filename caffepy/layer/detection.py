@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from caffepy.core.errors import ConfigError
+from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.detection_files import Images, ResultFiles, to_pixels
@@ -159,6 +159,7 @@ class DetectionEvaluate(Layer):
         found = bottom[0].data.reshape(-1, COLUMNS)
         truths = bottom[1].data.reshape(-1, 8)
         truths = truths[: np.argmax(truths[:, 0] < 0) if np.any(truths[:, 0] < 0) else None]
+        self.check_labels(truths[:, 1])
         found = found[found[:, 0] >= 0]
         counted = truths if param.evaluate_difficult_gt else truths[truths[:, 7] == 0]
         labels = [c for c in range(param.num_classes) if c != param.background_label_id]
@@ -173,6 +174,17 @@ class DetectionEvaluate(Layer):
         all_rows = np.concatenate(rows)
         top[0].reshape((1, 1, len(all_rows), 5))
         top[0].data[0, 0] = all_rows
+
+    def check_labels(self, labels: Array) -> None:
+        """DataError for a true box of the background or of no class."""
+        param = self.settings
+        known = (labels >= 0) & (labels < param.num_classes)
+        if len(wrong := labels[~(known & (labels != param.background_label_id))]):
+            raise DataError(
+                f"a true box has class {wrong[0]:g}; with {param.num_classes} classes and the "
+                f"background {param.background_label_id} it must be another one of 0 to "
+                f"{param.num_classes - 1}"
+            )
 
     def judge(self, found: Array, truths: Array, size: tuple[float, float] | None) -> Array:
         """Return the rows of the detections of an image and class; `size` is (height, width) of the

@@ -102,6 +102,9 @@ class MultiBoxLoss(ClassLoss):
             )
         parts = list(self.param.propagate_down) or [True, True]
         self.parts = parts[:2]  # of the loss that are told
+        self.bad_box = self.error_flag(
+            lambda item: DataError(f"a true box of image {item:g} of the batch is not finite")
+        )
         self.bad_label = self.error_flag(
             lambda label: DataError(
                 f"a true box has class {label:g}; with {self.classes} classes and the background "
@@ -194,6 +197,9 @@ class MultiBoxLoss(ClassLoss):
         inside = (label > -1) & ((label < self.classes) | self.agnostic)
         self.bad_label.note(known & ~(inside & (label != self.background)), label)
         self.bad_label.check()
+        size = np.max(np.abs(truths[:, 3:7]), axis=1)
+        self.bad_box.note(known & ~(size < np.inf), truths[:, 0])
+        self.bad_box.check()
 
     def match(self, locations: Array, priors: Array, truths: Array) -> None:
         """Find the matches, for each class that has locations of its own."""

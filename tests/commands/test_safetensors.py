@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -110,8 +111,8 @@ def test_statistics_are_divided_by_their_weight_and_others_are_numbered() -> Non
     }
 
 
-def raw(path: str, kind: str, data: bytes) -> None:
-    header = {"a.weight": {"dtype": kind, "shape": [2], "data_offsets": [0, len(data)]}}
+def raw(path: str, kind: str, data: bytes, shape: Sequence[int] = (2,)) -> None:
+    header = {"a.weight": {"dtype": kind, "shape": [*shape], "data_offsets": [0, len(data)]}}
     text = json.dumps(header).encode()
     Path(path).write_bytes(len(text).to_bytes(8, "little") + text + data)
 
@@ -125,6 +126,7 @@ def test_types_become_float32() -> None:
 WRONG = {
     "damaged": ("damaged.safetensors x", "", '"damaged.safetensors" is damaged: '),
     "type": ("f8.safetensors x", "", 'f8.safetensors: "a.weight" has values of type F8_E4M3'),
+    "axes of a blob": ("axes.safetensors x", "", '"a.weight" has 40 axes; a blob has 32 at most'),
     "words": ("torch.safetensors x", "a", "names.txt:1: a line has a tensor, a blob, and perhaps"),
     "stars": ("torch.safetensors x", "\na.* b", 'names.txt:2: "a.*" and "b" must have as many *'),
     "axes": ("torch.safetensors x", "a b.0 1,1", 'names.txt:1: "1,1" is no order of axes'),
@@ -157,6 +159,7 @@ def test_what_is_wrong(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     files_, names, message = WRONG[case]
     Path("damaged.safetensors").write_bytes(Path("torch.safetensors").read_bytes()[:-1])
     raw("f8.safetensors", "F8_E4M3", b"ab")
+    raw("axes.safetensors", "F32", bytes(8), [1] * 39 + [2])
     Path("names.txt").write_text(names)
     before = sorted(os.listdir())
     line = f"weights convert {files_}" + (" --map names.txt" if names else "")

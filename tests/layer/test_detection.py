@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.core.errors import ConfigError
+from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Blob
 from caffepy.device.cuda import CudaDevice
 from caffepy.layer.base import create_layer
@@ -199,6 +199,14 @@ def test_what_is_found_is_judged(difficult: bool):
         [1, 2, 0.5, 0, 1],
     ]
     np.testing.assert_allclose(top[0, 0], want)
+
+
+@pytest.mark.parametrize("label", [0, 3, -1])
+def test_a_true_box_of_no_class_is_no_truth(label: int):
+    wrong = TRUE.copy()
+    wrong[0, 0, 1, 1] = label
+    with pytest.raises(DataError, match=f"a true box has class {label}; with 3 classes"):
+        Single(EVALUATE + "}", FOUND, wrong).forward()
 
 
 def test_nothing_found_leaves_the_numbers_of_true_boxes():

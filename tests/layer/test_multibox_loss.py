@@ -326,6 +326,15 @@ def test_a_true_box_of_no_class_is_named(label):
         Single(text, *bottoms).forward()
 
 
+@pytest.mark.parametrize("side", [np.inf, np.nan])
+def test_a_true_box_that_is_not_finite_is_named(side):
+    text, bottoms = given("default")
+    bottoms[3] = bottoms[3].copy()
+    bottoms[3][0, 0, 2, 5] = side
+    with pytest.raises(DataError, match="a true box of image 2 of the batch is not finite"):
+        Single(text, *bottoms).forward()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

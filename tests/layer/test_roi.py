@@ -206,3 +206,13 @@ def test_what_does_not_fit_is_refused(text, shapes, message):
 @pytest.mark.parametrize("text", [*map(roi, SIZES), psroi(1), psroi(3), *ALIGNED])
 def test_on_gpu(text):
     check_plain_on_gpu(text, X, ROIS, propagate_down=[True, False])
+
+
+def test_samples_of_a_huge_box_have_an_end():
+    """Parts of a box beyond all maps are as large as they may be, and what lies outside is 0."""
+    x, box = X[:1, :2, :6, :6], np.array([[0, -1e9, -1e9, 1e9, 1e9]])
+    single = Single(align((2, 2)), x, box)
+    (y,) = single.forward()
+    assert np.isfinite(y).all()
+    (dx, _), _ = single.backward([np.ones(y.shape)], [True, False])
+    assert np.isfinite(dx).all()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from xml.parsers import expat
 
+import numpy as np
+
 from caffepy.core.errors import ConfigError, DataError, reason
 from caffepy.core.files import read_regular
 from caffepy.core.registry import nearest
@@ -17,6 +19,10 @@ from caffepy.proto.text import read_message
 log = logging.getLogger(__name__)
 
 Labels = Mapping[str, int]  # the label of each name
+
+LARGEST = float(np.finfo(np.float32).max)
+LABELS = range(-(1 << 31), 1 << 31)
+"""Labels that a record can have."""
 
 
 def read_label_map(path: str, check: bool = False) -> dict[str, int]:
@@ -97,6 +103,7 @@ class Node:
 def read_xml(path: str) -> Node:
     """The root of an XML file; DataError names the line that is wrong."""
     parser, top = expat.ParserCreate(), Node("", 0)
+    parser.buffer_text = True  # many pieces of a text, as of entities, take quadratic time
     open_nodes = [top]
 
     def start(tag: str, attributes: Any) -> None:
@@ -114,6 +121,8 @@ def read_xml(path: str) -> Node:
     except expat.ExpatError as error:
         what = expat.errors.messages[error.code]
         raise DataError(f"{path}:{error.lineno}:{error.offset + 1}: {what}") from None
+    except LookupError as error:
+        raise DataError(f"{path}:1: {error}") from None
     return top.children[0]
 
 
@@ -129,8 +138,10 @@ def _number(value: Any, what: str, where: str) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise DataError(f"{where}: {what} is {json.dumps(value)}, not a number") from None
-    if not math.isfinite(number):
-        raise DataError(f"{where}: {what} is {number}, not a finite number")
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= LARGEST:
+        raise DataError(f"{where}: {what} is {number:g}, which no float holds")
     return number
 
 
@@ -171,6 +182,8 @@ def read_json(path: str) -> Any:
         raise DataError(f"{path}:{error.lineno}:{error.colno}: {what}") from None
     except UnicodeDecodeError:
         raise DataError(f"{path} is no JSON text") from None
+    except (RecursionError, ValueError) as error:  # too deep, or a number of too many digits
+        raise DataError(f"{path} cannot be read: {error}") from None
 
 
 def _list(content: Any, key: str, where: str) -> list[Any]:
@@ -223,6 +236,8 @@ def from_text(path: str, size: tuple[int, int], labels: Labels) -> Objects:
         if len(words) != 5:
             raise DataError(f"{where}: {len(words)} words, not label xmin ymin xmax ymax")
         label, *box = (_number(word, "a number", where) for word in words)
+        if label not in LABELS:
+            raise DataError(f"{where}: label {label:g} is no whole number of 32 bits")
         objects.add(int(label), tuple(box), False)
     return objects
 
@@ -246,17 +261,21 @@ class Coco:
             self.images = {one["id"]: one for one in images}
             self.entries = [(str(one["file_name"]), key) for key, one in self.images.items()]
             self._found: dict[Any, list[Any]] = {key: [] for key in self.images}
+            for name, key in self.entries:
+                if "\0" in name or not name.isprintable():
+                    raise DataError(f"{path}: image {key}: no file has the name {name!a}")
+            if labels is None:
+                self.labels = {str(key): i for i, key in enumerate(sorted(names), 1)}
             for i, one in enumerate(found):
                 if one["image_id"] not in self._found:
                     raise DataError(f"{path}: annotations[{i}]: no image {one['image_id']}")
                 self._found[one["image_id"]].append(one)
         except (KeyError, TypeError) as error:
-            raise DataError(f"{path} is not COCO's: an entry lacks {error}") from None
+            what = f"lacks {error}" if isinstance(error, KeyError) else f"is wrong: {error}"
+            raise DataError(f"{path} is not COCO's: an entry {what}") from None
         if not self.entries:
             raise DataError(f"{path} lists no images")
-        if labels is None:
-            self.labels = {str(key): i for i, key in enumerate(sorted(names), 1)}
-        else:
+        if labels is not None:
             known = {
                 str(key): labels.get(str(key), labels.get(name)) for key, name in names.items()
             }

@@ -12,7 +12,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from caffepy.commands.data.annotations import READERS, Coco, Labels, read_label_map
+from caffepy.commands.data.annotations import LABELS, READERS, Coco, Labels, read_label_map
 from caffepy.commands.data.convert_imageset import (
     SPELT,
     Converted,
@@ -196,6 +196,8 @@ def _read_classification(path: str) -> list[tuple[str, int]]:
     for number, (name, label) in enumerate(read_pairs(path), 1):
         try:
             entries.append((name, int(label)))
+            if int(label) not in LABELS:
+                raise ValueError
         except ValueError:
             raise DataError(
                 f'{path}:{number}: "{label}" is no label; for annotation files give --anno-type '

@@ -184,9 +184,13 @@ def _learns(pixel: int, p: int, start: float, length: float, sensitive: bool) ->
     return not sensitive or pixel < ceil(np.float32(p + 1) * length + start)
 
 
+MOST = 1024
+"""Samples of a part in a direction, whatever the size of its box."""
+
+
 @_inside
 def _count(samples: int, length: float) -> int:
-    return samples if samples > 0 else ceil(length)
+    return samples if samples > 0 else min(ceil(length), MOST)
 
 
 @_exact
@@ -215,9 +219,9 @@ def _align(
                 y[r, lo:hi, i, j] = 0
                 for s in range(many):
                     v = _taken(top, down, i, s, many, h, sensitive)
-                    for t in range(wide):
+                    for t in range(wide if v >= 0 else 0):
                         u = _taken(left, across, j, t, wide, w, sensitive)
-                        if v < 0 or u < 0:
+                        if u < 0:
                             continue
                         a, below, q = _neighbours(v, h)
                         b, behind, p = _neighbours(u, w)
@@ -256,9 +260,9 @@ def _align_gradient(
             for j in range(columns):
                 for s in range(many):
                     v = _taken(top, down, i, s, many, h, sensitive)
-                    for t in range(wide):
+                    for t in range(wide if v >= 0 else 0):
                         u = _taken(left, across, j, t, wide, w, sensitive)
-                        if v < 0 or u < 0:
+                        if u < 0:
                             continue
                         a, below, q = _neighbours(v, h)
                         b, behind, p = _neighbours(u, w)

@@ -189,6 +189,8 @@ def test_odd_boxes_are_told_of(voc: Path, caplog: pytest.LogCaptureFixture) -> N
     ]
 
 
+NESTED = "".join(f'<!ENTITY e{i} "{f"&e{i - 1};" * 10 if i else "a"}">' for i in range(9))
+NESTED = f"<!DOCTYPE annotation [{NESTED}]><annotation>&e8;</annotation>"
 WRONG = {
     "xml": (XML.replace("</size>", ""), r"a.xml:16:3: mismatched tag"),
     "root": ("<a/>", r"a.xml:1: <a> is no <annotation>"),
@@ -200,7 +202,13 @@ WRONG = {
     "no box": (XML.replace("bndbox", "box", 2), r"a.xml:4: <object> has no <bndbox>"),
     "no side": (XML.replace("<xmin>2</xmin>", ""), r"a.xml:6: <bndbox> has no <xmin>"),
     "number": (XML.replace("<xmin>2<", "<xmin>two<"), r'a.xml:6: <xmin> is "two", not a number'),
-    "infinite": (XML.replace("<xmin>2<", "<xmin>inf<"), r"a.xml:6: <xmin> is inf, not a finite"),
+    "infinite": (XML.replace("<xmin>2<", "<xmin>inf<"), r"a.xml:6: <xmin> is inf, which no float"),
+    "huge": (
+        XML.replace("<xmin>2<", "<xmin>1e300<"),
+        r"a.xml:6: <xmin> is 1e\+300, which no float",
+    ),
+    "encoding": ('<?xml version="1.0" encoding="foo"?><annotation/>', r"a.xml:1: .*foo"),
+    "entities": (NESTED, r"a.xml:\d+:\d+: limit on input amplification factor"),
     "size": (XML.replace("<width>20<", "<width>0<"), r"a.xml: no valid image width/height: 0 x 10"),
 }
 WRONG_JSON = {
@@ -210,6 +218,12 @@ WRONG_JSON = {
     "category": (
         '{"annotation": [{"bbox": [1, 2, 3, 4]}]}',
         r"annotation 0: there is no category_id",
+    ),
+    "deep": ("[" * 100_000, r"a.json cannot be read: .*recursion"),
+    "digits": (f'{{"annotation": [{"1" * 5000}]}}', r"a.json cannot be read: .*digits"),
+    "huge": (
+        f'{{"annotation": [{{"bbox": [1{"0" * 400}, 2, 3, 4]}}]}}',
+        r"a number of bbox is inf, which no float holds",
     ),
     "text": (
         '{"annotation": [{"bbox": ["a", 2, 3, 4]}]}',
@@ -223,6 +237,14 @@ WRONG_COCO = {
         r"instances.json: annotations\[0\]: no image 1",
     ),
     "name": ({**INSTANCES, "images": [{"id": 1}]}, r"is not COCO's: an entry lacks 'file_name'"),
+    "file": (
+        {**INSTANCES, "images": [{"id": 1, "file_name": "a\0b"}], "annotations": []},
+        r"instances.json: image 1: no file has the name 'a\\x00b'",
+    ),
+    "ids": (
+        {**INSTANCES, "categories": [{"id": 1, "name": "a"}, {"id": "x", "name": "b"}]},
+        r"is not COCO's: an entry is wrong: '<' not supported",
+    ),
     "none": ({**INSTANCES, "images": [], "annotations": []}, r"instances.json lists no images"),
 }
 
@@ -264,6 +286,11 @@ def test_wrong_lists_and_label_maps(voc: Path) -> None:
     Path("list.txt").write_text("JPEGImages/a.jpg a.txt\n")
     text = AnnotatedRecipe(label_type="txt")
     fails("list.txt", "a.txt:1: 4 words, not label xmin ymin xmax ymax", recipe=text)
+    for label in ("1.5", "99999999999"):
+        Path("voc/a.txt").write_text(f"{label} 1 2 3 4\n")
+        fails("list.txt", "a.txt:1: label .* is no whole number of 32 bits", recipe=text)
+    Path("list.txt").write_text("JPEGImages/a.jpg 99999999999\n")
+    fails("list.txt", 'list.txt:1: "99999999999" is no label', anno_type="classification")
     for old, new, message in (
         ('"cat"', '"dog"', 'labels.prototxt: the name "dog" has several labels'),
         ("label: 1", "label: 2", "labels.prototxt: label 2 has several names"),

@@ -122,6 +122,8 @@ __global__ void psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 image
 }
 
 // A box of ROIAlign, or of PSROIAlign (`sensitive`), along an axis of `size` pixels, cut into bins.
+constexpr int MOST = 1024;  // samples of a part in a direction, whatever the size of its box
+
 struct Samples {
   float start, bin;
   i64 size, n;
@@ -131,7 +133,7 @@ struct Samples {
     start = __fmul_rn(begin, scale);
     const float length = __fsub_rn(__fmul_rn(__fadd_rn(end, float(beyond)), scale), start);
     bin = __fdiv_rn(fmaxf(length, sensitive ? 0.1f : 1.0f), float(bins));
-    n = samples > 0 ? samples : i64(ceilf(bin));
+    n = samples > 0 ? samples : i64(fminf(ceilf(bin), float(MOST)));
   }
   // Where sample i of bin p lies, in pixels; -1 if it does not count.
   __device__ float at(i64 p, i64 i) const {
