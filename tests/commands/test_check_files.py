@@ -118,3 +118,10 @@ def test_several_files_that_are_right(
     assert first.endswith("good.prototxt: net: ok, 2 layers, 965 parameters")
     assert second.endswith("431,080 parameters")
     assert last == "2 files, 0 with an error"
+
+
+def test_a_folder_without_prototxts_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["check", str(tmp_path)]) == 2
+    assert "no prototxt lies below" in capsys.readouterr().err

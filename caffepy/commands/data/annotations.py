@@ -236,7 +236,7 @@ def from_text(path: str, size: tuple[int, int], labels: Labels) -> Objects:
         if len(words) != 5:
             raise DataError(f"{where}: {len(words)} words, not label xmin ymin xmax ymax")
         label, *box = (_number(word, "a number", where) for word in words)
-        if label not in LABELS:
+        if label != int(label) or int(label) not in LABELS:
             raise DataError(f"{where}: label {label:g} is no whole number of 32 bits")
         objects.add(int(label), tuple(box), False)
     return objects
