@@ -12,6 +12,31 @@ COLUMNS = 7
 """Of a detection: image, class, score, xmin, ymin, xmax, ymax."""
 
 
+def count_priors(bottom: Blobs, classes: int, groups: int) -> int:
+    """Return the number of priors of bottom 2; ConfigError unless bottoms 0 and 1 have as many
+    locations, in so many groups, and scores.
+    """
+    locations, scores, priors = bottom[:3]
+    n, count = locations.shape[0], priors.shape[2] // 4 if len(priors.shape) > 2 else 0
+    if priors.shape[:3] != (1, 2, 4 * count) or priors.count != 8 * count:
+        raise ConfigError(f"priors must have the shape (1, 2, P * 4), not {list(priors.shape)}")
+    for what, blob, each in (("locations", locations, 4 * groups), ("scores", scores, classes)):
+        if blob.count != n * count * each:
+            raise ConfigError(
+                f"{n} images with {count} priors need {n} x {count * each} {what}, not "
+                f"{list(blob.shape)}"
+            )
+    return count
+
+
+def no_class(label: float, classes: int, background: int) -> DataError:
+    """Return the error for a true box of the background or of no class."""
+    return DataError(
+        f"a true box has class {label:g}; with {classes} classes and the background {background} "
+        f"it must be another one of 0 to {classes - 1}"
+    )
+
+
 @layer("DetectionOutput")
 class DetectionOutput(Layer):
     """Rows (1, 1, D, 7) = image, class, score, xmin, ymin, xmax, ymax, by images, then classes, the
@@ -52,20 +77,8 @@ class DetectionOutput(Layer):
             self.files = ResultFiles(saved, labels, self.path)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        locations, scores, priors = bottom[:3]
-        n, groups = locations.shape[0], 1 if self.settings.share_location else self.classes
-        count = priors.shape[2] // 4 if len(priors.shape) > 2 else 0
-        if priors.shape[:3] != (1, 2, 4 * count) or priors.count != 8 * count:
-            raise ConfigError(f"priors must have the shape (1, 2, P * 4), not {list(priors.shape)}")
-        for what, blob, each in (
-            ("locations", locations, 4 * groups),
-            ("scores", scores, self.classes),
-        ):
-            if blob.count != n * count * each:
-                raise ConfigError(
-                    f"{n} images with {count} priors need {n} x {count * each} {what}, not "
-                    f"{list(blob.shape)}"
-                )
+        n, groups = bottom[0].shape[0], 1 if self.settings.share_location else self.classes
+        count = count_priors(bottom, self.classes, groups)
         top_k = self.settings.nms_param.top_k
         limited = self.settings.nms_param.HasField("top_k") and top_k > -1
         most = min(top_k, count) if limited else count
@@ -180,11 +193,7 @@ class DetectionEvaluate(Layer):
         param = self.settings
         known = (labels >= 0) & (labels < param.num_classes)
         if len(wrong := labels[~(known & (labels != param.background_label_id))]):
-            raise DataError(
-                f"a true box has class {wrong[0]:g}; with {param.num_classes} classes and the "
-                f"background {param.background_label_id} it must be another one of 0 to "
-                f"{param.num_classes - 1}"
-            )
+            raise no_class(wrong[0], param.num_classes, param.background_label_id)
 
     def judge(self, found: Array, truths: Array, size: tuple[float, float] | None) -> Array:
         """Return the rows of the detections of an image and class; `size` is (height, width) of the

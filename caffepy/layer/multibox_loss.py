@@ -8,6 +8,7 @@ import numpy as np
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, layer
+from caffepy.layer.detection import count_priors, no_class
 from caffepy.layer.loss import ClassLoss
 from caffepy.ops.boxes import NOWHERE, PREDICTIONS, PRIORS, BoxCode, LocationLoss, Matching
 from caffepy.proto.caffe_pb2 import MultiBoxLossParameter
@@ -106,28 +107,14 @@ class MultiBoxLoss(ClassLoss):
             lambda item: DataError(f"a true box of image {item:g} of the batch is not finite")
         )
         self.bad_label = self.error_flag(
-            lambda label: DataError(
-                f"a true box has class {label:g}; with {self.classes} classes and the background "
-                f"{self.background} it must be another one of 0 to {self.classes - 1}"
-            )
+            lambda label: no_class(label, self.classes, self.background)
         )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape(())
         n, groups = bottom[0].shape[0], 1 if self.settings.share_location else self.classes
-        locations, scores, priors, truths = bottom
-        count = priors.shape[2] // 4 if len(priors.shape) > 2 else 0
-        if priors.shape[:3] != (1, 2, 4 * count) or priors.count != 8 * count:
-            raise ConfigError(f"priors must have the shape (1, 2, P * 4), not {list(priors.shape)}")
-        for what, blob, each in (
-            ("locations", locations, 4 * groups),
-            ("scores", scores, self.classes),
-        ):
-            if blob.count != n * count * each:
-                raise ConfigError(
-                    f"{n} images with {count} priors need {n} x {count * each} {what}, not "
-                    f"{list(blob.shape)}"
-                )
+        truths = bottom[3]
+        count = count_priors(bottom, self.classes, groups)
         if truths.count % 8 or truths.shape[-1:] != (8,):
             raise ConfigError(
                 f"true boxes must have the shape (1, 1, G, 8), not {list(truths.shape)}"
