@@ -5,7 +5,7 @@ FusedGroup is the contract, PATTERNS the table of groups; `caffepy.net.fusion` f
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 from typing import NamedTuple, Protocol
 
 from caffepy.device.blob import Array, Blob
@@ -13,7 +13,7 @@ from caffepy.layer.base import Layer
 from caffepy.layer.convolution import Convolution
 from caffepy.layer.eltwise import Eltwise
 from caffepy.layer.inner_product import InnerProduct
-from caffepy.layer.neuron import Dropout, ReLU, is_in_place
+from caffepy.layer.neuron import Dropout, ReLU, ReLU6, is_in_place
 from caffepy.layer.normalization import BatchNorm, Scale
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.shape import Split
@@ -141,12 +141,12 @@ class InnerProductGroup:
 
 
 class NormGroup:
-    """[Convolution,] BatchNorm [, Scale] [, Eltwise] [, ReLU] [, Split]; each reads the only top of
-    the one before.
+    """[Convolution,] BatchNorm [, Scale] [, Eltwise] [, ReLU or ReLU6] [, Split]; each reads the
+    only top of the one before.
 
-    The Scale has a factor for each channel, the Eltwise adds one blob from outside, the ReLU's
-    slope is 0, the Split has two tops: y = relu(x * factor + shift + other), and the gradient of y
-    is the sum of those of the Split's tops.
+    The Scale has a factor for each channel, the Eltwise adds one blob from outside, the slope of
+    ReLU or ReLU6 is 0, the Split has two tops: y = relu(x * factor + shift + other), and the
+    gradient of y is the sum of those of the Split's tops.
 
     x, the output of the convolution, is a blob of the group's own; its diff shares the memory of
     that of y. A group that never runs backward (`learns` False) has x where y will be.
@@ -164,7 +164,7 @@ class NormGroup:
         assert isinstance(self.norm.layer, BatchNorm)
         self.layer = self.norm.layer
         self.scale = of[Scale].layer if Scale in of else None
-        self.relu = ReLU in of
+        self.ceiling = 6.0 if ReLU6 in of else inf if ReLU in of else None
         self.tops = members[-1].tops
         with_gradient = [top for top, has in zip(self.tops, has_gradient, strict=False) if has]
         # The blob from outside that an Eltwise adds, and whether it gets a gradient.
@@ -194,7 +194,7 @@ class NormGroup:
         scale = [] if self.scale is None else [blob.data for blob in self.scale.blobs]
         numbers = layer.prepare(x, *scale)
         other = None if self.other is None else _flat(self.other.data)
-        layer.ops.norm_forward(x, numbers, other, self.relu, _flat(y.data))
+        layer.ops.norm_forward(x, numbers, other, self.ceiling, _flat(y.data))
 
     def backward(self) -> None:
         """Write the gradients of x and of the other blob, add to those of the parameters."""
@@ -202,7 +202,8 @@ class NormGroup:
         # Tops whose diff was never touched get no gradient.
         touched = [top for top in self.tops if top.diff_memory.touched]
         dys = [_flat(top.diff) for top in touched or self.tops[:1]]
-        y = _flat(self.tops[0].data) if self.relu and self.other is not None else None
+        by_y = self.ceiling is not None and self.other is not None
+        y = _flat(self.tops[0].data) if by_y else None
         masked = None
         if self.other is not None and self.wants_other:
             masked = _flat(self.other.diff)
@@ -218,7 +219,7 @@ class NormGroup:
             sums = {i: self.scale.blobs[i].diff for i, want in wanted if want}
         x, numbers, by_scale = _flat(self.x.data), layer.numbers.data, (sums.get(0), sums.get(1))
         layer.ops.norm_backward(
-            x, numbers, dys, y, self.relu, masked, dx, *by_scale, layer.is_global
+            x, numbers, dys, y, self.ceiling, masked, dx, *by_scale, layer.is_global
         )
         if self.convolution is not None and self.norm.propagate_down[0]:
             member = self.convolution
@@ -241,7 +242,7 @@ class Pattern(NamedTuple):
     tail: Types
 
 
-NORM = (Scale, Eltwise, ReLU, Split)
+NORM = (Scale, Eltwise, ReLU, ReLU6, Split)
 PATTERNS = (
     Pattern((Convolution, BatchNorm), NORM),
     Pattern((Convolution,), (ReLU,)),

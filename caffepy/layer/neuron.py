@@ -122,9 +122,11 @@ class ReLU6(Elementwise):
 
     backward_reads_top = False
     backward_needs = Kept.ACTIVE
+    fused_backward_reads_top = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.slope = self.param.relu6_param.negative_slope
+        self.can_fuse = self.slope == 0
         self.reads_input = self.slope < 0  # the sign of y is not that of x
 
     def function(self, x: Array, y: Array) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from caffepy.layer import Layer
 from caffepy.layer.eltwise import Eltwise
 from caffepy.layer.fused import PATTERNS, FusedGroup, Member, make_group
-from caffepy.layer.neuron import Dropout, ReLU
+from caffepy.layer.neuron import Dropout, ReLU, ReLU6
 from caffepy.layer.normalization import BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.shape import Split
@@ -97,17 +97,19 @@ def _overwritten(node: Node) -> set[int]:
 
 
 def _loses_mask(nodes: Sequence[Node], group: Sequence[int]) -> bool:
-    """True if a later in-place layer destroys the ReLU mask that the fused backward needs.
+    """True if a later in-place layer destroys the mask of ReLU or ReLU6 that the fused backward
+    needs.
 
     Outside a group ReLU reads its own bottom. A Dropout does no harm: it zeroes values only where
     the gradient is 0 too.
     """
     kinds = {type(nodes[i].layer): i for i in group}
-    if ReLU not in kinds or not nodes[group[-1]].need_backward:
+    relu = kinds.get(ReLU, kinds.get(ReLU6))
+    if relu is None or not nodes[group[-1]].need_backward:
         return False
     memory = nodes[group[-1]].tops[0].data_memory
     reads_top = Pooling not in kinds and (BatchNorm not in kinds or Eltwise in kinds)
-    if reads_top and nodes[kinds[ReLU]].bottoms[0].data_memory is memory:
+    if reads_top and nodes[relu].bottoms[0].data_memory is memory:
         return False
     later = [node for node in nodes[group[-1] + 1 :] if not isinstance(node.layer, Dropout)]
     return any(id(memory) in _overwritten(node) for node in later)

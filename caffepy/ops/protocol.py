@@ -351,8 +351,12 @@ class Ops(Protocol):
     ) -> None:
         """Write the same numbers from the running sums / their weight; 0 if the weight is."""
 
-    def norm_forward(self, x: Array, numbers: Array, other: Maybe, relu: bool, y: Array) -> None:
-        """y = x * factor + shift [+ other], then ReLU; numbers of `batch_norm_prepare`."""
+    def norm_forward(
+        self, x: Array, numbers: Array, other: Maybe, ceiling: float | None, y: Array
+    ) -> None:
+        """y = x * factor + shift [+ other]; numbers of `batch_norm_prepare`. With a ceiling then
+        min(max(y, 0), ceiling): inf for a ReLU.
+        """
 
     def norm_backward(
         self,
@@ -360,7 +364,7 @@ class Ops(Protocol):
         numbers: Array,
         dys: Sequence[Array],
         y: Maybe,
-        relu: bool,
+        ceiling: float | None,
         masked: Maybe,
         dx: Maybe,
         dscale: Maybe,
@@ -369,7 +373,8 @@ class Ops(Protocol):
     ) -> None:
         """The gradient of `norm_forward` from the gradients `dys` of its y, one or two.
 
-        g = sum of dys, with `relu` 0 where y <= 0 (y is x * factor + shift if it is None).
+        g = sum of dys, with a ceiling 0 where y <= 0 or y >= ceiling < inf (y is x * factor +
+        shift if it is None).
         masked = g, the gradient of `other`; dscale += sums of g * n, dbias += sums of g, where
         n = (x - mean) * inverse. dx = factor * (g - mean(g) - n * mean(g * n)), means per channel,
         or dx = factor * g if the numbers are frozen, that is no function of x.

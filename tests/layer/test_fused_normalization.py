@@ -30,6 +30,7 @@ TEXTS = {
     "Eltwise": "eltwise_param { operation: SUM }",
     "LRN": "lrn_param { local_size: 3 alpha: 0.5 }",
     "ReLU": "",
+    "ReLU6": "",
     "Split": "",
 }
 GROUPS = {
@@ -43,6 +44,8 @@ GROUPS = {
     "no convolution, split": "BatchNorm Scale ReLU Split",
     "no convolution, sum": "BatchNorm Scale Eltwise ReLU",
     "BatchNorm and ReLU": "BatchNorm ReLU",
+    "ReLU6": "Convolution BatchNorm Scale ReLU6",
+    "ReLU6 of a sum": "BatchNorm Scale Eltwise ReLU6 Split",
 }
 MEMBERS = {name: types.split() for name, types in GROUPS.items()}
 SHAPE = (3, 8, 5, 4)

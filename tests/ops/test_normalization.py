@@ -74,10 +74,10 @@ def test_numbers_of_a_batch_and_of_the_running_sums():
     np.testing.assert_allclose(numbers[2], scale / np.sqrt(1e-3))
 
 
-@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("ceiling", [None, np.inf, 1.5])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("addend", [False, True])
-def test_norm_by_differences(addend, frozen, relu):
+def test_norm_by_differences(addend, frozen, ceiling):
     x, other, dy, more = data((4, 3, 2, 5), np.float64, 0)
     scale, bias = data((2, 2), np.float64, 1)
     numbers, fixed = np.empty((4, 2)), np.empty((4, 2))
@@ -91,13 +91,14 @@ def test_norm_by_differences(addend, frozen, relu):
             numbers[3] = bias - numbers[0] * numbers[2]
         else:
             cpu.batch_norm_prepare(x, sums, 0.9, 1e-3, (scale, bias), numbers)
-        cpu.norm_forward(x, numbers, other if addend else None, relu, y)
+        cpu.norm_forward(x, numbers, other if addend else None, ceiling, y)
         return y
 
     y = forward()
     masked, dx, dscale, dbias = np.empty_like(x), np.empty_like(x), np.ones(2), np.ones(2)
-    by_y = y if addend and relu else None
-    cpu.norm_backward(x, numbers.copy(), [dy, more], by_y, relu, masked, dx, dscale, dbias, frozen)
+    by_y = y if addend and ceiling else None
+    grads = masked, dx, dscale, dbias
+    cpu.norm_backward(x, numbers.copy(), [dy, more], by_y, ceiling, *grads, frozen)
     pairs = [(x, dx), (scale, dscale - 1), (bias, dbias - 1)] + [(other, masked)] * addend
     for array, gradient in pairs:
         for index in np.ndindex(array.shape):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 
 import numpy as np
 
@@ -117,14 +118,16 @@ def _complete(variance: Array, eps: float, affine: Affine, numbers: Array) -> No
     np.subtract(0 if bias is None else bias, mean * factor, out=shift)
 
 
-def norm_forward(x: Array, numbers: Array, other: Maybe, relu: bool, y: Array) -> None:
+def norm_forward(x: Array, numbers: Array, other: Maybe, ceiling: float | None, y: Array) -> None:
     _, _, factor, shift = numbers
     scaled = y if other is None else np.empty_like(x)
     scale_forward(x, factor, shift, scaled)
     if other is not None:
         np.add(scaled, other, out=y)
-    if relu:
+    if ceiling == inf:
         relu_forward(y, y, 0.0)
+    elif ceiling is not None:
+        np.clip(y, 0, ceiling, out=y)
 
 
 def norm_backward(
@@ -132,7 +135,7 @@ def norm_backward(
     numbers: Array,
     dys: Sequence[Array],
     y: Maybe,
-    relu: bool,
+    ceiling: float | None,
     masked: Maybe,
     dx: Maybe,
     dscale: Maybe,
@@ -144,11 +147,13 @@ def norm_backward(
     g = dys[0].copy()
     for dy in dys[1:]:
         add(dy, g)
-    if relu:
+    if ceiling is not None:
         if y is None:
             y = np.empty_like(x)
-            norm_forward(x, numbers, None, False, y)
+            norm_forward(x, numbers, None, None, y)
         relu_backward(y, g, g, 0.0)
+        if ceiling < inf:
+            g[y >= ceiling] = 0
     if masked is not None:
         masked[...] = g
     normalized = np.empty_like(x)

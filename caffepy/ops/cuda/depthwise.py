@@ -17,14 +17,17 @@ from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import TYPES, Array
 
 THREADS = 256
+CHANNELS = 2
+"""Most channels of a thread: with more, too few threads fit on a multiprocessor."""
+
 COLUMNS = 4
-"""Pixels of a thread in a line, as in depthwise.cu."""
+"""Columns of a strip, as in depthwise.cu; 2 for the gradient of the weights with a stride of 2."""
 
-BLOCKS = 132 * 8
-"""About as many blocks as a large device holds at a time."""
+BLOCKS = 132 * 4
+"""About as many blocks as a large device needs to be busy."""
 
-RUN = 8
-"""Most lines of a thread."""
+RUN = 16
+"""Most lines of a strip."""
 
 
 def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
@@ -40,39 +43,51 @@ def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
     )
 
 
-def _width(channels: int, dtype: DTypeLike) -> int:
-    """Return the channels of a thread: 16 bytes, or fewer where that does not divide them."""
-    return gcd(channels, 16 // np.dtype(dtype).itemsize)
+def _width(channels: int) -> int:
+    """Return the channels of a thread."""
+    return gcd(channels, CHANNELS)
 
 
 def _name(name: str, dtype: DTypeLike, *numbers: int) -> str:
     return f"{name}<{TYPES[np.dtype(dtype).name]}, {', '.join(map(str, numbers))}>"
 
 
+def _run(columns_of_lines: int, lines: int) -> int:
+    """Return the lines of a strip, if this many threads stand beside each other on a line of all
+    images: as many as leave the device enough threads.
+    """
+    return max(1, min(RUN, lines, columns_of_lines * lines // (BLOCKS * THREADS)))
+
+
+def _over(
+    target: Sequence[int], source: Sequence[int], pads: Sequence[int], pairs: bool = False
+) -> tuple[int, tuple[int, ...]]:
+    """Return the blocks and the sizes of a kernel with strips of `target`; of pairs of lines if
+    `pairs`.
+    """
+    n, c, height, width = target
+    if pairs:
+        height, width = (h + p - p // 2 * 2 for h, p in zip((height, width), pads, strict=True))
+        height = -(-height // 2)
+    side_by_side = n * (c // _width(c)) * -(-width // COLUMNS)
+    run = _run(side_by_side, height)
+    return -(-side_by_side * -(-height // run) // THREADS), _sizes(target, source, pads, run)
+
+
 def _sizes(
     target: Sequence[int], source: Sequence[int], pads: Sequence[int], run: int
 ) -> tuple[int, ...]:
-    """Return the members of Sizes of depthwise.cu."""
     n, c, height, width = target
     return (n, height, width, c, *source[2:], *pads, run)
-
-
-def _over(target: Sequence[int], dtype: DTypeLike) -> tuple[int, int]:
-    """Return the lines of a thread, and the blocks, for a target of this shape."""
-    n, c, height, width = target
-    packs = n * (c // _width(c, dtype)) * -(-width // COLUMNS)
-    run = max(1, min(RUN, packs * height // (BLOCKS * THREADS)))
-    return run, -(-packs * -(-height // run) // THREADS)
 
 
 def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Make]:
     """Return candidates that run with x, w, b or None, y."""
 
     def make() -> Run:
-        run, blocks = _over(geometry.y, dtype)
-        width, stride = _width(geometry.x[1], dtype), geometry.stride[0]
+        blocks, sizes = _over(geometry.y, geometry.x, geometry.padding)
+        width, stride = _width(geometry.x[1]), geometry.stride[0]
         launch = kernel("depthwise", _name("depthwise", dtype, width, stride, 0))
-        sizes = _sizes(geometry.y, geometry.x, geometry.padding, run)
         return lambda x, w, b, y: launch((blocks,), (THREADS,), (x, w, b, y, int(relu), *sizes))
 
     return [make]
@@ -82,16 +97,14 @@ def backward_data(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
     """Return candidates that run with dy, w, dx."""
 
     def make() -> Run:
-        run, blocks = _over(geometry.x, dtype)
-        width = _width(geometry.x[1], dtype)
-        if geometry.stride[0] == 1:
-            pads = [2 - p for p in geometry.padding]
-            sizes = _sizes(geometry.x, geometry.y, pads, run)
-            turned = kernel("depthwise", _name("depthwise", dtype, width, 1, 1))
-            return lambda dy, w, dx: turned((blocks,), (THREADS,), (dy, w, None, dx, 0, *sizes))
-        sizes = _sizes(geometry.x, geometry.y, geometry.padding, run)
-        spread = kernel("depthwise", _name("depthwise_spread", dtype, width))
-        return lambda dy, w, dx: spread((blocks,), (THREADS,), (dy, w, dx, *sizes))
+        width, strided = _width(geometry.x[1]), geometry.stride[0] == 2
+        pads = geometry.padding if strided else [2 - p for p in geometry.padding]
+        blocks, sizes = _over(geometry.x, geometry.y, pads, pairs=strided)
+        if strided:
+            spread = kernel("depthwise", _name("depthwise_spread", dtype, width))
+            return lambda dy, w, dx: spread((blocks,), (THREADS,), (dy, w, dx, *sizes))
+        turned = kernel("depthwise", _name("depthwise", dtype, width, 1, 1))
+        return lambda dy, w, dx: turned((blocks,), (THREADS,), (dy, w, None, dx, 0, *sizes))
 
     return [make]
 
@@ -100,24 +113,27 @@ def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
     """Return candidates that run with x, dy, dw, db or None, and add to the last two."""
 
     def make() -> Run:
-        n, channels, height, _ = geometry.y
-        width = _width(channels, dtype)
-        packs = channels // width
-        across = min(32, 1 << (packs - 1).bit_length())
-        down, groups = THREADS // across, -(-packs // across)
-        shares = max(1, min(-(-n * height // down), BLOCKS // 2 // groups))
-        name = _name("depthwise_gradient", dtype, width, geometry.stride[0])
-        launch = kernel("depthwise", name)
+        n, channels, height, columns = geometry.y
+        width, stride = _width(channels), geometry.stride[0]
+        packs, across = channels // width, -(-columns // (COLUMNS // stride))
+        run = _run(n * packs * across, height)
+        strips = n * across * -(-height // run)
+        lanes = min(32, 1 << (packs - 1).bit_length())
+        rows, groups = THREADS // lanes, -(-packs // lanes)
+        # Every thread takes as many strips as the others.
+        each = -(-strips // (rows * max(1, BLOCKS // groups)))
+        shares = -(-strips // (rows * each))
+        launch = kernel("depthwise", _name("depthwise_gradient", dtype, width, stride))
         add = kernel("depthwise", "add_depthwise")
-        sizes = _sizes(geometry.y, geometry.x, geometry.padding, 1)
+        sizes = _sizes(geometry.y, geometry.x, geometry.padding, run)
         shared = 4 * THREADS * width
+        sums = -(-10 * channels // 32)
 
-        def run(x: Array, dy: Array, dw: Array, db: Array | None) -> None:
+        def gradient(x: Array, dy: Array, dw: Array, db: Array | None) -> None:
             part = context().array("depthwise gradient", (shares, 10, channels), np.float32)
-            launch((groups, shares), (across, down), (x, dy, part, *sizes), shared_mem=shared)
-            blocks = -(-10 * channels // THREADS)
-            add((blocks,), (THREADS,), (part, dw, db, shares, channels))
+            launch((groups, shares), (lanes, rows), (x, dy, part, *sizes), shared_mem=shared)
+            add((sums,), (32, 8), (part, dw, db, shares, channels))
 
-        return run
+        return gradient
 
     return [make]

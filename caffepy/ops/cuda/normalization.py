@@ -1,6 +1,7 @@
 """Normalization by statistics of each channel, and scales and biases of each channel."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from caffepy.ops.cuda.channels import channel_pass, finish, lying, sums
@@ -10,6 +11,13 @@ from caffepy.ops.protocol import Affine, Maybe
 
 NO_MASK, BY_X, BY_Y = range(3)
 """As in normalization.cu: what tells where the gradient of a ReLU is 0."""
+
+NO_RELU, RELU, CLIPPED = range(3)
+"""As in normalization.cu: what follows the normalization."""
+
+
+def _after(ceiling: float | None) -> int:
+    return NO_RELU if ceiling is None else RELU if ceiling == inf else CLIPPED
 
 
 def _moments(x: Array, finisher: str, *arguments: Any) -> None:
@@ -43,11 +51,11 @@ def batch_norm_forward(x: Array, mean: Array, inverse: Array, y: Array) -> None:
 
 def batch_norm_backward(x: Array, mean: Array, inverse: Array, dy: Array, dx: Array) -> None:
     numbers = (mean, inverse, inverse, None)
-    norm_backward(x, numbers, [dy], None, False, None, dx, None, None, False)
+    norm_backward(x, numbers, [dy], None, None, None, dx, None, None, False)
 
 
 def scale_forward(x: Array, scale: Array, bias: Maybe, y: Array) -> None:
-    norm_forward(x, (None, None, scale, bias), None, False, y)
+    norm_forward(x, (None, None, scale, bias), None, None, y)
 
 
 def scale_backward(
@@ -55,7 +63,7 @@ def scale_backward(
 ) -> None:
     if dscale is not None or dbias is not None:
         numbers = (None, None, scale, None)
-        norm_backward(x, numbers, [dy], None, False, None, dx, dscale, dbias, True)
+        norm_backward(x, numbers, [dy], None, None, None, dx, dscale, dbias, True)
     elif dx is not None:
         scale_forward(dy, scale, None, dx)
 
@@ -63,11 +71,12 @@ def scale_backward(
 # Numbers may also be a tuple of the four, without those that are not needed.
 
 
-def norm_forward(x: Array, numbers: Array, other: Maybe, relu: bool, y: Array) -> None:
+def norm_forward(x: Array, numbers: Array, other: Maybe, ceiling: float | None, y: Array) -> None:
     _, _, factor, shift = numbers
     shape = lying(x, y) if other is None else lying(x, other, y)
-    arrays, variant = (x, factor, shift, other, y), f", {int(other is not None)}, {int(relu)}"
-    channel_pass("normalization", "forward", x, shape, *arrays, variant=variant)
+    variant = f", {int(other is not None)}, {_after(ceiling)}"
+    arguments = x, factor, shift, ceiling or 0.0, other, y
+    channel_pass("normalization", "forward", x, shape, *arguments, variant=variant)
 
 
 def norm_backward(
@@ -75,7 +84,7 @@ def norm_backward(
     numbers: Array,
     dys: Sequence[Array],
     y: Maybe,
-    relu: bool,
+    ceiling: float | None,
     masked: Maybe,
     dx: Maybe,
     dscale: Maybe,
@@ -86,13 +95,14 @@ def norm_backward(
     if not x.size:
         return
     mean, inverse, factor, shift = numbers
-    mask = NO_MASK if not relu else BY_X if y is None else BY_Y
+    after, most = _after(ceiling), ceiling or 0.0
+    mask = NO_MASK if not after else BY_X if y is None else BY_Y
     dy, more = dys if len(dys) > 1 else (dys[0], None)
     shape = lying(x, *(a for a in (dy, more, y, masked, dx) if a is not None))
     optional = (more, y if mask == BY_Y else None, masked, dx if frozen else None)
     has_more, _, has_masked, has_dx = (int(a is not None) for a in optional)
-    arrays = (x, mean, factor, shift, dy, *optional)
-    variant = f", {mask}, {has_more}, {has_masked}, {has_dx}"
+    arrays = (x, mean, factor, shift, most, dy, *optional)
+    variant = f", {mask}, {after}, {has_more}, {has_masked}, {has_dx}"
     partial, splits = sums("normalization", "backward_sums", x, shape, *arrays, variant=variant)
     later = dx is not None and not frozen
     line = context().array("line", (2, x.shape[1]), factor.dtype) if later else None
@@ -100,6 +110,6 @@ def norm_backward(
         arguments = (mean, inverse, factor, dscale, dbias, line, *shape, splits)
         finish("normalization", "backward_finish", x, partial, *arguments)
     if later:
-        g, mask = (dy, mask) if masked is None else (masked, NO_MASK)
-        affine, variant = (x, factor, shift, line, g, dx), f", {int(mask == BY_X)}"
+        g, after = (dy, after) if masked is None else (masked, NO_RELU)
+        affine, variant = (x, factor, shift, line, most, g, dx), f", {after}"
         channel_pass("normalization", "backward", x, shape, *affine, variant=variant, held=3)

@@ -1,3 +1,5 @@
+from math import inf
+
 import numpy as np
 import pytest
 
@@ -140,22 +142,22 @@ def test_norm_forward(layout, kind):
     shape, last = LAYOUTS[layout]
     x, other, of = activation(shape), activation(shape, 4), numbers(shape[1])
     tolerance = tuple(map(max, TOLERANCE[kind], (1e-5, 2e-6))) if kind != "float64" else None
-    for addend, relu in ((None, True), (None, False), (other, True), (other, False))[
-        : 4 if kind in THOROUGH else 1
-    ]:
+    cases = ((None, 1.0), (None, inf), (None, None), (other, inf), (other, None), (other, 1.0))
+    for addend, ceiling in cases[: 6 if kind in THOROUGH else 2]:
         for y in (like(shape), x):
-            agree("norm_forward", kind, x, of, addend, relu, y, last=last, tolerance=tolerance)
+            agree("norm_forward", kind, x, of, addend, ceiling, y, last=last, tolerance=tolerance)
 
 
-def away_from_zero(values):
-    return Activation(np.where(np.abs(values) < 0.02, 0.5, values))
+def away(values, distance=0.02):
+    """Values that are not so near 0 or 1 that rounding takes them to the other side."""
+    near = (np.abs(values) < distance) | (np.abs(values - 1) < distance)
+    return np.where(near, 0.5, values)
 
 
 def norm_inputs(shape):
-    """x whose y is not so near 0 that rounding changes its sign."""
+    """x whose y is away from 0 and 1."""
     of = numbers(shape[1]).astype("f")
-    y = data(shape, seed=7)
-    y = np.where(np.abs(y) < 0.05, 0.5, y)
+    y = away(data(shape, seed=7), 0.05)
     return Activation((y - of[3][:, None]) / np.where(np.abs(of[2]) < 0.1, 0.1, of[2])[:, None]), of
 
 
@@ -169,28 +171,30 @@ def test_norm_backward(layout, kind):
         shape[1],
         activation(shape, 4),
         activation(shape, 5),
-        away_from_zero(data(shape, seed=6)),
+        Activation(away(data(shape, seed=6))),
     )
     dscale, dbias, dx, masked = data(c, seed=8), data(c, seed=9), like(shape), like(shape)
     relative, absolute = SUMS[kind]
     tolerance = relative, absolute * max(1, np.sqrt(shape[0] * shape[2]) / 8)
 
-    def check(dys, y, relu, masked, dx, dscale, dbias, frozen):
-        arguments = (x, of, dys, y, relu, masked, dx, dscale, dbias, frozen)
+    def check(dys, y, ceiling, masked, dx, dscale, dbias, frozen):
+        arguments = (x, of, dys, y, ceiling, masked, dx, dscale, dbias, frozen)
         agree("norm_backward", kind, *arguments, last=last, tolerance=tolerance)
 
-    check([dy], None, True, None, dx, dscale, dbias, False)
-    check([dy], None, True, None, dy, dscale, None, False)
-    check([dy, more], y, True, masked, dy, None, None, False)
+    check([dy], None, inf, None, dx, dscale, dbias, False)
+    check([dy], None, inf, None, dy, dscale, None, False)
+    check([dy, more], y, inf, masked, dy, None, None, False)
+    check([dy], None, 1.0, None, dx, dscale, dbias, False)
+    check([dy, more], y, 1.0, masked, dy, None, None, False)
     if kind not in THOROUGH:
         return
-    check([dy], None, False, None, dx, dscale, dbias, False)
-    check([dy], y, True, masked, dx, dscale, dbias, False)
-    check([dy, more], None, True, dy, dy, dscale, dbias, False)
-    check([dy], None, False, masked, None, None, dbias, False)
-    check([dy], None, True, None, dx, dscale, dbias, True)
-    check([dy, more], y, True, masked, dy, dscale, dbias, True)
-    check([dy], None, True, None, dy, None, None, True)
+    check([dy], None, None, None, dx, dscale, dbias, False)
+    check([dy], y, inf, masked, dx, dscale, dbias, False)
+    check([dy, more], None, inf, dy, dy, dscale, dbias, False)
+    check([dy], None, None, masked, None, None, dbias, False)
+    check([dy], None, inf, None, dx, dscale, dbias, True)
+    check([dy, more], y, inf, masked, dy, dscale, dbias, True)
+    check([dy], None, inf, None, dy, None, None, True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -217,8 +221,8 @@ def test_of_nothing(shape):
     x, c = like(shape), shape[1]
     agree("scale_forward", "float32", x, data(c), None, like(shape))
     agree("scale_backward", "float32", x, data(c), x, like(shape), data(c), data(c, seed=1))
-    agree("norm_forward", "float32", x, np.ones((4, c)), None, True, like(shape))
-    arguments = (x, np.ones((4, c)), [x], None, True, None, like(shape), data(c), data(c), False)
+    agree("norm_forward", "float32", x, np.ones((4, c)), None, inf, like(shape))
+    arguments = (x, np.ones((4, c)), [x], None, inf, None, like(shape), data(c), data(c), False)
     agree("norm_backward", "float32", *arguments)
 
 

@@ -108,43 +108,62 @@ normalize(const T* x, const Wide<T>* mean, const Wide<T>* inverse, T* y, i64 out
                                       out(y));
 }
 
-template <typename A> struct Affine { const A *factor, *shift; };
+// What follows: nothing, a ReLU, or one with a ceiling (ReLU6).
+enum After { NO_RELU, RELU, CLIPPED };
+
+// True where the gradient of a ReLU, whose argument or result is z, is 0.
+template <int AFTER, typename A> __device__ bool passes_nothing(A z, A ceiling) {
+  return AFTER && (z <= 0 || (AFTER == CLIPPED && z >= ceiling));
+}
+
+template <typename A> struct Affine {
+  const A *factor, *shift;
+  A ceiling;
+};
 
 // y = x * factor + shift [+ other], shift 0 where there is none; NaN stays NaN in the ReLU
-template <int OTHER, int RELU> struct Forward {
+template <int OTHER, int AFTER> struct Forward {
   template <typename T, int V> struct Op {
     using A = Wide<T>;
-    A factor[V], shift[V];
+    A factor[V], shift[V], ceiling;
     __device__ void start(const Affine<A>& a, i64 c, i64) {
+      ceiling = a.ceiling;
       take(factor, a.factor, c, A(1));
       take(shift, a.shift, c, A(0));
     }
     __device__ void operator()(int v, T x, T other, T& y) const {
       A z = fma(A(x), factor[v], shift[v]);
       if (OTHER) z += A(other);
-      y = T(RELU && z <= 0 ? A(0) : z);
+      if (AFTER && z <= 0) z = 0;
+      if (AFTER == CLIPPED && z > ceiling) z = ceiling;
+      y = T(z);
     }
   };
 };
 
-template <typename T, int OTHER, int RELU> __global__ void __launch_bounds__(256, 4)
-forward(const T* x, const Wide<T>* factor, const Wide<T>* shift, const T* other, T* y, i64 outer, i64 channels,
-        i64 inner, i64 splits) {
-  channel_pass<Forward<OTHER, RELU>::template Op, T, PACK, OTHER ? 2 : 4>(
-      Shape{outer, channels, inner, splits}, Affine<Wide<T>>{factor, shift}, in(x), in_if<OTHER>(other), out(y));
+template <typename T, int OTHER, int AFTER> __global__ void __launch_bounds__(256, 4)
+forward(const T* x, const Wide<T>* factor, const Wide<T>* shift, double ceiling, const T* other, T* y, i64 outer,
+        i64 channels, i64 inner, i64 splits) {
+  channel_pass<Forward<OTHER, AFTER>::template Op, T, PACK, OTHER ? 2 : 4>(
+      Shape{outer, channels, inner, splits}, Affine<Wide<T>>{factor, shift, Wide<T>(ceiling)}, in(x),
+      in_if<OTHER>(other), out(y));
 }
 
-// Where g is 0 for the ReLU: nowhere, where x * factor + shift <= 0, or where y <= 0.
+// What tells where g is 0 for the ReLU: nothing, its argument x * factor + shift, or its result y.
 enum Mask { NO_MASK, BY_X, BY_Y };
 
-template <typename A> struct Gradient { const A *mean, *factor, *shift; };
+template <typename A> struct Gradient {
+  const A *mean, *factor, *shift;
+  A ceiling;
+};
 
 // g = (dy [+ more]) * mask; its sums and those of g * (x - mean); masked = g and dx = g * factor where they are kept
-template <int MASK, int MORE, int MASKED, int DX> struct Summing {
+template <int MASK, int AFTER, int MORE, int MASKED, int DX> struct Summing {
   template <typename T, int V> struct Op {
     using A = Wide<T>;
-    A mean[V], factor[V], shift[V], first[V] = {}, second[V] = {};
+    A mean[V], factor[V], shift[V], ceiling, first[V] = {}, second[V] = {};
     __device__ void start(const Gradient<A>& a, i64 c, i64) {
+      ceiling = a.ceiling;
       take(mean, a.mean, c, A(0));
       if (MASK == BY_X || DX) take(factor, a.factor, c, A(1));
       if (MASK == BY_X) take(shift, a.shift, c, A(0));
@@ -152,8 +171,8 @@ template <int MASK, int MORE, int MASKED, int DX> struct Summing {
     __device__ void operator()(int v, T x, T dy, T more, T y, T& masked, T& dx) {
       A g = A(dy);
       if (MORE) g += A(more);
-      if (MASK == BY_X && fma(A(x), factor[v], shift[v]) <= 0) g = 0;
-      if (MASK == BY_Y && A(y) <= 0) g = 0;
+      if (MASK == BY_X && passes_nothing<AFTER>(fma(A(x), factor[v], shift[v]), ceiling)) g = 0;
+      if (MASK == BY_Y && passes_nothing<AFTER>(A(y), ceiling)) g = 0;
       first[v] += g;
       second[v] += g * (A(x) - mean[v]);
       if (MASKED) masked = T(g);
@@ -166,12 +185,13 @@ template <int MASK, int MORE, int MASKED, int DX> struct Summing {
   };
 };
 
-template <typename T, int MASK, int MORE, int MASKED, int DX> __global__ void __launch_bounds__(256, 3)
-backward_sums(const T* x, const Wide<T>* mean, const Wide<T>* factor, const Wide<T>* shift, const T* dy, const T* more,
-              const T* y, T* masked, T* dx, double* partial, i64 outer, i64 channels, i64 inner, i64 splits) {
-  channel_sums_of<Summing<MASK, MORE, MASKED, DX>::template Op, T, PACK, 2>(
-      Shape{outer, channels, inner, splits}, partial, Gradient<Wide<T>>{mean, factor, shift}, in(x), in(dy),
-      in_if<MORE>(more), in_if<MASK == BY_Y>(y), out_if<MASKED>(masked), out_if<DX>(dx));
+template <typename T, int MASK, int AFTER, int MORE, int MASKED, int DX> __global__ void __launch_bounds__(256, 3)
+backward_sums(const T* x, const Wide<T>* mean, const Wide<T>* factor, const Wide<T>* shift, double ceiling, const T* dy,
+              const T* more, const T* y, T* masked, T* dx, double* partial, i64 outer, i64 channels, i64 inner,
+              i64 splits) {
+  channel_sums_of<Summing<MASK, AFTER, MORE, MASKED, DX>::template Op, T, PACK, 2>(
+      Shape{outer, channels, inner, splits}, partial, Gradient<Wide<T>>{mean, factor, shift, Wide<T>(ceiling)}, in(x),
+      in(dy), in_if<MORE>(more), in_if<MASK == BY_Y>(y), out_if<MASKED>(masked), out_if<DX>(dx));
 }
 
 // With p = sum of g and q = sum of g * (x - mean): dscale += q * inverse, dbias += p; and for
@@ -193,31 +213,35 @@ __global__ void backward_finish(const double* partial, const Wide<T>* mean, cons
   });
 }
 
-template <typename A> struct Line { const A *factor, *shift, *slope, *rest; };
+template <typename A> struct Line {
+  const A *factor, *shift, *slope, *rest;
+  A ceiling;
+};
 
-// dx = factor * g + slope * x + rest, g = dy * mask
-template <int MASK> struct Straight {
+// dx = factor * g + slope * x + rest, g = dy * mask; AFTER is NO_RELU where dy is masked already
+template <int AFTER> struct Straight {
   template <typename T, int V> struct Op {
     using A = Wide<T>;
-    A factor[V], shift[V], slope[V], rest[V];
+    A factor[V], shift[V], slope[V], rest[V], ceiling;
     __device__ void start(const Line<A>& a, i64 c, i64) {
+      ceiling = a.ceiling;
       take(factor, a.factor, c, A(1));
-      if (MASK == BY_X) take(shift, a.shift, c, A(0));
+      if (AFTER) take(shift, a.shift, c, A(0));
       take(slope, a.slope, c, A(0));
       take(rest, a.rest, c, A(0));
     }
     __device__ void operator()(int v, T x, T dy, T& dx) const {
       A g = A(dy);
-      if (MASK == BY_X && fma(A(x), factor[v], shift[v]) <= 0) g = 0;
+      if (passes_nothing<AFTER>(fma(A(x), factor[v], shift[v]), ceiling)) g = 0;
       dx = T(fma(factor[v], g, fma(slope[v], A(x), rest[v])));
     }
   };
 };
 
-template <typename T, int MASK> __global__ void __launch_bounds__(256, 3)
-backward(const T* x, const Wide<T>* factor, const Wide<T>* shift, const Wide<T>* line, const T* dy, T* dx, i64 outer,
-         i64 channels, i64 inner, i64 splits) {
-  channel_pass<Straight<MASK>::template Op, T, PACK, 2>(Shape{outer, channels, inner, splits},
-                                                        Line<Wide<T>>{factor, shift, line, line + channels}, in(x),
-                                                        in(dy), out(dx));
+template <typename T, int AFTER> __global__ void __launch_bounds__(256, 3)
+backward(const T* x, const Wide<T>* factor, const Wide<T>* shift, const Wide<T>* line, double ceiling, const T* dy, T* dx,
+         i64 outer, i64 channels, i64 inner, i64 splits) {
+  channel_pass<Straight<AFTER>::template Op, T, PACK, 2>(
+      Shape{outer, channels, inner, splits}, Line<Wide<T>>{factor, shift, line, line + channels, Wide<T>(ceiling)},
+      in(x), in(dy), out(dx));
 }
