@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Array, Blob, Layout, shape_string
+from caffepy.device.blob import Blob, Layout, shape_string
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.proto.caffe_pb2 import ReductionParameter
 
@@ -71,18 +71,13 @@ class ShuffleChannel(Layer):
         self.group = group
         top[0].reshape_like(bottom[0])
 
-    def shuffle(self, x: Array, y: Array, parts: int) -> None:
-        """Write channel p * (C / parts) + k of x as channel k * parts + p of y."""
-        n, c, *rest = x.shape
-        dealt = x.reshape(n, parts, c // parts, *rest)
-        y.reshape(n, c // parts, parts, *rest)[...] = dealt.swapaxes(1, 2)
-
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self.shuffle(bottom[0].data, top[0].data, self.group)
+        self.ops.deal_channels(bottom[0].data, top[0].data, self.group)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
-            self.shuffle(top[0].diff, bottom[0].diff, bottom[0].shape[1] // self.group)
+            hand = bottom[0].shape[1] // self.group
+            self.ops.deal_channels(top[0].diff, bottom[0].diff, hand)
 
 
 @layer("Permute")

@@ -134,6 +134,9 @@ class Ops(Protocol):
     def cut(self, whole: Array, sizes: Sizes, parts: Sequence[Maybe], axis: int) -> None:
         """Write the parts, of these sizes along the axis, that are not None: undo `join`."""
 
+    def deal_channels(self, x: Array, y: Array, parts: int) -> None:
+        """Write channel p * (C / parts) + k of x (N, C, ...) as channel k * parts + p of y."""
+
     # Arrays of one shape
 
     def scaled(self, alpha: float, x: Array, out: Array) -> None:

@@ -13,7 +13,7 @@ from caffepy.ops.cpu.boxes import (
     match_boxes,
 )
 from caffepy.ops.cpu.convolution import Convolution
-from caffepy.ops.cpu.copies import convert, copy, cut, join
+from caffepy.ops.cpu.copies import convert, copy, cut, deal_channels, join
 from caffepy.ops.cpu.ctc import ctc_backward, ctc_forward
 from caffepy.ops.cpu.elementwise import (
     add,

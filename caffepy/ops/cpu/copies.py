@@ -72,3 +72,9 @@ def cut(whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis:
     for part, columns in zip(parts, _columns(whole, sizes, axis), strict=True):
         if part is not None:
             copy(columns, part.reshape(columns.shape))
+
+
+def deal_channels(x: Array, y: Array, parts: int) -> None:
+    n, c, *rest = x.shape
+    dealt = x.reshape(n, parts, c // parts, *rest).swapaxes(1, 2)
+    copy(dealt, y.reshape(n, c // parts, parts, *rest))

@@ -27,7 +27,7 @@ from caffepy.ops.cuda.boxes import (
     match_boxes,
 )
 from caffepy.ops.cuda.convolution import Convolution
-from caffepy.ops.cuda.copies import convert, copy, cut, join
+from caffepy.ops.cuda.copies import convert, copy, cut, deal_channels, join
 from caffepy.ops.cuda.ctc import ctc_backward, ctc_forward
 from caffepy.ops.cuda.elementwise import (
     add,

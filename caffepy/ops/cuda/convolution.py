@@ -3,9 +3,10 @@
 With the channels last, the levels of candidates of a forward are:
 
     Convolution.forward                            key in the tuned plans
-    +- "... small", "... depthwise": cuDNN, or kernels of our own
+    +- "... small", "... depthwise", "... pointwise": cuDNN, or something of our own
        +- small_convolution: the best tilings by estimated cycles
        +- depthwise: each channel by itself
+       +- pointwise: the gradient of the weights as one product
        +- cuDNN, "... ways": how weights and image are arranged for it (filters.py)
           |     plain        weights (O, kernel, C/g)
           |     dense        few groups as one, with zeros between them
@@ -25,6 +26,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
+from types import ModuleType
 from typing import Any
 
 import cupy
@@ -32,7 +34,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.core.errors import DeviceError
-from caffepy.ops.cuda import autotune, depthwise, graphs, small_convolution
+from caffepy.ops.cuda import autotune, depthwise, graphs, pointwise, small_convolution
 from caffepy.ops.cuda.autotune import Make, Run
 from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
 from caffepy.ops.cuda.blas import add_into
@@ -239,8 +241,14 @@ class _ChannelsLast:
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         self.geometry, self.dtype = geometry, np.dtype(dtype)
         self._ways = _arrangements(geometry, dtype)
-        own = (small_convolution, "small"), (depthwise, "depthwise")
-        self._own = next((each for each in own if each[0].suits(geometry, dtype)), None)
+        own = (
+            (small_convolution, "small"),
+            (depthwise, "depthwise"),
+            (pointwise, "pointwise"),
+        )
+        suiting = (each for each in own if each[0].suits(geometry, dtype))
+        self._own: ModuleType | None
+        self._own, self._kind = next(suiting, (None, "small"))
         self._used: list[_Arrangement] = []
         self._runs: dict[Any, Run] = {}
         self._last_forward: _Arrangement | None = None  # whose weights are those of the last one
@@ -252,7 +260,8 @@ class _ChannelsLast:
         if key not in self._runs:
             what = _with_bias(relu) if b is not None else "forward"
             cudnn = partial(self._cudnn_forward, x, w, b, y, relu)
-            make = self._own and partial(self._own[0].forward, relu=relu)
+            own = self._own_way("forward")
+            make = own and partial(own, relu=relu)
             self._runs[key] = self._cudnn_or_own(what, cudnn, make, (x, w, b, y))
         self._last_forward = None
         self._runs[key](x, w, b, y)
@@ -262,18 +271,22 @@ class _ChannelsLast:
         if key not in self._runs:
             arrays = dy, w, dx
             cudnn = partial(self._cudnn_backward_data, *arrays)
-            make = self._own and self._own[0].backward_data
-            self._runs[key] = self._cudnn_or_own(key, cudnn, make, arrays)
+            own = self._own_way(key)
+            self._runs[key] = self._cudnn_or_own(key, cudnn, own, arrays)
         self._runs[key](dy, w, dx)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
         key = "backward_weight bias" if db is not None else "backward_weight"
         if key not in self._runs:
-            make = self._own and self._own[0].backward_weight
+            own = self._own_way("backward_weight")
             scratch = [None if a is None else cupy.zeros_like(a) for a in (dw, db)]
             cudnn = partial(self._cudnn_backward_weight, x, dy)
-            self._runs[key] = self._cudnn_or_own(key, cudnn, make, (x, dy, *scratch))
+            self._runs[key] = self._cudnn_or_own(key, cudnn, own, (x, dy, *scratch))
         self._runs[key](x, dy, dw, db)
+
+    def _own_way(self, what: str) -> Callable[..., list[Make]] | None:
+        """Return what lists our own candidates for a pass; None without any."""
+        return getattr(self._own, what, None)
 
     def _cudnn_or_own(
         self,
@@ -284,8 +297,7 @@ class _ChannelsLast:
     ) -> Run:
         """Return the fastest of cuDNN and the kernels of our own, if they suit."""
         candidates = [cudnn, *(own(self.geometry, self.dtype) if own else [])]
-        kind = self._own[1] if self._own else "small"
-        name = f"{what} {kind} {self.geometry}"
+        name = f"{what} {self._kind} {self.geometry}"
         found = autotune.fastest(name, self.dtype, candidates, arguments)
         assert found is not None
         return found[1]

@@ -11,11 +11,15 @@ from caffepy.ops.cuda.launch import (
     THREADS,
     TYPES,
     Array,
+    alike,
     c_type,
     channels_last,
     divisor,
+    launch,
     launch_expression,
     lies_channels_last,
+    packs,
+    planes,
 )
 
 _INTEGERS = {1: "char", 2: "short", 4: "int", 8: "long long"}
@@ -143,3 +147,8 @@ def _side_by_side(
         shape = (whole.data.ptr + start, lines, line // unit, divisor(max(1, last)))
         launch_expression("copy", name, lines * last, *shape, *arrays)
         start += last * unit
+
+
+def deal_channels(x: Array, y: Array, parts: int) -> None:
+    _, channels, inner = planes(alike(x, y))
+    launch("copy", "deal_channels", x, packs(x), x, y, x.size, channels, inner, parts)

@@ -11,6 +11,7 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
+from caffepy.ops.cuda.copies import convert
 from caffepy.ops.cuda.graphs import Geometry, Shape
 from caffepy.ops.cuda.launch import Array, launch, launch_blocks, packs
 
@@ -40,6 +41,7 @@ class Filters:
         self._places = list(places)
         share, shift = (outputs // geometry.group, channels) if dense else (outputs, 0)
         turned = min(channels, taps) > 1 or prod(row) > channels * taps
+        self._same_order = not turned
         self._as_they_are = not turned and self.dtype == np.float32
         if turned:
             across = min(taps, TAPS)
@@ -75,12 +77,18 @@ class Filters:
         if self._as_they_are:
             return w, bias if b is None else b
         narrow = b is not None and self.dtype != np.float32
+        if self._same_order and not narrow:
+            convert(w.reshape(-1), turned.reshape(-1))
+            return turned, bias if b is None else b
         arrays = (w, turned, b if narrow else None, bias, self.outputs, places)
         launch_blocks("filters", "turn", turned, self._blocks, *arrays, *self._sizes)
         return turned, bias if b is None or narrow else b
 
     def add(self, turned: Array, dw: Array) -> None:
         """dw += a gradient in the type and order of the weights for cuDNN."""
+        if self._same_order:
+            launch("filters", "add_same", turned, -(-dw.size // 4), turned, dw, dw.size)
+            return
         arguments = (turned, dw, self._kept()[2], *self._sizes)
         launch_blocks("filters", "add_turned", turned, self._blocks, *arguments)
 

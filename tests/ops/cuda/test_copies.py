@@ -135,6 +135,21 @@ def test_convert_refuses_views():
         cuda.convert(cupy.zeros((2, 3, 4, 10), "f")[..., :5], cupy.zeros((2, 3, 4, 5), "f"))
 
 
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("kind", ["float32", "uint16"])
+@pytest.mark.parametrize(("shape", "parts"), [((2, 24, 3, 5), 3), ((3, 10, 7, 1), 2), ((1, 6), 6)])
+def test_deal_channels(shape, parts, kind, last):
+    from caffepy.ops import cuda
+
+    x = data(shape)
+    n, c, *rest = shape
+    want = x.reshape(n, parts, c // parts, *rest).swapaxes(1, 2).reshape(shape)
+    last = last and len(shape) > 2
+    y = stored(np.full(shape, 7), kind, last)
+    cuda.deal_channels(stored(x, kind, last), y, parts)
+    np.testing.assert_array_equal(loaded(y), rounded(want, kind))
+
+
 PARTS = {  # shape of the whole, axis, sizes
     "rows": ((12, 5), 0, [3, 4, 5]),
     "columns": ((6, 40), 1, [8, 16, 16]),

@@ -58,3 +58,40 @@ __global__ void side_by_side(U* whole, i64 lines, i64 line, i64 by_end, U* p0, U
       here = there;
   }
 }
+
+// Where each of consecutive elements of y comes from: channel k * parts + p of y is channel p * (C / parts) + k of x,
+// both (outer, C, inner). Divides once, then counts.
+struct Dealt {
+  unsigned channels, inner, parts, hand;
+  unsigned place, part, k;
+  i64 image;
+  bool started;
+  __device__ Dealt(i64 channels, i64 inner, i64 parts)
+      : channels(unsigned(channels)), inner(unsigned(inner)), parts(unsigned(parts)), hand(unsigned(channels / parts)),
+        started(false) {}
+  __device__ i64 from(i64 i) {
+    if (!started) {
+      const unsigned plane = unsigned(i) / inner, c = plane % channels;
+      place = unsigned(i) - plane * inner;
+      part = c % parts;
+      k = c / parts;
+      image = i64(plane - c) * inner;
+      started = true;
+    } else if (++place == inner) {
+      place = 0;
+      if (++part == parts) {
+        part = 0;
+        if (++k == hand) {
+          k = 0;
+          image += i64(channels) * inner;
+        }
+      }
+    }
+    return image + i64(part * hand + k) * inner + place;
+  }
+};
+
+template <typename T> __global__ void deal_channels(const T* x, T* y, i64 n, i64 channels, i64 inner, i64 parts) {
+  Dealt dealt(channels, inner, parts);
+  each<PACK>(n, [=](i64 i, T& to) mutable { to = x[dealt.from(i)]; }, out(y));
+}

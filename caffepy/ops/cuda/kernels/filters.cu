@@ -67,6 +67,11 @@ add_turned(const T* turned, float* w, const int* place, i64 outputs, i64 channel
   }
 }
 
+// w += turned, for weights in the same order
+template <typename T> __global__ void add_same(const T* turned, float* w, i64 n) {
+  each<4>(n, [=](i64, T x, float& sum) { sum += float(x); }, in(turned), both(w));
+}
+
 // Pixel (r, j) of an image of blocks has the pixels of a block of x, line by line, then zeros up to its `depth`:
 // out[n, r, j, (u * across + v) * C + c] = x[n, r * down + u - pad, j * across + v - pad_v, c], 0 outside.
 // `line` counts the elements of a line of x, `run` those of a line of a block (across * C), `before` is pad_v * C.
