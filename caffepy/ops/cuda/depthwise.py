@@ -26,8 +26,11 @@ COLUMNS = 4
 BLOCKS = 132 * 4
 """About as many blocks as a large device needs to be busy."""
 
-RUN = 16
-"""Most lines of a strip."""
+RUN, LONG_RUN = 8, 16
+"""Most lines of a strip, and for the gradient of the weights."""
+
+WAVE = 132 * 3
+"""Blocks of the gradient of the weights that a large device holds at a time."""
 
 
 def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
@@ -52,11 +55,12 @@ def _name(name: str, dtype: DTypeLike, *numbers: int) -> str:
     return f"{name}<{TYPES[np.dtype(dtype).name]}, {', '.join(map(str, numbers))}>"
 
 
-def _run(columns_of_lines: int, lines: int) -> int:
-    """Return the lines of a strip, if this many threads stand beside each other on a line of all
-    images: as many as leave the device enough threads.
+def _run(threads: int, lines: int, most: int) -> int:
+    """Return the lines of a strip, if this many threads stand beside each other on the first lines
+    of all images: as many as leave the device enough threads, all strips alike.
     """
-    return max(1, min(RUN, lines, columns_of_lines * lines // (BLOCKS * THREADS)))
+    run = max(1, min(most, threads * lines // (BLOCKS * THREADS)))
+    return -(-lines // -(-lines // run))
 
 
 def _over(
@@ -70,7 +74,7 @@ def _over(
         height, width = (h + p - p // 2 * 2 for h, p in zip((height, width), pads, strict=True))
         height = -(-height // 2)
     side_by_side = n * (c // _width(c)) * -(-width // COLUMNS)
-    run = _run(side_by_side, height)
+    run = _run(side_by_side, height, RUN)
     return -(-side_by_side * -(-height // run) // THREADS), _sizes(target, source, pads, run)
 
 
@@ -116,17 +120,17 @@ def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
         n, channels, height, columns = geometry.y
         width, stride = _width(channels), geometry.stride[0]
         packs, across = channels // width, -(-columns // (COLUMNS // stride))
-        run = _run(n * packs * across, height)
+        run = _run(n * packs * across, height, LONG_RUN)
         strips = n * across * -(-height // run)
-        lanes = min(32, 1 << (packs - 1).bit_length())
-        rows, groups = THREADS // lanes, -(-packs // lanes)
-        # Every thread takes as many strips as the others.
-        each = -(-strips // (rows * max(1, BLOCKS // groups)))
+        groups = -(-packs // 32)
+        lanes = -(-packs // groups)
+        rows = THREADS // lanes
+        each = -(-strips // (rows * max(1, WAVE // groups)))
         shares = -(-strips // (rows * each))
         launch = kernel("depthwise", _name("depthwise_gradient", dtype, width, stride))
         add = kernel("depthwise", "add_depthwise")
         sizes = _sizes(geometry.y, geometry.x, geometry.padding, run)
-        shared = 4 * THREADS * width
+        shared = 4 * rows * lanes * width
         sums = -(-10 * channels // 32)
 
         def gradient(x: Array, dy: Array, dw: Array, db: Array | None) -> None:

@@ -13,25 +13,64 @@ template <typename T> struct Image {
   int height, width, channels;
 };
 
-template <typename T, int V, int N> struct Line { Pack<T, V> pixels[N]; };
+// N pixels of a line as they lie in memory, as words, and as numbers.
+template <typename T, int V, int N> struct Line {
+  static_assert(sizeof(T) * V % 4 == 0);
+  using Words = Pack<unsigned, sizeof(T) * V / 4>;
+  Words pixels[N];
+};
+template <int V, int N> struct Numbers { float of[N][V]; };
 
-// N pixels of a line, from a column on; zeros outside.
-template <int N, int V, typename T>
-__device__ Line<T, V, N> read(const Image<T>& from, int n, int line, int column, int channel) {
-  Line<T, V, N> got;
-  const bool inside = line >= 0 && line < from.height;
-  const T* at = from.p + ((n * from.height + line) * from.width + column) * from.channels + channel;
+template <typename T, int V, int N> __device__ Numbers<V, N> numbers(const Line<T, V, N>& line) {
+  Numbers<V, N> x;
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (inside && column + i >= 0 && column + i < from.width) {
-      got.pixels[i] = *reinterpret_cast<const Pack<T, V>*>(at + i * from.channels);
-    } else {
+  for (int i = 0; i < N; ++i)
 #pragma unroll
-      for (int v = 0; v < V; ++v) got.pixels[i].v[v] = T(0.0f);
-    }
-  }
-  return got;
+    for (int v = 0; v < V; ++v) x.of[i][v] = float(reinterpret_cast<const T*>(line.pixels[i].v)[v]);
+  return x;
 }
+
+// bfloat16 is the upper half of a float.
+template <int V, int N> __device__ Numbers<V, N> numbers(const Line<bf16_t, V, N>& line) {
+  Numbers<V, N> x;
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+#pragma unroll
+    for (int v = 0; v < V; v += 2) {
+      x.of[i][v] = __uint_as_float(line.pixels[i].v[v / 2] << 16);
+      x.of[i][v + 1] = __uint_as_float(line.pixels[i].v[v / 2] & 0xffff0000u);
+    }
+  return x;
+}
+
+// Reads N pixels of one line after the other, from a column on; zeros outside the image.
+template <typename T, int V, int N> struct Lines {
+  const T* at;  // the first of the pixels
+  int line, height, channels, pitch;
+  bool in[N];
+  __device__ Lines(const Image<T>& from, int n, int first, int column, int channel)
+      : at(from.p + i64((n * from.height + first) * from.width + column) * from.channels + channel),
+        line(first),
+        height(from.height),
+        channels(from.channels),
+        pitch(from.width * from.channels) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) in[i] = column + i >= 0 && column + i < from.width;
+  }
+  __device__ Line<T, V, N> next() {
+    Line<T, V, N> got;
+    const bool inside = line >= 0 && line < height;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      got.pixels[i] = {};
+      if (inside && in[i])
+        got.pixels[i] = *reinterpret_cast<const typename Line<T, V, N>::Words*>(at + i * channels);
+    }
+    ++line;
+    at += pitch;
+    return got;
+  }
+};
 
 template <int V> struct Weights {
   float tap[TAPS][V];
@@ -81,21 +120,21 @@ struct Strip {
 __device__ inline unsigned strips(i64 height, i64 run) { return unsigned((height + run - 1) / run); }
 
 // sums += line * tap row R
-template <int R, int S, int FLIP, int V, int N, int M, typename T>
-__device__ void add_line(Sums<V, N>& sums, const Line<T, V, M>& line, const Weights<V>& w) {
+template <int R, int S, int FLIP, int V, int N, int M>
+__device__ void add_line(Sums<V, N>& sums, const Numbers<V, M>& line, const Weights<V>& w) {
 #pragma unroll
   for (int j = 0; j < N; ++j)
 #pragma unroll
     for (int s = 0; s < 3; ++s)
 #pragma unroll
       for (int v = 0; v < V; ++v)
-        sums.of[j][v] += float(line.pixels[j * S + s].v[v]) * w.tap[FLIP ? 8 - (3 * R + s) : 3 * R + s][v];
+        sums.of[j][v] += line.of[j * S + s][v] * w.tap[FLIP ? 8 - (3 * R + s) : 3 * R + s][v];
 }
 
 // y (images, height, width, C) of x (images, lines, columns, C). FLIP: the gradient of x for a stride of 1 is the same
 // of dy with the kernel turned around.
 template <typename T, int V, int S, int FLIP>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 3)
 depthwise(const T* x, const float* w, const float* b, T* y, i64 relu, i64 images, i64 height, i64 width, i64 channels,
           i64 lines, i64 columns, i64 top, i64 left, i64 run) {
   constexpr int N = 4, M = (N - 1) * S + 3;
@@ -109,23 +148,24 @@ depthwise(const T* x, const float* w, const float* b, T* y, i64 relu, i64 images
     float start[V];
 #pragma unroll
     for (int v = 0; v < V; ++v) start[v] = b ? b[channel + v] : 0.0f;
-    int line = first * S - int(top);
-    const auto next = [&] { return read<M, V>(source, at.n, line++, from, channel); };
+    Lines<T, V, M> lines_of_x(source, at.n, first * S - int(top), from, channel);
+    const auto next = [&] { return lines_of_x.next(); };
     Sums<V, N> open(start), below(start);
-    Line<T, V, M> here = next(), coming = next();
+    Numbers<V, M> here = numbers(next());
+    Line<T, V, M> coming = next();
     add_line<0, S, FLIP>(open, here, weights);
     if (S == 1) {
-      here = coming;
+      here = numbers(coming);
       coming = next();
       add_line<1, S, FLIP>(open, here, weights);
       add_line<0, S, FLIP>(below, here, weights);
     }
     for (int i = first; i < end; ++i) {
-      here = coming;
+      here = numbers(coming);
       coming = next();
       if (S == 2) {
         add_line<1, S, FLIP>(open, here, weights);
-        here = coming;
+        here = numbers(coming);
         coming = next();
       }
       add_line<2, S, FLIP>(open, here, weights);
@@ -146,17 +186,17 @@ depthwise(const T* x, const float* w, const float* b, T* y, i64 relu, i64 images
 }
 
 // sums = line * tap row R, for dx with its columns 2 q - left and those that follow, and dy from column q - 1 on
-template <int R, int V, int N, typename T>
-__device__ void spread_line(Sums<V, N>& sums, const Line<T, V, N / 2 + 1>& line, const Weights<V>& w) {
+template <int R, int V, int N>
+__device__ void spread_line(Sums<V, N>& sums, const Numbers<V, N / 2 + 1>& line, const Weights<V>& w) {
 #pragma unroll
   for (int j = 0; j < N; ++j) {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const float mine = float(line.pixels[j / 2 + 1].v[v]);
+      const float mine = line.of[j / 2 + 1][v];
       if (j % 2)
         sums.of[j][v] += mine * w.tap[3 * R + 1][v];
       else
-        sums.of[j][v] += mine * w.tap[3 * R][v] + float(line.pixels[j / 2].v[v]) * w.tap[3 * R + 2][v];
+        sums.of[j][v] += mine * w.tap[3 * R][v] + line.of[j / 2][v] * w.tap[3 * R + 2][v];
     }
   }
 }
@@ -164,7 +204,7 @@ __device__ void spread_line(Sums<V, N>& sums, const Line<T, V, N / 2 + 1>& line,
 // dx (images, height, width, C) of dy (images, lines, columns, C) for a stride of 2. Line q of dy adds to the lines
 // 2 q - top to 2 q - top + 2 of dx; a run counts pairs of lines of dx.
 template <typename T, int V>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 3)
 depthwise_spread(const T* dy, const float* w, T* dx, i64 images, i64 height, i64 width, i64 channels, i64 lines,
                  i64 columns, i64 top, i64 left, i64 run) {
   constexpr int N = 4;
@@ -178,17 +218,18 @@ depthwise_spread(const T* dy, const float* w, T* dx, i64 images, i64 height, i64
     const int channel = at.pack * V, from = before + at.group * (N / 2), column = 2 * from - int(left);
     const int first = above + at.run * int(run), end = min(first + int(run), above + pairs);
     const Weights<V> weights(w, channel);
-    int line = first - 1;
-    const auto next = [&] { return read<N / 2 + 1, V>(source, at.n, line++, from - 1, channel); };
+    Lines<T, V, N / 2 + 1> lines_of_dy(source, at.n, first - 1, from - 1, channel);
+    const auto next = [&] { return lines_of_dy.next(); };
     const auto put = [&](const Sums<V, N>& sums, int to) {
       if (to < 0 || to >= int(height)) return;
       write<N, V>(dx, sums, int(width), int(channels), at.n * int(height) + to, column, channel);
     };
     Sums<V, N> open(zero);
-    Line<T, V, N / 2 + 1> here = next(), coming = next();
+    Numbers<V, N / 2 + 1> here = numbers(next());
+    Line<T, V, N / 2 + 1> coming = next();
     spread_line<2>(open, here, weights);
     for (int q = first; q < end; ++q) {
-      here = coming;
+      here = numbers(coming);
       coming = next();
       spread_line<0>(open, here, weights);
       put(open, 2 * q - int(top));
@@ -202,21 +243,21 @@ depthwise_spread(const T* dy, const float* w, T* dx, i64 images, i64 height, i64
 }
 
 // total row R += x * dy, for a line of dy and the line of x that tap row R has there
-template <int R, int S, int V, int N, int M, typename T>
-__device__ void add_products(float (&total)[TAPS + 1][V], const Line<T, V, M>& x, const Line<T, V, N>& dy) {
+template <int R, int S, int V, int N, int M>
+__device__ void add_products(float (&total)[TAPS + 1][V], const Numbers<V, M>& x, const Numbers<V, N>& dy) {
 #pragma unroll
   for (int j = 0; j < N; ++j)
 #pragma unroll
     for (int s = 0; s < 3; ++s)
 #pragma unroll
       for (int v = 0; v < V; ++v)
-        total[3 * R + s][v] += float(x.pixels[j * S + s].v[v]) * float(dy.pixels[j].v[v]);
+        total[3 * R + s][v] += x.of[j * S + s][v] * dy.of[j][v];
 }
 
 // Sums over a share of the strips of dy (images, height, width, C): part (shares, 10, C), of the nine weights and of the
 // bias. A block takes blockDim.x packs of channels; its threads in y take strips in turn.
 template <typename T, int V, int S>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 3)
 depthwise_gradient(const T* x, const T* dy, float* part, i64 images, i64 height, i64 width, i64 channels, i64 lines,
                    i64 columns, i64 top, i64 left, i64 run) {
   constexpr int N = S == 1 ? 4 : 2, M = (N - 1) * S + 3;
@@ -230,28 +271,29 @@ depthwise_gradient(const T* x, const T* dy, float* part, i64 images, i64 height,
     const Strip at(k, 1, across, down);
     const int first = at.run * int(run), end = min(first + int(run), int(height)), column = at.group * N;
     const Image<T> target{dy + i64(at.n) * height * width * channels, end, int(width), int(channels)};
-    int line = first * S - int(top), own = first;
-    const auto next = [&] { return read<M, V>(source, at.n, line++, column * S - int(left), channel); };
-    const auto next_own = [&] { return read<N, V>(target, 0, own++, column, channel); };
-    Line<T, V, M> here, coming = next();
-    Line<T, V, N> d0, d1 = read<N, V>(target, 0, -1, 0, 0), d2 = d1, coming_own = next_own();
+    Lines<T, V, M> lines_of_x(source, at.n, first * S - int(top), column * S - int(left), channel);
+    Lines<T, V, N> lines_of_dy(target, 0, first, column, channel);
+    Numbers<V, M> here;
+    Numbers<V, N> d0, d1 = {}, d2 = {};
+    Line<T, V, M> coming = lines_of_x.next();
+    Line<T, V, N> coming_own = lines_of_dy.next();
     for (int i = first; i < end + (S == 1 ? 2 : 1); ++i) {
-      d0 = coming_own;
-      here = coming;
-      coming = next();
-      coming_own = next_own();
+      d0 = numbers(coming_own);
+      here = numbers(coming);
+      coming = lines_of_x.next();
+      coming_own = lines_of_dy.next();
 #pragma unroll
       for (int j = 0; j < N; ++j)
 #pragma unroll
-        for (int v = 0; v < V; ++v) total[TAPS][v] += float(d0.pixels[j].v[v]);
+        for (int v = 0; v < V; ++v) total[TAPS][v] += d0.of[j][v];
       add_products<0, S>(total, here, d0);
       if (S == 1) {
         add_products<1, S>(total, here, d1);
         add_products<2, S>(total, here, d2);
       } else {
         add_products<2, S>(total, here, d1);
-        here = coming;
-        coming = next();
+        here = numbers(coming);
+        coming = lines_of_x.next();
         add_products<1, S>(total, here, d0);
       }
       d2 = d1;
