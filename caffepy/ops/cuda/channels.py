@@ -12,6 +12,9 @@ DEVICE = 132
 SHARE = 4096
 """Elements of a plane for which one more block pays."""
 
+FINISHING = 1024
+"""Threads of a block that finishes sums: they wait for memory, and there are few blocks."""
+
 LINES = 8
 """Pixels (channels last) for which one more thread pays."""
 
@@ -65,4 +68,5 @@ def sums(
 
 def finish(file: str, name: str, x: Array, *arguments: Any) -> None:
     """Run a kernel that finishes the sums of each channel of x."""
-    launch_blocks(file, name, x, -(-x.shape[1] // 8), *arguments)
+    blocks = -(-x.shape[1] // 8)
+    launch_blocks(file, name, x, blocks, *arguments, threads=FINISHING)

@@ -23,7 +23,7 @@ CHANNELS = 2
 COLUMNS = 4
 """Columns of a strip, as in depthwise.cu; 2 for the gradient of the weights with a stride of 2."""
 
-BLOCKS = 132 * 4
+BLOCKS = 132 * 2
 """About as many blocks as a large device needs to be busy."""
 
 RUN, LONG_RUN = 8, 16

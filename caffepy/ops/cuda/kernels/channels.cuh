@@ -238,15 +238,15 @@ __device__ void channel_sums(Shape s, double* partial, F f, A a, B... b) {
   channel_sums_of<Adding<F>::template Op, typename A::Element, V, 2>(s, partial, f, a, b...);
 }
 
-// f(channel, first sum, second sum) once for each channel, eight of them to a block.
+// f(channel, first sum, second sum) once for each channel, eight of them to a block of up to 1024 threads.
 template <typename F> __device__ void finish_channels(const double* partial, i64 channels, i64 splits, F f) {
-  __shared__ double parts[2][8][8];
+  __shared__ double parts[2][32][8];
   const int column = threadIdx.x % 8, warp = threadIdx.x / 32;
   const i64 c = blockIdx.x * i64(8) + column;
   double first = 0, second = 0;
   if (c < channels) {
 #pragma unroll 4
-    for (i64 i = threadIdx.x / 8; i < splits; i += 32) {
+    for (i64 i = threadIdx.x / 8; i < splits; i += blockDim.x / 8) {
       first += partial[i * channels + c];
       second += partial[(splits + i) * channels + c];
     }
@@ -262,8 +262,7 @@ template <typename F> __device__ void finish_channels(const double* partial, i64
   }
   __syncthreads();
   if (threadIdx.x >= 8 || c >= channels) return;
-#pragma unroll
-  for (int w = 1; w < 8; ++w) {
+  for (int w = 1; w < blockDim.x / 32; ++w) {
     first += parts[0][w][column];
     second += parts[1][w][column];
   }
