@@ -224,9 +224,11 @@ class _View:
 
     def get(self, shape: tuple[int, ...], count: int) -> Array:
         base = self.memory.array  # each time, since it may have to upload the host's values
-        if self.base is not base or self.view is None:
-            self.base, self.view = base, self.memory.layout.view(base[:count], shape)
-        return self.view
+        view = self.view
+        if self.base is not base or view is None:
+            view = self.memory.layout.view(base[:count], shape)
+            self.base, self.view = base, view
+        return view
 
     def point(self, memory: Memory) -> None:
         self.memory, self.view = memory, None
@@ -264,12 +266,20 @@ class Blob:
     @property
     def data(self) -> Array:
         """Values, an array of the blob's device."""
-        return self._data.get(self.shape, self.count)
+        seen = self._data
+        view = seen.view
+        if view is None or seen.memory.array is not seen.base:
+            return seen.get(self.shape, self.count)
+        return view
 
     @property
     def diff(self) -> Array:
         """Gradient of the loss with respect to `data`, an array of the blob's device."""
-        return self._diff.get(self.shape, self.count)
+        seen = self._diff
+        view = seen.view
+        if view is None or seen.memory.array is not seen.base:
+            return seen.get(self.shape, self.count)
+        return view
 
     @property
     def host_data(self) -> Array:

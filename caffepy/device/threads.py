@@ -8,7 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from math import ceil
 from pathlib import Path
@@ -167,6 +167,10 @@ def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -
     (BLAS rounds by shapes) must be cut by the caller. Returns when all are done; an exception in
     one is raised here. A call from inside a piece runs at once.
     """
+    if n <= grain:
+        if n > 0:
+            function(0, n)
+        return
     step = min(ALIGNED, 1 << grain.bit_length() - 1)
     threads, (part, parts) = _threads or num_threads(), getattr(_inside, "share", (0, 1))
     share = max(1, threads // parts + int(part < threads % parts))
@@ -195,19 +199,26 @@ _blas_depth = 0
 _blas_before: Any = None
 
 
-@contextmanager
-def blas_scope() -> Iterator[None]:
-    """Make BLAS use one thread until the last of the scopes, which nest and overlap, ends."""
-    global _blas, _blas_depth, _blas_before
-    with _lock:
-        _blas_depth += 1
-        if _blas_depth == 1:
-            _blas = _blas or ThreadpoolController().select(user_api="blas")
-            _blas_before = _blas.limit(limits=1)
-    try:
-        yield
-    finally:
+class _BlasScope:
+    def __enter__(self) -> None:
+        global _blas, _blas_depth, _blas_before
+        with _lock:
+            _blas_depth += 1
+            if _blas_depth == 1:
+                _blas = _blas or ThreadpoolController().select(user_api="blas")
+                _blas_before = _blas.limit(limits=1)
+
+    def __exit__(self, *_: object) -> None:
+        global _blas_depth
         with _lock:
             _blas_depth -= 1
             if _blas_depth == 0:
                 _blas_before.restore_original_limits()
+
+
+_BLAS_SCOPE = _BlasScope()
+
+
+def blas_scope() -> AbstractContextManager[None]:
+    """Make BLAS use one thread until the last of the scopes, which nest and overlap, ends."""
+    return _BLAS_SCOPE

@@ -6,7 +6,7 @@ definition; `node` has the record of each layer.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
 
@@ -37,9 +37,10 @@ def _own_lock(layer: Layer) -> AbstractContextManager[object]:
     return layer.forward_lock
 
 
-def _call(callbacks: Sequence[Callback], index: int) -> None:
-    for callback in callbacks:
-        callback(index)
+def _call(callbacks: Sequence[Callback], indices: Sequence[int]) -> None:
+    for index in indices:
+        for callback in callbacks:
+            callback(index)
 
 
 class Net:
@@ -166,26 +167,35 @@ class Net:
 
     def _forward_step(self, step: Step, mutex: ForwardMutex) -> None:
         indices = step.layers or (step.last,)
-        nodes = [self.nodes[index] for index in indices]
-        layer, casts = nodes[0].layer, nodes[0].casts  # only the first of a group has casts
-        for index in indices:
-            _call(self.before_forward, index)
+        node = self.nodes[indices[0]]
+        casts = node.casts  # only the first of a group has casts
+        if self.before_forward:
+            _call(self.before_forward, indices)
         if casts:
             casts.reshape()
             casts.before_forward(self.ops.convert)
-        with mutex(layer) if layer.share_in_parallel else nullcontext():
-            for node in nodes:
-                node.reshape_if_changed()
-            if step.group:
-                step.group.forward()
-            else:
-                layer.forward(nodes[0].layer_bottoms, nodes[0].layer_tops)
+        if node.layer.share_in_parallel:
+            with mutex(node.layer):
+                self._compute(step)
+        else:
+            self._compute(step)
         if casts and not step.group:
             casts.after_forward(self.ops.convert)
         if self.debug_info and not step.group:
-            _log_forward(nodes[0])
-        for index in indices:
-            _call(self.after_forward, index)
+            _log_forward(node)
+        if self.after_forward:
+            _call(self.after_forward, indices)
+
+    def _compute(self, step: Step) -> None:
+        """Reshape the layers of a step whose blobs changed, and run them forward."""
+        if step.group:
+            for index in step.layers:
+                self.nodes[index].reshape_if_changed()
+            step.group.forward()
+        else:
+            node = self.nodes[step.last]
+            node.reshape_if_changed()
+            node.layer.forward(node.layer_bottoms, node.layer_tops)
 
     def backward(
         self, start: int | None = None, end: int = 0, *, steps: Sequence[Step] | None = None
@@ -205,8 +215,8 @@ class Net:
     def _backward_step(self, step: Step) -> None:
         indices = step.layers or (step.last,)
         node = self.nodes[indices[0]]
-        for index in reversed(indices):
-            _call(self.before_backward, index)
+        if self.before_backward:
+            _call(self.before_backward, indices[::-1])
         if self.nodes[step.last].need_backward:
             casts, down = node.casts, node.propagate_down
             if step.group:
@@ -219,8 +229,8 @@ class Net:
                 casts.after_backward(self.ops.convert, node.bottoms, down)
             if self.debug_info and not step.group:
                 _log_backward(node)
-        for index in reversed(indices):
-            _call(self.after_backward, index)
+        if self.after_backward:
+            _call(self.after_backward, indices[::-1])
         if self.waits_each_layer:
             self.device.wait_stream()
 
@@ -275,8 +285,13 @@ class Net:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the states of all layers but the root net's, by `index/name`."""
-        states = {f"{i}/{node.name}": node.layer.state() for i, node in self.own_nodes}
-        return {key: state for key, state in states.items() if state}
+        return {key: state for key, layer in self._stateful if (state := layer.state())}
+
+    @cached_property
+    def _stateful(self) -> list[tuple[str, Layer]]:
+        """The layers that may have a state, by `index/name`."""
+        keys = ((f"{i}/{node.name}", node.layer) for i, node in self.own_nodes)
+        return [(key, layer) for key, layer in keys if type(layer).state is not Layer.state]
 
     def set_state(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore what `state` of a net of the same definition returned."""

@@ -115,7 +115,7 @@ class Node:
     copied: dict[int, Blob] = field(default_factory=dict)
     layer_bottoms: list[Blob] = field(init=False)
     layer_tops: list[Blob] = field(init=False)
-    _shapes: list[tuple[int, ...]] = field(default_factory=list)
+    _shapes: list[tuple[Blob, tuple[int, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.compute_with(self.bottoms, self.tops)
@@ -154,14 +154,17 @@ class Node:
 
     def keep_shapes(self) -> None:
         """Keep the present shapes, for `reshape_if_changed` to compare with."""
-        self._shapes = [b.shape for b in self.layer_bottoms + self.layer_tops]
+        self._shapes = [(b, b.shape) for b in (*self.layer_bottoms, *self.layer_tops)]
 
     def reshape_if_changed(self) -> None:
         """Reshape the layer unless all shapes are as they were after its last reshape."""
-        shapes = [b.shape for b in self.layer_bottoms]
-        shapes += [b.shape for b in self.layer_tops]
-        if self.layer.always_reshape or shapes != self._shapes:
+        if self.layer.always_reshape:
             self.reshape()
+            return
+        for blob, shape in self._shapes:
+            if blob.shape is not shape and blob.shape != shape:
+                self.reshape()
+                return
 
     def write_loss_weights(self) -> None:
         """Fill the diffs of tops with a loss weight with it."""

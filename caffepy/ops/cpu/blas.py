@@ -17,6 +17,12 @@ ALIGNED = 16  # pieces begin at multiples of this, the size of BLAS's own blocks
 
 def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0) -> None:
     by_rows, bounds = _cut(*out.shape, a.shape[1], accumulate)
+    if len(bounds) == 2 and scale == 1:
+        if accumulate:
+            out += a @ b
+        else:
+            np.matmul(a, b, out=out)
+        return
 
     def pieces(first: int, end: int) -> None:
         for lo, hi in zip(bounds[first:end], bounds[first + 1 : end + 1], strict=True):
