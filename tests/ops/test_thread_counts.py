@@ -44,7 +44,9 @@ layer { name: "depthwise" type: "Convolution" bottom: "lrn" top: "depthwise"
     weight_filler { type: "xavier" } } }
 layer { name: "strided" type: "Convolution" bottom: "within" top: "strided"
   convolution_param { num_output: 22 kernel_size: 3 stride: 2 weight_filler { type: "xavier" } } }
-layer { name: "sum" type: "Eltwise" bottom: "depthwise" bottom: "strided" top: "sum"
+layer { name: "pointwise" type: "Convolution" bottom: "strided" top: "pointwise"
+  convolution_param { num_output: 22 kernel_size: 1 weight_filler { type: "xavier" } } }
+layer { name: "sum" type: "Eltwise" bottom: "depthwise" bottom: "pointwise" top: "sum"
   eltwise_param { coeff: 0.7 coeff: 1.3 } }
 layer { name: "max" type: "Eltwise" bottom: "depthwise" bottom: "strided"
   top: "max" eltwise_param { operation: MAX } }

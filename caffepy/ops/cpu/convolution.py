@@ -1,6 +1,8 @@
 """Convolution over any number of spatial axes, without an im2col matrix: sums of `tile.accumulate`.
 
-Everything is a correlation y[o, p] = sum over k of w[o, k] * x[place[p] + offset[k]], where x
+A kernel of one element is `pointwise`, a group for each channel `depthwise`.
+
+Everything else is a correlation y[o, p] = sum over k of w[o, k] * x[place[p] + offset[k]], where x
 includes its padding:
 
 - forward: the rows of a tile are output positions p, the reduction runs over k, the weights are
@@ -25,8 +27,11 @@ from numpy.typing import DTypeLike
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.cpu.depthwise import Depthwise, suits
+from caffepy.ops.cpu.depthwise import Depthwise
+from caffepy.ops.cpu.depthwise import suits as is_depthwise
 from caffepy.ops.cpu.neuron import relu_forward
+from caffepy.ops.cpu.pointwise import Pointwise
+from caffepy.ops.cpu.pointwise import suits as is_pointwise
 from caffepy.ops.cpu.tile import (
     Schedule,
     accumulate_by,
@@ -414,11 +419,15 @@ class Convolution:
     ) -> None:
         stride, pad, dilation = window
         conv = _Shapes(x_shape, w_shape, stride, pad, dilation, group, np.dtype(dtype))
-        self.plan: Depthwise | _Correlation
-        self.data_plan: Depthwise | _Correlation | _Windows
-        if suits(x_shape, w_shape, group):
+        self.plan: Depthwise | Pointwise | _Correlation
+        self.data_plan: Depthwise | Pointwise | _Correlation | _Windows
+        if is_depthwise(x_shape, w_shape, group):
             self.plan = self.data_plan = Depthwise(x_shape, w_shape, stride, pad, dilation, dtype)
             self.y_shape: tuple[int, ...] = self.plan.y_shape
+            return
+        if is_pointwise(w_shape, pad):
+            self.plan = self.data_plan = Pointwise(x_shape, w_shape, stride, group, dtype)
+            self.y_shape = self.plan.y_shape
             return
         o, inputs, *kernel = w_shape
         self.w_shape = group, o // group, inputs, prod(kernel)
@@ -441,7 +450,7 @@ class Convolution:
         plan = self.data_plan
         if not dx.size:
             return
-        if isinstance(plan, Depthwise):
+        if isinstance(plan, Depthwise | Pointwise):
             plan.backward_data(dy, w, dx)
             return
         w = w.reshape(self.w_shape)
