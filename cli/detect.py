@@ -24,7 +24,7 @@ OF_BOXES = ("labels", "threshold", "draw", "sides", "extensions")
 )
 @click.option(
     "--threshold",
-    type=click.FloatRange(0, 1),
+    type=options.Number(0, 1),
     default=0.5,
     show_default=True,
     help="Least score of a box.",

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -26,6 +27,23 @@ PRECISIONS = (
 )  # those of device.math_mode, imported later
 SOLVERS = click.IntRange(1, 256)
 """Number of solvers on the CPU: each has a net of its own, and more are a typing error."""
+
+
+class Number(click.FloatRange):
+    """A finite number, perhaps in a range."""
+
+    name = "float"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number; BadParameter for what is none, or not finite."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not finite", param, ctx)
+        return number
+
+
 GLOGS_OTHERS = (
     *(f"--{name}" for name in ("stderrthreshold", "vmodule", "max-log-size", "logbufsecs")),
     *(f"--{name}/--no-{name}" for name in ("alsologtostderr", "colorlogtostderr", "log-prefix")),
@@ -341,11 +359,14 @@ def _numbers(
 ) -> Callable[[click.Context, click.Parameter, str], tuple[float, ...]]:
     def parse(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
         try:
-            return tuple(kind(part) for part in value.split(",")) if value else ()
+            numbers = tuple(kind(part) for part in value.split(",")) if value else ()
         except ValueError:
             raise click.BadParameter(
                 f"{value!r} is not a list of numbers separated by commas"
             ) from None
+        if not all(map(math.isfinite, numbers)):
+            raise click.BadParameter(f"{value!r} has a number that is not finite")
+        return numbers
 
     return parse
 
@@ -397,10 +418,10 @@ def prepared(command: Command) -> Command:
             metavar="V,...",
             help="Means of the channels in the net's order: blue, green, red.",
         ),
-        click.option("--input-scale", type=float, help="Factor after the mean is subtracted."),
+        click.option("--input-scale", type=Number(), help="Factor after the mean is subtracted."),
         click.option(
             "--raw-scale",
-            type=float,
+            type=Number(),
             default=255.0,
             show_default=True,
             help="Factor for pixels of 0 to 1 before the mean is subtracted.",

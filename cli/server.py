@@ -38,7 +38,7 @@ from caffepy.core.errors import INTERRUPTED
 )
 @click.option(
     "--display",
-    type=click.FloatRange(min=0),
+    type=options.Number(min=0),
     default=10.0,
     show_default=True,
     metavar="S",
@@ -46,7 +46,7 @@ from caffepy.core.errors import INTERRUPTED
 )
 @click.option(
     "--grace",
-    type=click.FloatRange(min=0),
+    type=options.Number(min=0),
     default=25.0,
     show_default=True,
     metavar="S",

@@ -109,7 +109,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 )
 @click.option(
     "--grace",
-    type=click.FloatRange(min=0),
+    type=options.Number(min=0),
     default=25.0,
     show_default=True,
     metavar="S",

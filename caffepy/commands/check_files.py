@@ -76,9 +76,9 @@ def _below(folder: str) -> Iterator[str]:
         folders.sort()
         for name in sorted(names):
             file = os.path.join(where, name)
-            if name.lower().endswith(ENDINGS) and (
-                not name.endswith(".pt") or sniff(file) == "text"
-            ):
+            if not name.lower().endswith(ENDINGS) or not os.path.isfile(file):
+                continue  # another name, or a pipe, which nobody may ever write
+            if not name.endswith(".pt") or sniff(file) == "text":
                 yield file
 
 

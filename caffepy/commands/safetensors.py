@@ -56,7 +56,7 @@ class Map:
     def to_blob(self, name: str) -> tuple[str | None, Rule | None]:
         """Return the name of the tensor's blob, None if it is left out, and the rule."""
         for rule in self.rules:
-            if (parts := _parts(rule.tensor, name)) is not None:
+            if (parts := what_stars_stand_for(rule.tensor, name)) is not None:
                 rule.used = True
                 return rule.blob and _filled(rule.blob, parts), rule
         return name, None
@@ -65,7 +65,7 @@ class Map:
         """Return the name of the tensor of a blob, which goes by several names, and the rule."""
         for rule in self.rules:
             for name in names:
-                if rule.blob and (parts := _parts(rule.blob, name)) is not None:
+                if rule.blob and (parts := what_stars_stand_for(rule.blob, name)) is not None:
                     rule.used = True
                     return _filled(rule.tensor, parts), rule
         return names[0], None
@@ -119,10 +119,26 @@ def _rule(words: Sequence[str], place: str) -> Rule:
     return Rule(tensor, None if blob == "-" else blob, axes, place)
 
 
-def _parts(pattern: str, name: str) -> Sequence[str] | None:
-    """Return what each * of the pattern stands for in the name, or None if it does not fit."""
-    fitting = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), name, re.DOTALL)
-    return fitting.groups() if fitting else None
+def what_stars_stand_for(pattern: str, name: str) -> Sequence[str] | None:
+    """Return what each * of the pattern stands for in the name, or None if it does not fit.
+
+    Each * but the last takes as little as it can.
+    """
+    pieces = pattern.split("*")
+    if len(pieces) == 1:
+        return [] if name == pattern else None
+    first, last = pieces[0], pieces[-1]
+    at, end = len(first), len(name) - len(last)
+    if not name.startswith(first) or not name.endswith(last) or at > end:
+        return None
+    parts = []
+    for piece in pieces[1:-1]:
+        found = name.find(piece, at, end)
+        if found < 0:
+            return None
+        parts.append(name[at:found])
+        at = found + len(piece)
+    return [*parts, name[at:end]]
 
 
 def _filled(pattern: str, parts: Sequence[str]) -> str:

@@ -124,6 +124,20 @@ def test_deadlines_that_are_none(given: str, message: str, capsys: Captured) -> 
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "detect x.jpg --threshold nan",
+        "train --solver digits --grace inf",
+        "classify x y --mean-values 1,nan",
+        "classify x y --raw-scale=-inf",
+    ],
+)
+def test_numbers_that_are_not_finite(given: str, capsys: Captured) -> None:
+    assert main.run(given.split()) == 2
+    assert "finite" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs POSIX signals")
 def test_sigterm_stops_with_a_snapshot_and_75(folder: Path) -> None:
     (folder / "solver.prototxt").write_text(SOLVER % 1_000_000 + "snapshot_after_train: true")

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def told(file: str) -> FileInfo:
 
 
 def test_prototxts_below_folders_are_found_once(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.prototxt")
     files = list(files_in([str(folder), str(folder / "a/good.prototxt"), str(folder / "none")]))
     assert [Path(file).relative_to(folder).as_posix() for file in files] == [
         "solver.prototxt",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from caffepy.cli import main
+from caffepy.commands.safetensors import what_stars_stand_for
 from caffepy.commands.weights import convert, show
 from caffepy.core.errors import CaffeError
 from caffepy.device.blob import Array
@@ -109,6 +110,22 @@ def test_statistics_are_divided_by_their_weight_and_others_are_numbered() -> Non
         "lstm.1": [6, 8],
         "lstm.2": [2],
     }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "parts"),
+    [
+        ("a.*.c", "a.b.c", ["b"]),
+        ("*.*", "a.b.c", ["a", "b.c"]),
+        ("*", "", [""]),
+        ("a*a", "a", None),
+        ("a", "a", []),
+        ("a*b*c", "acb", None),
+        ("*a" * 30 + "b", "a" * 200, None),
+    ],
+)
+def test_what_stars_stand_for(pattern: str, name: str, parts: list[str] | None) -> None:
+    assert what_stars_stand_for(pattern, name) == parts
 
 
 def raw(path: str, kind: str, data: bytes, shape: Sequence[int] = (2,)) -> None:

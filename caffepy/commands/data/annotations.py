@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -259,6 +260,9 @@ class Coco:
         try:
             names = {one["id"]: str(one["name"]) for one in categories}
             self.images = {one["id"]: one for one in images}
+            if len(self.images) < len(images):
+                (often, _), *_ = Counter(one["id"] for one in images).most_common(1)
+                raise DataError(f"{path}: several images have the id {often}")
             self.entries = [(str(one["file_name"]), key) for key, one in self.images.items()]
             self._found: dict[Any, list[Any]] = {key: [] for key in self.images}
             for name, key in self.entries:

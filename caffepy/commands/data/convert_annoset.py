@@ -67,7 +67,11 @@ class AnnotatedRecipe:
 
     def datum(self, path: str, content: bytes, image: Array, label: int) -> Datum:
         """The Datum of an image file, with this content, that was decoded to `image`."""
-        after = self.resized(image)
+        try:
+            after = self.resized(image)
+        except (cv2.error, MemoryError):
+            size = f"{image.shape[1]} x {image.shape[0]}"
+            raise DataError(f"{path}: {size} pixels cannot be resized as asked") from None
         pixels = planes(after)
         shape = dict(zip(("channels", "height", "width"), pixels.shape, strict=True))
         if self.encode == "":

@@ -242,6 +242,10 @@ WRONG_COCO = {
         r"instances.json: image 1: no file has the name 'a\\x00b'",
     ),
     "none": ({**INSTANCES, "images": [], "annotations": []}, r"instances.json lists no images"),
+    "twice": (
+        {**INSTANCES, "images": [{"id": 7, "file_name": "a"}, {"id": 7, "file_name": "b"}]},
+        r"instances.json: several images have the id 7",
+    ),
 }
 
 
@@ -249,6 +253,10 @@ def fails(listed: str, message: str, **options: Any) -> None:
     with pytest.raises(CaffeError, match=message):
         convert(listed, **options)
     assert not {"db", "db.partial"} & set(os.listdir())
+
+
+def test_a_size_beyond_memory(voc: Path) -> None:
+    fails("pairs.txt", "pixels cannot be resized as asked", recipe=AnnotatedRecipe(min_dim=10**7))
 
 
 @pytest.mark.parametrize("case", WRONG)
