@@ -276,8 +276,7 @@ capture: Decorator = click.option(
 fuse: Decorator = click.option(
     "--fuse/--no-fuse",
     default=True,
-    help="On a GPU, compute layers such as Convolution and ReLU in one kernel, or each by itself. "
-    "Default: fuse.",
+    help="Compute layers such as Convolution and ReLU together, or each by itself. Default: fuse.",
 )
 windows: Decorator = click.option(
     "--windows",

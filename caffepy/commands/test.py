@@ -162,7 +162,7 @@ class EvalWorker:
 
     def __init__(self, net: Net) -> None:
         self.net = net
-        self._run = GraphRunner(net, net.device.is_cuda, "The net runs")
+        self._run = GraphRunner(net, True, "The net runs")
 
     def batch(self) -> Batch:
         """Run the next batch; DataError for what a GPU found wrong with it."""

@@ -85,7 +85,7 @@ class TrainOptions:
     max_bad_records: number of unreadable records of each source that are skipped.
     precision: of a GPU: "fp32", "tf32", "bf16" or "fp16".
     capture: replay the step as a CUDA graph; else run layer by layer.
-    fuse: compute layers of a GPU together where possible.
+    fuse: compute layers together where possible.
     level, stages: join the state of the nets.
     sigint_effect, sighup_effect, sigusr1_effect: what these signals do; SIGTERM, SIGUSR2, SIGXCPU
         and SIGQUIT stop with a snapshot, and so does SIGUSR1 by default.

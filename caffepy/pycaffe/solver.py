@@ -97,7 +97,10 @@ class Solver:
 
     @property
     def fuse(self) -> bool:
-        """True if a GPU computes layers together where possible."""
+        """True if layers are computed together where possible: blobs between them are not stored.
+
+        By default on a GPU only.
+        """
         return self._solver.fuse
 
     @fuse.setter

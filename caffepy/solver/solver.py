@@ -138,7 +138,10 @@ class Solver:
 
     @property
     def fuse(self) -> bool:
-        """True if a GPU computes groups of layers together; blobs between them are not stored."""
+        """True if groups of layers are computed together: blobs between them are not stored.
+
+        By default on a GPU only.
+        """
         return self._step.fused
 
     @fuse.setter

@@ -113,18 +113,17 @@ class Step:
         )
         self._large = large_products(net)
         self._added_to = self.params.without(self._large)
-        self.fused = True
+        self.fused = device.is_cuda  # on the CPU a command asks for it
         self.graphs = self._new_graphs()
 
     def fuse(self, fuse: bool) -> None:
-        """On a GPU run layers in fused groups, or each by itself; captured graphs are dropped."""
+        """Run layers in fused groups, or each by itself; captured graphs are dropped."""
         self.graphs.forget()
         self.fused = fuse
         self.graphs = self._new_graphs()
 
     def _new_graphs(self) -> GraphRunner:
-        fuse = self.fused and self.device.is_cuda
-        return GraphRunner(self.net, fuse, "The training step runs", self.callbacks)
+        return GraphRunner(self.net, self.fused, "The training step runs", self.callbacks)
 
     def synchronize(self, synchronizer: Synchronizer | None, pulls: bool) -> None:
         """Average gradients by this callback from now on; None: no more."""

@@ -56,7 +56,7 @@ class TestPass:
         self.net = net
         self._evaluations, self._version, self._show = evaluations(net), ap_version, show_classes
         self._names = [name for name in net.outputs if name not in self._evaluations]
-        self.graphs = GraphRunner(net, fuse and net.device.is_cuda, what)
+        self.graphs = GraphRunner(net, fuse, what)
         with net.device.scope():
             outputs = [net.blobs[name] for name in self._names]
             weighted = losses(net) if with_loss else []

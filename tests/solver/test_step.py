@@ -62,6 +62,37 @@ def test_large_gradients_are_written_rather_than_added_to(
     np.testing.assert_allclose(solver.params.diff, straight.params.diff, rtol=1e-5, atol=1e-7)
 
 
+NORMS = NET.replace(
+    IP + '"x"',
+    """layer { name: "conv" type: "Convolution" bottom: "x" top: "conv"
+      convolution_param { num_output: 5 kernel_size: 1 weight_filler { type: "xavier" } } }
+    layer { name: "norm" type: "BatchNorm" bottom: "conv" top: "norm" }
+    layer { name: "scale" type: "Scale" bottom: "norm" top: "scale"
+      scale_param { bias_term: true } }
+    layer { name: "relu" type: "ReLU" bottom: "scale" top: "relu" }
+    """
+    + IP
+    + '"relu"',
+)
+
+
+def test_on_the_cpu_a_solver_fuses_if_it_is_told_to() -> None:
+    """A script may look at any blob, the commands need not."""
+    alone, together = solver_of("", NORMS), solver_of("", NORMS)
+    together.fuse = True
+    for solver in (alone, together):
+        solver.step(3)
+    groups = [step.layers for step in together.iterations.step.graphs.steps if step.group]
+    assert [[together.net.layer_names[i] for i in layers] for layers in groups] == [
+        ["conv", "norm", "scale", "relu"]
+    ]
+    np.testing.assert_allclose(together.params.data, alone.params.data, rtol=1e-4, atol=1e-6)
+    blobs = alone.net.blobs
+    assert abs(blobs["norm"].data.mean()) < 1e-5
+    assert not together.net.blobs["norm"].data.any()
+    np.testing.assert_array_equal(blobs["relu"].data, np.maximum(blobs["scale"].data, 0))
+
+
 class Adds:
     """A callback that adds to gradients before those of the layers."""
 
@@ -153,7 +184,7 @@ def test_every_reason_why_a_step_is_not_captured_is_told() -> None:
     solver.net.debug_info = True
     layer = solver.net.layers[solver.net.layer_names.index("ip")]
     layer.on_host = True  # as layers are that compute in Python
-    solver.fuse = False  # with new graphs, which look at the layers
+    solver.fuse = True  # with new graphs, which look at the layers
     assert solver._step.graphs.reasons_not_capturable(capture=False) == [
         "capture is off",
         "debug_info shows each layer",

@@ -176,8 +176,7 @@ class Trainer:
     def shares(self) -> dict[str, float]:
         """Return the parts of data, forward, backward and update in the device's time of a pass."""
         net = self.net
-        fused = self.solver.fuse and self.device.kind == "cuda"
-        steps = net.steps if fused else [Step(i) for i in range(len(net.layers))]
+        steps = net.steps if self.solver.fuse else [Step(i) for i in range(len(net.layers))]
         feeding = [step for step in steps if net.layers[step.last].is_data]
         learning = [step for step in steps if step not in feeding]
         parts = {
@@ -295,7 +294,7 @@ def bench_train(
             batch=trainer.batch,
             captured=device.kind == "cuda"
             and not trainer.solver.iterations.step.graphs.reasons_not_capturable(capture),
-            fused=fuse and device.kind == "cuda",
+            fused=fuse,
             iterations=count,
             windows=rates,
             images_per_s=median(rates),

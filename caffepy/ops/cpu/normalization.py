@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
-from math import inf
+from math import inf, nan
 
 import numpy as np
 
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.cpu.elementwise import GRAIN, add, scale_backward, scale_forward
-from caffepy.ops.cpu.neuron import relu_backward, relu_forward
+from caffepy.ops.cpu.elementwise import GRAIN
 from caffepy.ops.protocol import Affine, Maybe
 
 
@@ -118,16 +117,111 @@ def _complete(variance: Array, eps: float, affine: Affine, numbers: Array) -> No
     np.subtract(0 if bias is None else bias, mean * factor, out=shift)
 
 
+@kernel
+def _norm(
+    x: Maybe,
+    factor: Array,
+    shift: Array,
+    other: Maybe,
+    ceiling: float,
+    rectifies: bool,
+    y: Array,
+    lo: int,
+    hi: int,
+) -> None:
+    """Compute rows of x, other and y (N * C, P); x None: y in place."""
+    zero, top = y.dtype.type(0), y.dtype.type(ceiling)
+    for r in range(lo, hi):
+        c = r % factor.size
+        s, b, v = factor[c], shift[c], y[r]
+        u = v if x is None else x[r]
+        if other is None:
+            for p in range(v.size):
+                v[p] = u[p] * s + b
+        else:
+            w = other[r]
+            for p in range(v.size):
+                v[p] = u[p] * s + b + w[p]
+        if rectifies:
+            for p in range(v.size):
+                v[p] = zero if v[p] <= zero else top if v[p] > top else v[p]
+
+
 def norm_forward(x: Array, numbers: Array, other: Maybe, ceiling: float | None, y: Array) -> None:
     _, _, factor, shift = numbers
-    scaled = y if other is None else np.empty_like(x)
-    scale_forward(x, factor, shift, scaled)
-    if other is not None:
-        np.add(scaled, other, out=y)
-    if ceiling == inf:
-        relu_forward(y, y, 0.0)
-    elif ceiling is not None:
-        np.clip(y, 0, ceiling, out=y)
+    n, c, plane = y.shape
+    rows = n * c, plane
+    source = None if x.ctypes.data == y.ctypes.data else x.reshape(rows)
+    addend = None if other is None else other.reshape(rows)
+    rectify = 0.0 if ceiling is None else ceiling, ceiling is not None
+    run = partial(_norm, source, factor, shift, addend, *rectify, y.reshape(rows))
+    parallel(run, n * c, GRAIN * n * c // (y.size + 1) + 1)
+
+
+@kernel
+def _norm_gradient(
+    x: Array,
+    numbers: Array,
+    dy: Array,
+    more: Maybe,
+    y: Maybe,
+    ceiling: float,
+    rectifies: bool,
+    masked: Maybe,
+    dx: Maybe,
+    sums: Array,
+    frozen: bool,
+    lo: int,
+    hi: int,
+) -> None:
+    """Compute channels; sums (2, C) = sums of g * (x - mean) and of g.
+
+    g of a channel is kept in an array of its own: it stays in the cache, and since it is no other
+    array, loops that write over what they read still use vectors.
+    """
+    zero, top = x.dtype.type(0), x.dtype.type(ceiling)
+    images, plane = x.shape[0], x.shape[2]
+    kept = np.empty(images * plane, x.dtype)
+    count = images * plane
+    for c in range(lo, hi):
+        mu, inverse, factor, shift = numbers[0, c], numbers[1, c], numbers[2, c], numbers[3, c]
+        total, product = 0.0, 0.0
+        for n in range(images):
+            t, u, g = x[n, c], dy[n, c], kept[n * plane : (n + 1) * plane]
+            if more is None:
+                for p in range(g.size):
+                    g[p] = u[p]
+            else:
+                w = more[n, c]
+                for p in range(g.size):
+                    g[p] = u[p] + w[p]
+            if rectifies:
+                if y is None:
+                    for p in range(g.size):
+                        z = t[p] * factor + shift
+                        g[p] = zero if z <= zero or z >= top else g[p]
+                else:
+                    z_ = y[n, c]
+                    for p in range(g.size):
+                        g[p] = zero if z_[p] <= zero or z_[p] >= top else g[p]
+            part, part_product = zero, zero
+            for p in range(g.size):
+                part += g[p]
+                part_product += g[p] * (t[p] - mu)
+            total += part
+            product += part_product
+            if masked is not None:
+                masked[n, c] = g
+        sums[0, c], sums[1, c] = product, total
+        if dx is None:
+            continue
+        # dx = factor * (g - a - (x - mu) * b), a = mean(g), b = mean(g * n) / standard deviation
+        a = x.dtype.type(0 if frozen else total / count)
+        b = x.dtype.type(0 if frozen else product / count * inverse * inverse)
+        for n in range(images):
+            t, g, v = x[n, c], kept[n * plane : (n + 1) * plane], dx[n, c]
+            for p in range(g.size):
+                v[p] = (g[p] - a - (t[p] - mu) * b) * factor
 
 
 def norm_backward(
@@ -143,22 +237,13 @@ def norm_backward(
     frozen: bool,
 ) -> None:
     assert masked is not None or (y is None and len(dys) == 1)
-    mean, inverse, factor, _ = numbers
-    g = dys[0].copy()
-    for dy in dys[1:]:
-        add(dy, g)
-    if ceiling is not None:
-        if y is None:
-            y = np.empty_like(x)
-            norm_forward(x, numbers, None, None, y)
-        relu_backward(y, g, g, 0.0)
-        if ceiling < inf:
-            g[y >= ceiling] = 0
-    if masked is not None:
-        masked[...] = g
-    normalized = np.empty_like(x)
-    batch_norm_forward(x, mean, inverse, normalized)
-    scale_backward(normalized, factor, g, dx if frozen else None, dscale, dbias)
-    if dx is not None and not frozen:
-        batch_norm_backward(x, mean, inverse, g, dx)
-        scale_forward(dx, factor / inverse, None, dx)
+    dy, more = dys[0], dys[1] if len(dys) > 1 else None
+    # No value reaches NaN, the ceiling of a ReLU.
+    rectify = ceiling if ceiling not in (None, inf) else nan, ceiling is not None
+    sums = np.empty((2, x.shape[1]))
+    arrays = x, numbers, dy, more, y, *rectify, masked, dx, sums, frozen
+    parallel(partial(_norm_gradient, *arrays), x.shape[1], _grain(x))
+    if dscale is not None:
+        dscale += sums[0] * numbers[1]
+    if dbias is not None:
+        dbias += sums[1]
