@@ -64,7 +64,9 @@ layer { name: "mvn" type: "MVN" bottom: "exp" top: "mvn" }
 layer { name: "concat" type: "Concat" bottom: "mvn" bottom: "power" top: "concat" }
 layer { name: "pool" type: "Pooling" bottom: "concat"
   top: "pool" pooling_param { kernel_size: 3 stride: 2 } }
-layer { name: "average" type: "Pooling" bottom: "pool"
+layer { name: "many" type: "Convolution" bottom: "pool" top: "many"
+  convolution_param { num_output: 44 kernel_size: 3 pad: 1 weight_filler { type: "xavier" } } }
+layer { name: "average" type: "Pooling" bottom: "many"
   top: "average" pooling_param { pool: AVE kernel_size: 2 } }
 layer { name: "up" type: "Deconvolution" bottom: "average" top: "up"
   convolution_param { num_output: 5 kernel_size: 4 stride: 2 weight_filler { type: "xavier" } } }

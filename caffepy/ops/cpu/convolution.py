@@ -1,6 +1,7 @@
 """Convolution over any number of spatial axes, without an im2col matrix: sums of `tile.accumulate`.
 
-A kernel of one element is `pointwise`, a group for each channel `depthwise`.
+A kernel of one element is `pointwise`, a group for each channel `depthwise`, a kernel of 3x3 with
+stride 1 and many channels `winograd`.
 
 Everything else is a correlation y[o, p] = sum over k of w[o, k] * x[place[p] + offset[k]], where x
 includes its padding:
@@ -40,6 +41,8 @@ from caffepy.ops.cpu.tile import (
     schedule,
     shapes,
 )
+from caffepy.ops.cpu.winograd import Winograd
+from caffepy.ops.cpu.winograd import suits as is_winograd
 
 Sizes = Sequence[int]
 
@@ -419,14 +422,18 @@ class Convolution:
     ) -> None:
         stride, pad, dilation = window
         conv = _Shapes(x_shape, w_shape, stride, pad, dilation, group, np.dtype(dtype))
-        self.plan: Depthwise | Pointwise | _Correlation
-        self.data_plan: Depthwise | Pointwise | _Correlation | _Windows
+        self.plan: Depthwise | Pointwise | Winograd | _Correlation
+        self.data_plan: Depthwise | Pointwise | Winograd | _Correlation | _Windows
         if is_depthwise(x_shape, w_shape, group):
             self.plan = self.data_plan = Depthwise(x_shape, w_shape, stride, pad, dilation, dtype)
             self.y_shape: tuple[int, ...] = self.plan.y_shape
             return
         if is_pointwise(w_shape, pad):
             self.plan = self.data_plan = Pointwise(x_shape, w_shape, stride, group, dtype)
+            self.y_shape = self.plan.y_shape
+            return
+        if is_winograd(x_shape, w_shape, window, group):
+            self.plan = self.data_plan = Winograd(x_shape, w_shape, pad, dtype)
             self.y_shape = self.plan.y_shape
             return
         o, inputs, *kernel = w_shape
@@ -450,7 +457,7 @@ class Convolution:
         plan = self.data_plan
         if not dx.size:
             return
-        if isinstance(plan, Depthwise | Pointwise):
+        if isinstance(plan, Depthwise | Pointwise | Winograd):
             plan.backward_data(dy, w, dx)
             return
         w = w.reshape(self.w_shape)
