@@ -168,11 +168,19 @@ class _Request:
 
     def __init__(self, transport: MpiTransport, node: int, parts: "list[MPI.Request]") -> None:
         self._transport, self._node, self._parts = transport, node, parts
+        self._error: Exception | None = None
 
     def done(self) -> bool:
-        """Return True once all is sent or received."""
+        """Return True once all is sent or received. A request that failed fails again."""
         with self._transport._lock, _Errors(self._transport, self._node):
-            if not self._finished():
+            if self._error is not None:  # MPI has freed the request and would now call it complete
+                raise self._error
+            try:
+                finished = self._finished()
+            except self._transport._mpi.Exception as error:
+                self._error = error
+                raise
+            if not finished:
                 self._transport._check(self._node)
                 return False
             return True

@@ -29,7 +29,7 @@ ALIGNED = 64  # elements of a vector loop: four registers of 64 bytes hold as ma
 class _Call:
     """One `parallel` call: free threads take pieces in order, and the last one signals the end."""
 
-    __slots__ = ("bounds", "done", "error", "finished", "function", "taken")
+    __slots__ = ("bounds", "done", "errors", "finished", "function", "taken")
 
     def __init__(self, function: Piece, bounds: list[int]) -> None:
         self.function = function
@@ -38,7 +38,7 @@ class _Call:
         self.done = count(1)
         self.finished = threading.Lock()
         self.finished.acquire()
-        self.error: BaseException | None = None
+        self.errors: dict[int, BaseException] = {}
 
     def work(self) -> None:
         bounds = self.bounds
@@ -47,7 +47,7 @@ class _Call:
             try:
                 self.function(bounds[i], bounds[i + 1])
             except BaseException as error:  # raised again in the caller
-                self.error = error
+                self.errors[i] = error
             if next(self.done) == pieces:
                 self.finished.release()
 
@@ -164,8 +164,8 @@ def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -
     There are as many ranges as `most` at most. Ranges begin at multiples of the largest power of
     two that is no longer than `grain` and 64, so that in loops over single elements each has the
     same place in a vector, however many threads there are. What depends on the range in another way
-    (BLAS rounds by shapes) must be cut by the caller. Returns when all are done; an exception in
-    one is raised here. A call from inside a piece runs at once.
+    (BLAS rounds by shapes) must be cut by the caller. Returns when all are done; the exception of
+    the first range that has one is raised here. A call from inside a piece runs at once.
     """
     if n <= grain:
         if n > 0:
@@ -190,8 +190,8 @@ def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -
     finally:
         _inside.yes = False
     call.finished.acquire()
-    if call.error is not None:
-        raise call.error
+    if call.errors:
+        raise call.errors[min(call.errors)]
 
 
 _blas: ThreadpoolController | None = None

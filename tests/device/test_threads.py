@@ -1,5 +1,6 @@
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -38,12 +39,13 @@ def test_works_on_several_threads(four_threads):
     threads.parallel(lambda lo, hi: meeting.wait(), 4)
 
 
-def test_an_exception_reaches_the_caller(four_threads):
+def test_the_first_exception_reaches_the_caller(four_threads):
     def fail(lo, hi):
         if lo > 0:
+            time.sleep(0.03 * (4 - lo))  # the last piece fails first
             raise ValueError(f"piece {lo}")
 
-    with pytest.raises(ValueError, match="piece"):
+    with pytest.raises(ValueError, match="piece 1"):
         threads.parallel(fail, 4)
     seen = []
     threads.parallel(lambda lo, hi: seen.append(lo), 4)
