@@ -264,15 +264,15 @@ class ServedWorkers(OuterGroup):
 
     def _synchronize(self) -> None:
         """Average gradients with the other workers, after the solvers of this one."""
-        self.solver.run_eagerly("gradients go through the host")
+        log.info("Steps are not captured: gradients go through the host")
+
+        def do_not_capture(solver: Solver, rank: int) -> None:
+            solver.capture = False
+
+        self.each(do_not_capture)
         if self._node is None:
             self.solver.synchronize(GradientPush(self))
             return
-
-        def run_eagerly(solver: Solver, rank: int) -> None:
-            solver.capture = solver.fuse = False
-
-        self._node.each(run_eagerly)
         self._node.surround(lambda own, rank: GradientPush(self, rank, own))
 
     def _detach(self, failed: bool) -> None:
