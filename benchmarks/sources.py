@@ -2,7 +2,7 @@
 of the host.
 
 usage: python benchmarks/sources.py FOLDER [--count 2000] [--size 256] [--batch 64] [--rounds 3]
-[--threads 1,2]
+[--threads 1,2] [--decode threads,processes] [--only JPEG]
 
 Images are JPEGs of about 24 kB (convert.py), in FOLDER, and databases and files that are made of
 them there. Batches are cut to 227 x 227 and mirrored by the net, which is not timed.
@@ -24,6 +24,7 @@ from convert import make_images
 from google.protobuf import text_format
 
 from caffepy.commands.data.convert_imageset import Recipe, convert_imageset
+from caffepy.data.decoders import decoding
 from caffepy.data.reader import Reader
 from caffepy.data.sources.hdf5 import HDF5Rows
 from caffepy.device.blob import Array
@@ -103,13 +104,14 @@ def rate(step: Callable[[], object], batch: int) -> float:
     return count * batch / (time.perf_counter() - begin)
 
 
-def measure(name: str, text: str, batch: int, rounds: int) -> float:
+def measure(name: str, text: str, batch: int, rounds: int, decode: str) -> float:
     """Records a second of one source, the median of several windows."""
     with ExitStack() as stack:
         if name.startswith("HDF5"):
             rows = HDF5Rows(text, ("data", "label"), np.float32, 1 if "shuffled" in name else None)
             outs: list[Array] = [np.empty((batch, *shape), np.float32) for shape in rows.row_shapes]
             return median(rate(lambda: rows.read(outs), batch) for _ in range(rounds))
+        stack.enter_context(decoding(decode))
         text = f"{text % batch} transform_param {{ crop_size: {CROP} mirror: true }}"
         layer = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, Device(seed=1))
         assert isinstance(layer, Prefetching)
@@ -127,16 +129,20 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--decode", default="threads")
+    parser.add_argument("--only", default="", help="sources whose names have this in them")
     args = parser.parse_args()
     for name, text in make(args.folder, args.count, args.size).items():
-        if name.startswith("LevelDB") and not find_spec("plyvel"):
+        if args.only not in name or (name.startswith("LevelDB") and not find_spec("plyvel")):
             continue
-        rates = []
-        for threads in map(int, args.threads.split(",")):
-            cpu.set_num_threads(threads)
-            rates.append(f"{measure(name, text, args.batch, args.rounds):.0f} with {threads}")
-        sys.stdout.write(f"{name}: {', '.join(rates)} threads, records/s\n")
-        sys.stdout.flush()
+        for decode in args.decode.split(",") if "JPEG" in name else ["threads"]:
+            rates = []
+            for threads in map(int, args.threads.split(",")):
+                cpu.set_num_threads(threads)
+                found = measure(name, text, args.batch, args.rounds, decode)
+                rates.append(f"{found:.0f} with {threads}")
+            sys.stdout.write(f"{name}: {', '.join(rates)} {decode}, records/s\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

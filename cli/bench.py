@@ -50,11 +50,12 @@ def bench(context: click.Context) -> None:
     default="synthetic",
     show_default=True,
     metavar="synthetic|PATH",
-    help="Random images and labels, made once, or the records of a database.",
+    help="Random images and labels, made once, the records of a database, or the images of a list.",
 )
 @options.image
 @options.capture
 @options.fuse
+@options.decode
 @options.threads
 @options.as_json
 @options.logged(least=1)

@@ -329,6 +329,15 @@ max_bad_records: Decorator = click.option(
     metavar="N",
     help="Skip up to N records or images of each source that cannot be read, each with a warning.",
 )
+decode: Decorator = click.option(
+    "--decode",
+    type=click.Choice(["threads", "processes"]),  # those of data.decoders, imported later
+    default="threads",
+    show_default=True,
+    help="What decodes the images of Data, ImageData and WindowData: threads of this process, "
+    "which wait for each other between images, or as many processes (see --threads), which do "
+    "not. The numbers are the same.",
+)
 as_json: Decorator = click.option(
     "--json", "as_json", is_flag=True, help="Print the result to stdout as JSON."
 )

@@ -23,6 +23,7 @@ from caffepy.cli import options
     help="How DetectionEvaluate's precision is averaged: as it is, VOC 2012, VOC 2007, COCO.",
 )
 @options.max_bad_records
+@options.decode
 @options.level
 @options.stage
 @options.threads

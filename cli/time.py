@@ -17,6 +17,7 @@ PHASES = click.Choice(["TRAIN", "TEST"])
 @click.option("--phase", type=PHASES, default="TRAIN", show_default=True, help="Phase of the net.")
 @options.level
 @options.stage
+@options.decode
 @options.threads
 @options.synthetic
 @options.as_json

@@ -89,6 +89,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 @options.deterministic
 @options.deadlines
 @options.max_bad_records
+@options.decode
 @options.precision
 @options.capture
 @options.fuse

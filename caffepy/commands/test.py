@@ -20,6 +20,7 @@ from caffepy.commands.nodes import gpus_of_process, nodes, threads_of_process
 from caffepy.core.average_precision import VERSIONS, mean_average_precision
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.events import Output
+from caffepy.data.decoders import THREADS, decoding
 from caffepy.data.loader import tolerating
 from caffepy.device.blob import Array, shape_string
 from caffepy.layer.data import HDF5Output
@@ -59,6 +60,7 @@ def test(
     *,
     iterations: int = 50,
     max_bad_records: int = 0,
+    decode: str = THREADS,
     gpu: str | None = None,
     cpu: int | None = None,
     precision: str | None = None,
@@ -77,12 +79,13 @@ def test(
     precision: on a GPU "fp32", "tf32", "bf16" or "fp16".
     ap_version: how the precision of detections is averaged, see `average_precision.VERSIONS`.
     max_bad_records: number of unreadable records of each source that are skipped.
+    decode: what decodes images: "threads" or "processes", one for each thread.
     deadlines: see `RankGroup`.
     last_resort: is called with the error of another device, in a thread, if the first one hangs.
 
     ConfigError and DataError say what is wrong with the net, the weights or the data.
     """
-    with nodes() as world, tolerating(max_bad_records):
+    with nodes() as world, tolerating(max_bad_records), decoding(decode):
         devices = choose_for_test(gpus_of_process(gpu, world), cpu)
         if world and not threads:
             threads = threads_of_process(world)

@@ -13,6 +13,7 @@ from caffepy.collectives.world import World
 from caffepy.commands.devices import choose_device
 from caffepy.commands.nodes import gpus_of_process, nodes, threads_of_process
 from caffepy.core.errors import ConfigError
+from caffepy.data.decoders import THREADS, decoding
 from caffepy.layer.base import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
@@ -110,6 +111,7 @@ def time(
     level: int = 0,
     stages: Sequence[str] = (),
     threads: int | None = None,
+    decode: str = THREADS,
     synthetic: bool = False,
     image: Sequence[int] | None = None,
 ) -> Timing:
@@ -118,10 +120,11 @@ def time(
     `synthetic` replaces data by random images, of the shape `image` (C, H, W) if the net does not
     state it. Times of a GPU, the first of `gpu`, are the device's: each pass is enqueued as a
     whole, so that it waits neither for the host nor between layers. `precision` is "fp32", "tf32",
-    "bf16" or "fp16". The nodes that mpirun or srun started each time their own device, all at a
-    time. ConfigError and DataError say what is wrong with the net.
+    "bf16" or "fp16"; `decode` is what decodes images, "threads" or "processes". The nodes that
+    mpirun or srun started each time their own device, all at a time. ConfigError and DataError say
+    what is wrong with the net.
     """
-    with nodes() as world:
+    with nodes() as world, decoding(decode):
         if world and not threads:
             threads = threads_of_process(world)
         device = choose_device(gpus_of_process(gpu, world), threads)

@@ -28,6 +28,7 @@ from caffepy.commands.rollback import STOP, Rollback, Start, on_divergence
 from caffepy.core.errors import STOPPED, ConfigError, DivergenceError, UsageError
 from caffepy.core.events import Output
 from caffepy.core.files import locate, locked, working_directory
+from caffepy.data.decoders import THREADS, decoding
 from caffepy.data.loader import tolerating
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -83,6 +84,7 @@ class TrainOptions:
     batch_mode: the net's batch_size is that of each solver, or of all together ("global").
     deterministic: two runs give the same numbers.
     max_bad_records: number of unreadable records of each source that are skipped.
+    decode: what decodes images: "threads" or "processes", one for each thread.
     precision: of a GPU: "fp32", "tf32", "bf16" or "fp16".
     capture: replay the step as a CUDA graph; else run layer by layer.
     fuse: compute layers together where possible.
@@ -115,6 +117,7 @@ class TrainOptions:
     batch_mode: Literal["per-gpu", "global"] = "per-gpu"
     deterministic: bool = False
     max_bad_records: int = 0
+    decode: str = THREADS
     precision: str | None = None
     capture: bool = True
     fuse: bool = True
@@ -205,7 +208,7 @@ def _train_as_node(options: TrainOptions, monitor: Monitor, world: World | None)
             first = _starting_point(options, param)
             alone = _alone(param, options.solver)
         start = Start(first, anew=first is None)
-        with alone, tolerating(options.max_bad_records):
+        with alone, tolerating(options.max_bad_records), decoding(options.decode):
             while True:
                 end = _train(options, param, devices, monitor, start, rollback, world)
                 if isinstance(end, TrainResult):
@@ -331,6 +334,7 @@ def _joined(
             precision=options.precision,
             threads=num_threads(),
             cpu=options.cpu or 1,
+            decode=options.decode,
         )
         with served(solver, cluster, worker, attachment):
             yield

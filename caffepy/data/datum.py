@@ -133,6 +133,11 @@ def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None =
     return planes(resized(image, *size) if size else image)
 
 
+def decode_file(mode: int, size: tuple[int, int] | None, data: bytes, _: None) -> Array:
+    """`decode_image` for another process."""
+    return decode_image(data, mode, size)
+
+
 def planes(image: Array) -> Array:
     """(C, H, W), a view of an image (H, W) or (H, W, C)."""
     return image[None] if image.ndim == 2 else image.transpose(2, 0, 1)

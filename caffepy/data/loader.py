@@ -16,6 +16,7 @@ Who calls what, on which thread:
 | | `Loader.set_state` | to go back to a batch that could not be filled |
 | filling | the result of `reserve` | at once: decodes into `batch.room(...)`, `batch.finish` |
 | pool | `Source.decode`, `decoder`, `JointLoader.make` | for each image of a batch |
+| filling | `Source.image_files`, `Decoders.run` | once a batch, if processes decode |
 
 "Reading" is the thread "caffepy-data" of each Reader, "filling" are its FILL_THREADS threads
 "caffepy-fill", "pool" is that of `device.threads`. `reserve` and `load` both go past the images of
@@ -36,6 +37,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.core.errors import CaffeError, DataError, RecordError
+from caffepy.data.decoders import Task, current
 from caffepy.data.sources.base import Array, Items, Source, State
 from caffepy.data.transformer import Transformer
 from caffepy.device.blob import shape_string
@@ -211,6 +213,8 @@ class SequentialLoader(Loader):
         self.length = source.length
         self.transformer = transformer
         self.mean, self.scale = transformer.mean, transformer.param.scale
+        self._decoders = current()
+        self._task: Task | None = None
 
     def shape(self) -> Shape:
         return self.transformer.output_shape(self._peek(self.source.decode)[0].shape)
@@ -305,6 +309,37 @@ class SequentialLoader(Loader):
             return {}
         others: dict[int, Array] = {}
         errors: dict[int, CaffeError] = {}
+
+        def put(i: int, some: Array, *, copied: bool) -> bool:
+            """Put images from place i on; false if they do not fit into the batch."""
+            if some.shape[1:] == images.shape[1:] and some.dtype == images.dtype:
+                images[i : i + len(some)] = some
+                return True
+            for k, image in enumerate(some, i):
+                try:
+                    if self._output_shape(items[k], image) != shape:
+                        raise self._unlike(items[k], image.shape, images.shape[1:])
+                except CaffeError as error:
+                    errors[k] = error
+                    return False
+                others[k] = image.copy() if copied else image
+            return True
+
+        if self._decoders and (files := self.source.image_files(items, todo)):
+            if self._task is None:
+                self._task = Task(files.make)
+            labels[files.places] = files.labels
+            left = set(todo.tolist()) - set(files.places)
+
+            def take(i: int, some: Array | None) -> None:
+                if some is None:
+                    left.add(i)
+                else:
+                    put(i, some, copied=True)
+
+            nothing = [None] * len(files.files)
+            self._decoders.run(self._task, files.places, files.files, nothing, take)
+            todo = np.array(sorted(left), np.int64)
         decode = self.source.decoder(items)
 
         def decode_some(lo: int, hi: int) -> None:
@@ -314,15 +349,7 @@ class SequentialLoader(Loader):
                 except DataError as error:
                     bad[i] = error
                     continue
-                try:
-                    if image.shape == images.shape[1:] and image.dtype == images.dtype:
-                        images[i] = image
-                        continue
-                    if self._output_shape(items[i], image) != shape:
-                        raise self._unlike(items[i], image.shape, images.shape[1:])
-                    others[i] = image
-                except CaffeError as error:
-                    errors[i] = error
+                if not put(i, image[None], copied=False):
                     return
 
         parallel(decode_some, len(todo), most=DECODERS)

@@ -4,14 +4,18 @@ and warped to squares.
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.files import locate, read_regular
 from caffepy.data.datum import COLOR, decode_image
+from caffepy.data.decoders import Decoders, File, Task, current
 from caffepy.data.loader import DECODERS, Batch, Loader, Shape
 from caffepy.data.sources.base import State
 from caffepy.data.sources.image_list import find_root, unreadable
@@ -62,6 +66,57 @@ def _round(x: Number) -> int:
     return int(math.copysign(math.floor(abs(x) + 0.5), x))
 
 
+@dataclass(frozen=True)
+class Warp:
+    """Cuts windows out of images and warps them to (3, crop, crop)."""
+
+    crop: int
+    context_pad: int
+    is_square: bool
+    mean: Array  # (3, crop, crop)
+    scale: float
+
+    def write(self, content: bytes, corners: list[int], mirrored: bool, out: Array) -> None:
+        """Write the window of an image file into `out`, which holds zeros."""
+        import cv2
+
+        image = decode_image(content, COLOR)
+        _, h, w = image.shape
+        x, y = self._spans(corners, h, w)
+        if not (0 <= x.start < x.stop <= w and 0 <= y.start < y.stop <= h):
+            box, size = " ".join(map(str, corners)), shape_string(image.shape)
+            raise DataError(f"window {box} lies outside the image, {size}")
+        left, top = x.after if mirrored else x.before, y.before
+        width, height = min(x.length, self.crop - left), min(y.length, self.crop - top)
+        if width < 1 or height < 1:
+            return
+        pixels = np.moveaxis(image[:, y.start : y.stop, x.start : x.stop], 0, 2)
+        pixels = np.moveaxis(cv2.resize(np.ascontiguousarray(pixels), (width, height)), 2, 0)
+        here = slice(None), slice(top, top + height), slice(left, left + width)
+        out[here] = (pixels[:, :, ::-1] if mirrored else pixels) - self.mean[here]
+        out[here] *= self.scale
+
+    def _spans(self, corners: list[int], height: int, width: int) -> tuple[Span, Span]:
+        x1, y1, x2, y2 = corners
+        if not (self.context_pad or self.is_square):
+            return Span(x1, x2 + 1, self.crop), Span(y1, y2 + 1, self.crop)
+        halves = [Number(x2 - x1 + 1) / 2, Number(y2 - y1 + 1) / 2]
+        if self.is_square:
+            halves = [max(halves)] * 2
+        stretch = Number(self.crop) / Number(self.crop - 2 * self.context_pad)
+        x = expand(x1, x2, halves[0], stretch, width, self.crop)
+        return x, expand(y1, y2, halves[1], stretch, height, self.crop)
+
+
+def warp(
+    warping: Warp, dtype: np.dtype[Any], content: bytes, window: tuple[list[int], bool]
+) -> Array:
+    """A window (3, crop, crop) of an image file, for another process; True if it is mirrored."""
+    out = np.zeros(warping.mean.shape, dtype)
+    warping.write(content, *window, out)
+    return out
+
+
 class WindowLoader(Loader):
     """Batches of windows drawn with replacement: background, then int(batch_size * fg_fraction) of
     foreground.
@@ -78,17 +133,19 @@ class WindowLoader(Loader):
         super().__init__(param.batch_size)
         self._path = locate(param.source, beside)
         self._crop, self._mirror = layer.transform_param.crop_size, layer.transform_param.mirror
-        self._is_square = param.crop_mode == "square"
         if self._crop <= 2 * param.context_pad:
             least = f"more than 2 * context_pad = {2 * param.context_pad}"
             raise ConfigError(f"transform_param needs a crop_size of {least}, not {self._crop}")
         if self.batch_size * math.prod(self.shape()) > MAX_COUNT:
             windows = f"{self.batch_size} windows of shape {shape_string(self.shape())}"
             raise ConfigError(f"{windows} have more than 2^31 elements")
-        self._stretch = Number(self._crop) / Number(self._crop - 2 * param.context_pad)
         self._read()
         self._root = find_root(param.root_folder, self._images[0], self._path, beside)
-        self._mean = self._expand_mean(read_mean(layer.transform_param, beside))
+        mean = self._expand_mean(read_mean(layer.transform_param, beside))
+        square = param.crop_mode == "square"
+        self._warping = Warp(self._crop, param.context_pad, square, mean, param.scale)
+        self._decoders = current()
+        self._task: Task | None = None
         self._twister = new_twister(layer.transform_param, device)
         self._cache: dict[str, bytes] = {}
         for name in self._images if param.cache_images else ():
@@ -202,9 +259,12 @@ class WindowLoader(Loader):
         """Warp windows into these places of a batch; return the errors of bad images by number."""
         windows, mirrored = drawn
         bad: dict[int, DataError] = {}
+        todo = list(range(len(places)))
+        if self._decoders:
+            todo = self._fill_by_processes(self._decoders, places, drawn, images, labels)
 
         def warp_some(lo: int, hi: int) -> None:
-            for k in range(lo, hi):
+            for k in todo[lo:hi]:
                 image, label, *corners = map(int, windows[k])
                 labels[places[k]] = label
                 try:
@@ -212,42 +272,39 @@ class WindowLoader(Loader):
                 except DataError as error:
                     bad[k] = error
 
-        parallel(warp_some, len(places), most=DECODERS)
+        parallel(warp_some, len(todo), most=DECODERS)
         return bad
+
+    def _fill_by_processes(
+        self, decoders: Decoders, places: list[int], drawn: Drawn, images: Array, labels: Array
+    ) -> list[int]:
+        """Let other processes warp windows; return the numbers of those that they could not."""
+        if self._task is None:
+            self._task = Task(partial(warp, self._warping, images.dtype))
+        files, arguments, left = list[File](), list[tuple[list[int], bool]](), list[int]()
+        for window, is_mirrored, place in zip(*drawn, places, strict=True):
+            image, labels[place], *corners = map(int, window)
+            name = self._images[image]
+            files.append(self._cache.get(name) or os.path.abspath(self._root + name))
+            arguments.append((corners, is_mirrored))
+
+        def take(k: int, some: Array | None) -> None:
+            if some is None:
+                left.append(k)
+                return
+            for i, image in enumerate(some, k):
+                images[places[i]] = image
+
+        decoders.run(self._task, range(len(places)), files, arguments, take)
+        return sorted(left)
 
     def _warp(self, name: str, corners: list[int], mirrored: bool, out: Array) -> None:
         """Write the window of the image into out (3, crop, crop), which holds zeros."""
-        import cv2
-
         content = self._cache[name] if name in self._cache else self._content(name)
         try:
-            image = decode_image(content, COLOR)
+            self._warping.write(content, corners, mirrored, out)
         except DataError as error:
             raise DataError(f"{self._name(name)}: {error.message}") from None
-        _, h, w = image.shape
-        x, y = self._spans(corners, h, w)
-        if not (0 <= x.start < x.stop <= w and 0 <= y.start < y.stop <= h):
-            box, size = " ".join(map(str, corners)), shape_string(image.shape)
-            raise DataError(f"{self._name(name)}: window {box} lies outside the image, {size}")
-        left, top = x.after if mirrored else x.before, y.before
-        width, height = min(x.length, self._crop - left), min(y.length, self._crop - top)
-        if width < 1 or height < 1:
-            return
-        window = np.moveaxis(image[:, y.start : y.stop, x.start : x.stop], 0, 2)
-        pixels = np.moveaxis(cv2.resize(np.ascontiguousarray(window), (width, height)), 2, 0)
-        here = slice(None), slice(top, top + height), slice(left, left + width)
-        out[here] = (pixels[:, :, ::-1] if mirrored else pixels) - self._mean[here]
-        out[here] *= self._param.scale
-
-    def _spans(self, corners: list[int], height: int, width: int) -> tuple[Span, Span]:
-        x1, y1, x2, y2 = corners
-        if not (self._param.context_pad or self._is_square):
-            return Span(x1, x2 + 1, self._crop), Span(y1, y2 + 1, self._crop)
-        halves = [Number(x2 - x1 + 1) / 2, Number(y2 - y1 + 1) / 2]
-        if self._is_square:
-            halves = [max(halves)] * 2
-        x = expand(x1, x2, halves[0], self._stretch, width, self._crop)
-        return x, expand(y1, y2, halves[1], self._stretch, height, self._crop)
 
     def _content(self, name: str) -> bytes:
         try:

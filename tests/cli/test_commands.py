@@ -77,7 +77,7 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caffepy.commands.train.train", train)
     line = "train -solver digits -weights a.h5,b.h5 -level 2 -stage x,y -sigint_effect none -noprogress -threads=1"
     line += " -nofuse -precision bf16 -cpu 3 -sync tree -batch_mode global -bn_stats root -deterministic"
-    line += " -deadlines step=5 -wire bf16 -max_bad_records 7 -tensorboard events -tensorboard_histograms 0"
+    line += " -deadlines step=5 -wire bf16 -max_bad_records 7 -tensorboard events -tensorboard_histograms 0 -decode processes"
     assert main.run(line.split()) == 130  # stopped, but there is no snapshot to go on from
     (options,) = given
     assert os.path.basename(options.solver) == "solver.prototxt"
@@ -96,6 +96,7 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
         batch_mode="global",
         deterministic=True,
         max_bad_records=7,
+        decode="processes",
         precision="bf16",
         capture=True,
         fuse=False,

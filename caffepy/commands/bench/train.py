@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -12,6 +13,7 @@ from caffepy import ops
 from caffepy.commands.devices import choose_device
 from caffepy.core.errors import ConfigError
 from caffepy.core.files import locate
+from caffepy.data.decoders import THREADS, decoding
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_memory, import_cupy
@@ -19,6 +21,7 @@ from caffepy.models.synthetic import synthetic
 from caffepy.net import Net
 from caffepy.net.fusion import Step
 from caffepy.proto.caffe_pb2 import DataParameter, SolverParameter
+from caffepy.proto.sniff import sniff
 from caffepy.proto.text import read_solver
 from caffepy.report.text import AsJson
 from caffepy.solver import Action, Solver
@@ -243,13 +246,17 @@ def definition(
     layers = [layer for layer in net.layer if layer.type in ("Data", "ImageData")]
     if not layers:
         raise ConfigError("the net has no Data layer that could read a database", source.path)
+    is_list = sniff(data) == "text"
     for layer in layers:  # which keep their own transformations
         batch_size = layer.data_param.batch_size or layer.image_data_param.batch_size
-        layer.type = "Data"
+        layer.type = "ImageData" if is_list else "Data"
         layer.ClearField("image_data_param")
         layer.data_param.source = os.path.abspath(data)
         layer.data_param.batch_size = batch or batch_size
         layer.data_param.backend = DataParameter.LMDB
+        if is_list:
+            layer.image_data_param.source = layer.data_param.source
+            layer.image_data_param.batch_size = layer.data_param.batch_size
         if mean := layer.transform_param.mean_file:
             layer.transform_param.mean_file = os.path.abspath(locate(mean, source.path))
     return param
@@ -268,19 +275,19 @@ def bench_train(
     capture: bool = True,
     fuse: bool = True,
     threads: int | None = None,
+    decode: str = THREADS,
 ) -> Bench:
     """Train the net of the solver file for some windows of `iterations` and return its speed.
 
     Without `iterations` a window takes 0.3 s. The data are random images, of the shape `image` (C,
-    H, W) if the net does not state it, or those of the database `data`. The first GPU of `gpu`
-    computes. The learning rate is at most 0.001.
+    H, W) if the net does not state it, or those of the database or list of images `data`; `decode`
+    is what decodes them, "threads" or "processes". The first GPU of `gpu` computes. The learning
+    rate is at most 0.001.
     """
     device = choose_device(gpu, threads)
     ops.set_precision(device, precision)
-    trainer = Trainer(
-        solver, device=device, batch=batch, image=image, data=data, capture=capture, fuse=fuse
-    )
-    with closing(trainer):
+    make = partial(Trainer, solver, device=device, batch=batch, image=image, data=data)
+    with decoding(decode), closing(make(capture=capture, fuse=fuse)) as trainer:
         count = iterations or trainer.iterations_in(WINDOW)
         done = [trainer.window(count) for _ in range(windows)]
         rates = [trainer.batch * w.iterations / w.seconds for w in done]

@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.core.errors import DataError, reason
 from caffepy.data.datum import NATIVE
+from caffepy.data.decoder_process import Make
+from caffepy.data.decoders import File
 from caffepy.proto.sniff import sniff
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,17 @@ class Summary:
     bad_records: int = 0
     bad: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+class ImageFiles(NamedTuple):
+    """Items as other processes decode them: `make` of each file and None is an image, which has
+    this place among the items and this label.
+    """
+
+    make: Make
+    places: list[int]
+    files: list[File]
+    labels: list[int]
 
 
 class AnySource:
@@ -148,6 +161,12 @@ class Source(AnySource):
     def decoder(self, items: Items) -> Callable[[int], tuple[Array, int]]:
         """`decode` of items by their place in `items`, for sources that prepare it for a batch."""
         return lambda i: self.decode(items[i])
+
+    def image_files(self, items: Items, places: Array) -> ImageFiles | None:
+        """Those items of these places that are image files, for other processes, which make of them
+        what `decode` does; None if the source does not tell.
+        """
+        return None
 
     def key(self, item: Any) -> str:
         """The item's name within the source."""

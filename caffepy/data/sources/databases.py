@@ -10,14 +10,26 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, overload
 from weakref import finalize
 
 import numpy as np
 
 from caffepy.core.errors import DataError
-from caffepy.data.datum import COLOR, GRAY, decode, encoding_of, head_of, image_file, opened, planes
-from caffepy.data.sources.base import Array, Items, Source, State
+from caffepy.data.datum import (
+    COLOR,
+    GRAY,
+    decode,
+    decode_file,
+    encoding_of,
+    head_of,
+    image_file,
+    opened,
+    planes,
+)
+from caffepy.data.decoders import File
+from caffepy.data.sources.base import Array, ImageFiles, Items, Source, State
 
 log = logging.getLogger(__name__)
 
@@ -230,11 +242,7 @@ class Database(Source):
 
     def decoder(self, items: Items) -> Callable[[int], tuple[Array, int]]:
         """`decode` of records by their place in `items`; their image files are found at once."""
-        from caffepy.data.datum_kernels import find_encoded  # here, since it loads numba
-
-        assert isinstance(items, Records)
-        content, (places, numbers) = items.content, find_encoded(items.content, items.rows)
-        spans, labels = places.tolist(), numbers.tolist()
+        content, spans, labels = _encoded(items)
 
         def decode_one(i: int) -> tuple[Array, int]:
             start, size = spans[i]
@@ -245,6 +253,16 @@ class Database(Source):
             return self.decode(items[i])
 
         return decode_one
+
+    def image_files(self, items: Items, places: Array) -> ImageFiles:
+        content, spans, labels = _encoded(items)
+        chosen = [i for i in places.tolist() if spans[i][1]]
+        files: list[File] = [
+            content[at : at + size].data for at, size in map(spans.__getitem__, chosen)
+        ]
+        return ImageFiles(
+            partial(decode_file, self.mode, None), chosen, files, [labels[i] for i in chosen]
+        )
 
     def key(self, item: Record) -> str:
         """The key, as text."""
@@ -292,6 +310,17 @@ class Database(Source):
     @abstractmethod
     def _find(self, key: bytes, index: int) -> bool:
         """Go to the record of this key, probably number `index`; false if there is none."""
+
+
+def _encoded(items: Items) -> tuple[Array, list[list[int]], list[int]]:
+    """What records lie in; start and size of the image file in each, 0 if it is to be parsed; the
+    labels.
+    """
+    from caffepy.data.datum_kernels import find_encoded  # here, since it loads numba
+
+    assert isinstance(items, Records)
+    spans, labels = find_encoded(items.content, items.rows)
+    return items.content, spans.tolist(), labels.tolist()
 
 
 def text_of(error: Exception) -> str:

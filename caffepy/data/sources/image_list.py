@@ -1,13 +1,23 @@
 """Image files named by a list of `path label` lines."""
 
 import logging
+import os
 import re
+from functools import partial
 from typing import Self
 
 from caffepy.core.errors import DataError, reason
 from caffepy.core.files import locate, read_regular
-from caffepy.data.datum import COLOR, EITHER, LONGEST_SIGNATURE, decode_image, encoding_of
-from caffepy.data.sources.base import Array, Items, NumberedSource, lines_of
+from caffepy.data.datum import (
+    COLOR,
+    EITHER,
+    LONGEST_SIGNATURE,
+    decode_file,
+    decode_image,
+    encoding_of,
+)
+from caffepy.data.decoders import File
+from caffepy.data.sources.base import Array, ImageFiles, Items, NumberedSource, lines_of
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +128,13 @@ class ImageList(NumberedSource):
             raise unreadable(self.name(item), error, self._root_folder) from None
         except DataError as error:
             raise DataError(f"{self.name(item)}: {error.message}") from None
+
+    def image_files(self, items: Items, places: Array) -> ImageFiles:
+        chosen = places.tolist()
+        entries = [self._entries[items[i]] for i in chosen]
+        files: list[File] = [os.path.abspath(self._root + name) for name, _ in entries]
+        make = partial(decode_file, self.mode, self._size)
+        return ImageFiles(make, chosen, files, [label for _, label in entries])
 
     def stored(self, item: int, image: Array) -> str:
         return encoding_of(read_regular(self._root + self.key(item))[:LONGEST_SIGNATURE])

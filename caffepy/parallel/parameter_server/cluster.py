@@ -18,6 +18,7 @@ from caffepy import ops
 from caffepy.core.errors import CaffeError, SyncError, UsageError
 from caffepy.core.events import asked_to_end
 from caffepy.core.files import working_directory
+from caffepy.data.decoders import THREADS, decoding
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
@@ -182,6 +183,7 @@ class WorkerOptions:
     begin_together: int
     cpu: int = 1
     deterministic: bool = False
+    decode: str = THREADS
 
 
 def run_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int, float]:
@@ -201,8 +203,12 @@ def run_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int
     filters = parse_filters(options.filters)
     if param.random_seed >= 0:
         param.random_seed += number * len(devices)
-    solver = Solver(param, device=device, path=options.path, precision=options.precision)
-    with closing(solver):
+    with (
+        decoding(options.decode),
+        closing(
+            Solver(param, device=device, path=options.path, precision=options.precision)
+        ) as solver,
+    ):
         solver.capture, solver.fuse = options.capture, options.fuse
         client = Client(engine, number, bf16=filters.bf16)
         with p2p_manager(solver, devices, SyncOptions(), last_resort=_end_process):
@@ -438,6 +444,7 @@ def options_of_worker(
     precision: str | None,
     threads: int,
     cpu: int = 1,
+    decode: str = THREADS,
 ) -> WorkerOptions:
     """Return the options of the workers beside this one."""
     param = SolverParameter()
@@ -461,4 +468,5 @@ def options_of_worker(
         begin_together=options.workers[0],
         cpu=cpu,
         deterministic=solver.device.math_mode.deterministic,
+        decode=decode,
     )

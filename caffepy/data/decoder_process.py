@@ -1,0 +1,106 @@
+"""A process that decodes images for another: the far end of `caffepy.data.decoders`.
+
+It reads jobs from a socket until the other process closes it, or is gone, and writes images one
+after the other into memory that both share. Nothing else of caffepy's is in it: no device, no
+source of data.
+"""
+
+import mmap
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from caffepy.core.files import read_regular
+from caffepy.device.blob import Array
+
+HEAD = struct.Struct("<Q")  # the size of a message's pickled part
+ORPHANED = 2.0  # seconds between looks whether the other process still lives
+Make = Callable[[bytes, Any], Array]
+"""A function of an image file's content and an argument, which returns an image (C, H, W), always
+of the same type.
+"""
+Made = tuple[int, tuple[int, ...], str] | None
+"""Where an image begins in the shared memory, its shape and type; None if there is none."""
+
+
+def receive(end: socket.socket, size: int, parent: int | None = None) -> bytearray:
+    """Read so many bytes; EOFError if the other process closed the socket or is not `parent`."""
+    content = bytearray(size)
+    view = memoryview(content)
+    while view:
+        try:
+            count = end.recv_into(view)
+        except TimeoutError:
+            if parent is not None and os.getppid() != parent:
+                raise EOFError from None
+            continue
+        except OSError:
+            raise EOFError from None
+        if not count:
+            raise EOFError
+        view = view[count:]
+    return content
+
+
+def receive_message(end: socket.socket, parent: int | None = None) -> Any:
+    """Read a pickled object that follows its size."""
+    (size,) = HEAD.unpack(receive(end, HEAD.size, parent))
+    return pickle.loads(receive(end, size, parent))
+
+
+def message(content: Any) -> list[bytes]:
+    """The parts of a pickled object that follows its size."""
+    pickled = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+    return [HEAD.pack(len(pickled)), pickled]
+
+
+def serve(end: int, memory: int, parent: int) -> None:
+    """Decode until the socket with the file descriptor `end` is closed."""
+    import cv2
+
+    cv2.setNumThreads(1)  # there is a process for each core
+    shared = np.frombuffer(mmap.mmap(memory, 0), np.uint8)
+    makes: dict[int, Make] = {}
+    with socket.socket(fileno=end) as channel:
+        channel.settimeout(ORPHANED)
+        while True:
+            try:
+                number, make, files, arguments = receive_message(channel, parent)
+                contents = [
+                    file if isinstance(file, str) else bytes(receive(channel, file, parent))
+                    for file in files
+                ]
+            except EOFError:
+                return
+            if make is not None:
+                makes = {number: make}
+            made = _make_all(makes[number], contents, arguments, shared)
+            try:
+                channel.settimeout(None)
+                channel.sendall(b"".join(message(made)))
+                channel.settimeout(ORPHANED)
+            except OSError:
+                return
+
+
+def _make_all(
+    make: Make, contents: Sequence[str | bytes], arguments: Sequence[Any], shared: Array
+) -> list[Made]:
+    made, at = list[Made](), 0
+    for content, argument in zip(contents, arguments, strict=True):
+        try:
+            data = read_regular(content) if isinstance(content, str) else content
+            image = make(data, argument)
+            out = shared[at : at + image.nbytes].view(image.dtype).reshape(image.shape)
+        except Exception:  # the other process makes this image, and tells what is wrong with it
+            made.append(None)
+            continue
+        out[...] = image
+        made.append((at, image.shape, image.dtype.str))
+        at += image.nbytes
+    return made

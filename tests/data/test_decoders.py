@@ -1,0 +1,243 @@
+"""Processes that decode images make the batches that threads make.
+
+What is shown:
+
+- the same images, labels, crops and errors in the same order, of each source and any number of
+  processes;
+- a process that dies is told in one message, of which nothing is left hanging;
+- signals that end a run do not end the processes, but its end does, whatever it was.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.core.errors import DataError
+from caffepy.data import decoders as decoders_module
+from caffepy.data.datum import COLOR, decode_file
+from caffepy.data.decoders import Decoders, Task, current, decoding
+from caffepy.data.loader import tolerating
+from caffepy.data.reader import Reader
+from caffepy.data.write import array_to_datum, write_database
+from caffepy.device.device import Device
+from caffepy.layer import create_layer
+from caffepy.layer.data import Prefetching
+from caffepy.ops import cpu
+from caffepy.proto.caffe_pb2 import TRAIN, Datum, LayerParameter
+
+COUNT, BATCH, WAIT = 14, 4, 20.0
+JPEG = cv2.imencode(".jpg", np.full((9, 9, 3), 7, np.uint8))[1].tobytes()
+
+
+def files(*, sizes: bool) -> list[bytes]:
+    """Image files of three channels, as JPEG or PNG; one is cut short. With `sizes` they differ."""
+    rng = np.random.default_rng(0)
+    contents = []
+    for i in range(COUNT):
+        image = rng.integers(0, 256, (20 + sizes * (i % 3), 24, 3), np.uint8)
+        kind = ".png" if i % 5 == 2 else ".jpg"
+        contents.append(cv2.imencode(kind, image)[1].tobytes())
+    contents[4] = contents[4][:-300]
+    return contents
+
+
+def write_list(folder: Path, contents: list[bytes]) -> str:
+    for i, content in enumerate(contents):
+        (folder / f"{i}.jpg").write_bytes(content)
+    (folder / "list.txt").write_text("".join(f"{i}.jpg {i}\n" for i in range(len(contents))))
+    return f'source: "{folder}/list.txt" root_folder: "{folder}/" batch_size: {BATCH}'
+
+
+def database(folder: Path, contents: list[bytes]) -> str:
+    """Encoded records, two raw ones among them, and one that is no Datum."""
+    with write_database(str(folder / "db")) as writer:
+        for i, content in enumerate(contents):
+            record = Datum(data=content, label=i, encoded=True).SerializeToString()
+            if i in (6, 7):
+                shape = cv2.imdecode(np.frombuffer(content, np.uint8), 1).shape
+                record = array_to_datum(np.full((3, *shape[:2]), i, np.uint8), i)
+            writer.put(f"{i:04d}", b"\xff" if i == 9 else record)
+    return (
+        f'type: "Data" data_param {{ source: "{folder}/db" backend: LMDB batch_size: {BATCH} }} '
+        "transform_param { crop_size: 17 mirror: true mean_value: 3 }"
+    )
+
+
+def image_list(folder: Path, contents: list[bytes]) -> str:
+    """Shuffled images; one is no image."""
+    contents[9] = b"no image"
+    param = write_list(folder, contents)
+    return f'type: "ImageData" image_data_param {{ {param} shuffle: true {{}} }}'
+
+
+def resized(folder: Path, contents: list[bytes]) -> str:
+    return image_list(folder, contents).replace("{}", "new_height: 11 new_width: 13")
+
+
+def cropped(folder: Path, contents: list[bytes]) -> str:
+    return image_list(folder, contents).replace("{}", "") + "transform_param { crop_size: 17 }"
+
+
+def windows(folder: Path, contents: list[bytes]) -> str:
+    """Two windows of each image; one image is missing."""
+    write_list(folder, contents)
+    os.remove(folder / "9.jpg")
+    block = "# {0}\n{0}.jpg\n3\n20\n24\n2\n{1} 0.9 2 3 9 10\n0 0.1 0 0 7 7\n"
+    text = "".join(block.format(i, i + 1) for i in range(COUNT))
+    (folder / "windows.txt").write_text(text)
+    return (
+        f'type: "WindowData" window_data_param {{ source: "{folder}/windows.txt" batch_size: 8 '
+        f'root_folder: "{folder}/" scale: 0.5 context_pad: 1 }} '
+        "transform_param { crop_size: 12 mirror: true mean_value: 3 }"
+    )
+
+
+CASES: dict[str, tuple[Callable[[Path, list[bytes]], str], bool]] = {
+    "database": (database, False),
+    "database of several sizes": (database, True),
+    "list": (resized, False),
+    "list of several sizes": (cropped, True),
+    "windows": (windows, False),
+}
+
+
+def batches(text: str, count: int) -> list[list[np.ndarray]]:
+    """All that batches bring to the device."""
+    with tolerating(1):
+        layer = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, Device(seed=1))
+        assert isinstance(layer, Prefetching)
+        loader = layer.open()
+    made = []
+    with closing(Reader(loader, 3, np.float32, cpu.Staging)) as reader:
+        for _ in range(count):
+            batch = reader.take()
+            made.append([np.array(part) for part in batch.staging.take()])
+            batch.staging.done()
+            reader.give_back(batch)
+    return made
+
+
+@pytest.mark.usefixtures("several")
+@pytest.mark.parametrize("case", CASES)
+def test_batches_are_those_of_threads(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write, sizes = CASES[case]
+    text, count = write(tmp_path, files(sizes=sizes)), 8
+    expected = batches(text, count)
+    monkeypatch.setattr(decoders_module, "num_threads", lambda: 2)
+    with decoding("processes"):
+        processes = current()
+        assert processes
+        made = batches(text, count)
+        assert len(processes.pids()) == 2
+    for ours, theirs in zip(made, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def decode(decoders: Decoders, contents: list[bytes]) -> dict[int, bool]:
+    """Decode image files; return by place which were decoded."""
+    made: dict[int, bool] = {}
+
+    def take(place: int, images: np.ndarray | None) -> None:
+        count = 1 if images is None else len(images)
+        made.update(dict.fromkeys(range(place, place + count), images is not None))
+
+    task = Task(partial(decode_file, COLOR, None))
+    decoders.run(task, range(len(contents)), contents, [None] * len(contents), take)
+    return made
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoders]:
+    """Two processes that decode."""
+    monkeypatch.setattr(decoders_module, "num_threads", lambda: 2)
+    with decoding("processes"):
+        decoders = current()
+        assert decoders
+        yield decoders
+
+
+def test_what_is_no_image_is_left_to_this_process(two: Decoders) -> None:
+    contents = [JPEG, JPEG, b"no image", b"", JPEG]
+    assert decode(two, contents) == {0: True, 1: True, 2: False, 3: False, 4: True}
+
+
+def test_signals_are_the_other_process_s(two: Decoders) -> None:
+    assert all(decode(two, [JPEG] * 4).values())
+    for pid in two.pids():
+        assert os.getsid(pid) != os.getsid(0)  # Ctrl-C in a terminal does not reach it
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
+    assert all(decode(two, [JPEG] * 40).values())
+
+
+def test_a_dead_process_is_told_and_nothing_hangs(two: Decoders) -> None:
+    decode(two, [JPEG] * 4)
+    os.kill(two.pids()[0], signal.SIGKILL)
+    told = rf"process {two.pids()[0]}, which decodes images, was ended by signal 9 \(SIGKILL\)"
+    with pytest.raises(DataError, match=told):
+        deque((decode(two, [JPEG] * 40) for _ in range(100)), 0)
+    with pytest.raises(DataError, match=told):
+        decode(two, [JPEG])
+
+
+def test_closed_processes_decode_no_more(two: Decoders) -> None:
+    decode(two, [JPEG] * 4)
+    pids = two.pids()
+    two.close()
+    assert not any(map(alive, pids))
+    with pytest.raises(DataError, match="were ended"):
+        decode(two, [JPEG])
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+PARENT = """
+import os, time
+from functools import partial
+from caffepy.data.datum import decode_file
+from caffepy.data.decoders import Decoders, Task
+if __name__ == "__main__":
+    decoders = Decoders()
+    task = Task(partial(decode_file, 1, None))
+    decoders.run(task, range(4), [b"no image"] * 4, [None] * 4, lambda *_: None)
+    print(*decoders.pids(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_processes_end_with_a_parent_that_is_killed() -> None:
+    env = {**os.environ, "CAFFEPY_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout
+        pids = list(map(int, parent.stdout.readline().split()))
+        assert len(pids) == 2
+        assert all(map(alive, pids))
+        parent.kill()
+    end = time.monotonic() + WAIT
+    while any(map(alive, pids)):
+        assert time.monotonic() < end, "a process outlives the one that it decodes for"
+        time.sleep(0.02)
