@@ -55,6 +55,7 @@ def bench(context: click.Context) -> None:
 @options.image
 @options.capture
 @options.fuse
+@options.recompute
 @options.decode
 @options.threads
 @options.as_json

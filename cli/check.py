@@ -23,6 +23,18 @@ from caffepy.core.errors import ConfigError, UsageError
     help="Also show the plan for a GPU, in the given --precision; the machine needs none.",
 )
 @options.precision
+@click.option(
+    "--batch",
+    callback=options.auto_or_number,
+    metavar="auto|N",
+    help="Build the net that learns with this batch; auto, with --gpu: find the largest that fits.",
+)
+@click.option(
+    "--memory",
+    callback=options.size_of_memory,
+    metavar="SIZE",
+    help="A GPU's memory, such as 80GB, for --batch auto. Default: that of this machine's first.",
+)
 @options.as_json
 @options.logged(least=1)
 def check(
@@ -35,6 +47,8 @@ def check(
     image: tuple[int, ...] | None,
     gpu: bool,
     precision: str | None,
+    batch: int | str | None,
+    memory: int | None,
     as_json: bool,
 ) -> int:
     """Build the nets of a solver, or a net in its phases, and print a table of their layers to
@@ -52,22 +66,30 @@ def check(
     states it.
 
     With --gpu also: the layers that run on the host, fused layers, the formats of the tops and
-    their conversions, the memory of data and gradients, and whether a training step can be captured
-    as a CUDA graph.
+    their conversions, the memory of data and gradients, also with train --recompute, and whether a
+    training step can be captured as a CUDA graph. With --batch auto the largest batch that fits,
+    by this plan: nothing is run.
 
     \b
     Examples:
       caffepy check solver.prototxt
       caffepy check --model vgg16 --synthetic
       caffepy check --solver resnet50 --synthetic --gpu --precision bf16
+      caffepy check --solver resnet50 --synthetic --gpu --batch auto --memory 80GB
       caffepy check models/ --synthetic --json
     """
     if precision and not gpu:
         raise click.UsageError("--precision is for --gpu.")
+    if batch == "auto" and not gpu:
+        raise click.UsageError("--batch auto is for --gpu.")
+    if memory and batch != "auto":
+        raise click.UsageError("--memory is for --batch auto.")
     given = [definition for definition in (solver, model) if definition is not None]
     wanted: dict[str, Any] = {"level": level, "stages": stages, "image": image}
     wanted |= {"synthetic": synthetic or image is not None, "gpu": gpu, "precision": precision}
     if files and (len(files) > 1 or os.path.isdir(files[0])) and not given:
+        if batch:
+            raise click.UsageError("--batch is for one definition.")
         return _check_all([options.find_definition(f, "train_val") for f in files], wanted, as_json)
     given.extend(options.find_definition(file, "solver") for file in files)
     if len(given) != 1:
@@ -78,6 +100,7 @@ def check(
     from caffepy.commands.check import inspect
 
     wanted["image"] = image or options.image_of(given[0], synthetic)
+    wanted |= {"batch": batch, "memory": memory}
     nets = inspect(given[0].path, **wanted)
     click.echo(to_json(nets) if as_json else "\n\n".join(net.table() for net in nets))
     return 0

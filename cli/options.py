@@ -4,6 +4,7 @@ import functools
 import logging
 import math
 import os
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -277,6 +278,42 @@ fuse: Decorator = click.option(
     "--fuse/--no-fuse",
     default=True,
     help="Compute layers such as Convolution and ReLU together, or each by itself. Default: fuse.",
+)
+
+
+def auto_or_number(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> int | str | None:
+    """Return "auto" or the number, 1 or more; BadParameter for anything else."""
+    if value is None or value == "auto":
+        return value
+    if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < 1:
+        raise click.BadParameter(f"{value!r} is neither auto nor a number of 1 or more", ctx, param)
+    return int(value)
+
+
+def size_of_memory(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return the bytes of a size such as 80GB or 24GiB; BadParameter for what is none above 0."""
+    if value is None:
+        return None
+    size = 0
+    if found := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) *([KMGT])(i?)B", value.strip()):
+        base = 1024 if found[3] else 1000
+        size = int(float(found[1]) * base ** (1 + "KMGT".index(found[2])))
+    if not size:
+        told = f"{value!r} is no size of a memory, such as 80GB or 24GiB"
+        raise click.BadParameter(told, ctx, param)
+    return size
+
+
+recompute: Decorator = click.option(
+    "--recompute",
+    default="1",
+    callback=auto_or_number,
+    metavar="auto|N",
+    help="Take less memory and more time: compute data that backward reads again, rather than keep "
+    "them, in N segments of the net, or (auto) only in as many layers as the device's free memory "
+    "asks for. The numbers are the same. Default: nothing is computed again.",
 )
 windows: Decorator = click.option(
     "--windows",

@@ -93,6 +93,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 @options.precision
 @options.capture
 @options.fuse
+@options.recompute
 @options.level
 @options.stage
 @click.option(

@@ -4,23 +4,27 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import attrgetter
 from time import monotonic
+from typing import Literal
 
 from caffepy.commands.devices import check_solver_mode
-from caffepy.core.errors import ConfigError, DeviceError
+from caffepy.commands.largest_batch import LargestBatch, footprint, largest_batch, recomputing
+from caffepy.core.errors import ConfigError, DeviceError, UsageError
 from caffepy.device.blob import Blob, shape_string
 from caffepy.device.device import Device
+from caffepy.device.gpus import check_gpu, gpu_memory
 from caffepy.device.math_mode import checked, default
 from caffepy.models.synthetic import Guess
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
-from caffepy.net.build import is_included
-from caffepy.net.memory import Usage, lifetimes, plan
+from caffepy.net.build import is_included, with_batch
+from caffepy.net.memory import Usage
 from caffepy.net.node import Node
+from caffepy.net.recompute import arena, in_segments, recomputed_layers
 from caffepy.ops.shapes_only import ShapesOnlyDevice
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, NetState, SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
@@ -29,6 +33,7 @@ from caffepy.report.text import columns
 from caffepy.solver.capture import GraphRunner
 from caffepy.solver.check import check_max_iter, check_param, check_prefix
 from caffepy.solver.nets import net_sources
+from caffepy.solver.update import rules as update_rules
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +44,12 @@ _SHAPES = [(3, side, side) for side in (224, 299, 321, 473)]
 _SHAPES += [(3, 360, 480), (3, 416, 416), (3, 32, 32), (1, 28, 28), (2, 28, 28)]
 GUESSES = [Guess(shape, other) for shape in _SHAPES for other in (False, True)]
 """What images and labels may be where a net does not state it: first those of ImageNet."""
+
+Definition = tuple[str, NetParameter, str | None, SolverParameter | None]
+"""Role, definition in its state, file, and solver (if any) of a net."""
+
+SEGMENTS, WORTH_IT = (2, 3, 4, 6, 8, 12, 16), 0.95
+"""Numbers of segments that are shown if they save so much more than those before."""
 
 PATIENCE = 5.0
 """Seconds for which guesses are tried."""
@@ -55,9 +66,22 @@ class LayerOnGpu:
 
 
 @dataclass(frozen=True)
+class Recomputed:
+    """Bytes that blobs share where data are computed again in so many `segments`, and the number of
+    layers that then run forward again.
+    """
+
+    segments: int
+    memory: int
+    layers: int
+
+
+@dataclass(frozen=True)
 class NetOnGpu:
     """A net on a GPU: precision, bytes that blobs share, why no graph can be captured of a step,
-    the number of its graphs, and why steps that are displayed run without them.
+    the number of its graphs, and why steps that are displayed run without them; what recomputation
+    would save; the largest batch that fits into a memory, if that was asked for, and with
+    recomputation.
     """
 
     precision: str
@@ -65,6 +89,9 @@ class NetOnGpu:
     obstacle: str | None
     graphs: int = 1
     when_displayed: str | None = None
+    recompute: Sequence[Recomputed] = ()
+    largest: LargestBatch | None = None
+    largest_recomputing: LargestBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -129,11 +156,28 @@ class NetInfo:
         yield from ("", *columns(rows, left=5))
         shared, obstacle = mebibytes(self.gpu.memory), self.gpu.obstacle
         yield f"on a GPU: {self.gpu.precision}; data and gradients share {shared}"
+        for one in self.gpu.recompute:
+            told = f"{mebibytes(one.memory)}, {one.layers} of {len(self.layers)} layers run again"
+            yield f"with --recompute {one.segments}: {told}"
         several = "three graphs, since iter_size is above 1: begin, pass and close"
         captured = f"captured as {'one graph' if self.gpu.graphs == 1 else several}"
         yield f"a step is {f'not captured: {obstacle}' if obstacle else captured}"
         if self.gpu.when_displayed:
             yield f"a step that is displayed is not captured: {self.gpu.when_displayed}"
+        for found, how in (
+            (self.gpu.largest, ""),
+            (self.gpu.largest_recomputing, " with --recompute auto"),
+        ):
+            yield from [_largest(found, how)] if found else []
+
+
+def _largest(found: LargestBatch, how: str) -> str:
+    """Say which batch is the largest."""
+    room, need = gibibytes(found.room), gibibytes(found.memory)
+    if not found.batch:
+        return f"no batch fits into {room}{how}: one image takes {need}"
+    limit = f"; the next one is refused: {found.limit}" if found.limit else ""
+    return f"the largest batch that fits into {room}{how}: {found.batch:,}, with {need}{limit}"
 
 
 def as_json(nets: Sequence[NetInfo]) -> str:
@@ -150,39 +194,125 @@ def inspect(
     image: Sequence[int] | None = None,
     gpu: bool = False,
     precision: str | None = None,
+    batch: int | Literal["auto"] | None = None,
+    memory: int | None = None,
 ) -> list[NetInfo]:
     """Build the nets of a prototxt: all of a solver's, or a net in each phase that its layers name.
 
     `synthetic` replaces data by random images, of the shape `image` (C, H, W) if the net does not
     state it; without `image`, of a shape with which the net can be built. `gpu` adds the plan for
-    a GPU, in this precision or the net's; the machine needs none. ConfigError and DataError say
-    what is wrong; anything that only prevents snapshots, and a GPU that is not here, is a warning.
+    a GPU, in this precision or the net's; the machine needs none. `batch` is that of the nets that
+    learn, or of all if none does; "auto": find the largest with which a GPU of `memory` bytes, by
+    default that of the first one here, can hold it with the other nets of the solver. ConfigError
+    and DataError say what is wrong; anything that only prevents snapshots, and a GPU that is not
+    here, is a warning.
     """
-    infos = []
-    for role, param, origin, solver in definitions(path, level, stages, to_train=True):
+    defined = list(definitions(path, level, stages, to_train=True))
+    room = (memory or _memory_here()) if batch == "auto" else 0
+    trains = any(param.state.phase == TRAIN for _, param, _, _ in defined)
+
+    def build(one: Definition, batch: int | None = None) -> Net:
+        _, param, origin, _ = one
         device = ImaginedGpu(seed=0) if gpu else ShapesOnlyDevice(seed=0)
         if gpu:
             wanted = choose_precision(param, precision)
             device.math_mode.precision = checked(wanted or default().precision)
-        build = partial(Net, device=device, path=origin)
-        with closing(_without_data(param, image, build) if synthetic else build(param)) as net:
-            on_gpu = None
-            if gpu:
-                # the bytes of blobs while the net runs, without those of its inputs and outputs
-                usage = Usage(net, net.steps, net.phase == TRAIN)
-                _, shared = plan(list(lifetimes(usage).values()))
-                runner, training = GraphRunner(net, False, ""), solver and net.phase == TRAIN
-                net.debug_info = bool(solver and solver.debug_info and not training)
-                obstacle = "; ".join(runner.reasons_not_capturable()) or None
-                on_gpu = NetOnGpu(device.math_mode.precision, shared, obstacle)
-                if solver and training and not obstacle:
-                    net.debug_info = solver.debug_info and solver.display > 0
-                    displayed = "; ".join(runner.reasons_not_capturable()) or None
-                    graphs = 1 if solver.iter_size == 1 else 3
-                    on_gpu = replace(on_gpu, graphs=graphs, when_displayed=displayed)
+        if batch is not None and (param.state.phase == TRAIN or not trains):
+            param = with_batch(param, batch, origin)
+        make = partial(Net, device=device, path=origin)
+        return _without_data(param, image, make) if synthetic else make(param)
+
+    infos = []
+    for one in defined:
+        with closing(build(one, None if batch == "auto" else batch)) as net:
+            on_gpu = _plan_on_gpu(net, one[-1]) if gpu else None
             parameters = sum(blob.count for blob in net.learnable_params)
-            infos.append(NetInfo(role, net.name, list(layers_of(net, gpu)), parameters, on_gpu))
+            infos.append(NetInfo(one[0], net.name, list(layers_of(net, gpu)), parameters, on_gpu))
+    if batch == "auto":
+        _find_largest(infos, defined, build, room)
     return infos
+
+
+def _plan_on_gpu(net: Net, solver: SolverParameter | None) -> NetOnGpu:
+    # the bytes of blobs while the net runs, without those of its inputs and outputs
+    usage = _usage(net)
+    runner, training = GraphRunner(net, False, ""), solver and net.phase == TRAIN
+    net.debug_info = bool(solver and solver.debug_info and not training)
+    obstacle = "; ".join(runner.reasons_not_capturable()) or None
+    precision, saved = net.device.math_mode.precision, list[Recomputed]()
+    shared = least = arena(usage)
+    for segments in SEGMENTS if usage.learns else ():
+        other = in_segments(usage, segments)
+        if (size := arena(other)) < WORTH_IT * least:
+            saved.append(Recomputed(segments, size, recomputed_layers(other)))
+            least = size
+    on_gpu = NetOnGpu(precision, shared, obstacle, recompute=saved)
+    if solver and training and not obstacle:
+        net.debug_info = solver.debug_info and solver.display > 0
+        displayed = "; ".join(runner.reasons_not_capturable()) or None
+        graphs = 1 if solver.iter_size == 1 else 3
+        on_gpu = replace(on_gpu, graphs=graphs, when_displayed=displayed)
+    return on_gpu
+
+
+def _usage(net: Net) -> Usage:
+    return Usage(net, net.steps, net.phase == TRAIN)
+
+
+def _memory_here() -> int:
+    """Return the bytes of the first GPU's memory; UsageError if there is none."""
+    try:
+        check_gpu(0)
+        return gpu_memory(0)[1]
+    except DeviceError as error:
+        raise UsageError(
+            f"which batch fits? Give a GPU's memory, as --memory 80GB: {error}"
+        ) from None
+
+
+def _find_largest(
+    infos: list[NetInfo],
+    defined: Sequence[Definition],
+    build: Callable[[Definition, int | None], Net],
+    room: int,
+) -> None:
+    """Put the largest batch of each net that `build` gives a batch into its info."""
+    solver = defined[0][-1]
+    histories = update_rules[solver.type].histories if solver else 1
+    trains = [one[1].state.phase == TRAIN for one in defined]
+
+    def largest(number: int, tests: Sequence[Usage], recompute: bool) -> LargestBatch:
+        def need(batch: int) -> int:
+            with closing(build(defined[number], batch)) as net:
+                usage = recomputing(_usage(net)) if recompute else _usage(net)
+                return footprint([usage, *tests], histories)
+
+        shapes = (top for layer in infos[number].layers for top in layer.tops.values())
+        return largest_batch(need, room, given=next(filter(None, shapes), (1,))[0])
+
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        # The test nets of a solver share the memory of its train net.
+        others = [build(one, None) for one in defined[1:]] if solver else []
+        tests = [_usage(stack.enter_context(closing(net))) for net in others]
+        for i, info in enumerate(infos):
+            if info.gpu and (trains[i] or not any(trains)):
+                plain = largest(i, tests, recompute=False)
+                saving = largest(i, tests, recompute=True) if trains[i] else None
+                on_gpu = replace(info.gpu, largest=plain, largest_recomputing=saving)
+                infos[i] = replace(info, gpu=on_gpu)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Log nothing: nets are built that were built before."""
+    logger = logging.getLogger("caffepy")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _without_data(
@@ -246,7 +376,7 @@ def definitions(
     stages: Sequence[str] = (),
     phase: int | None = None,
     to_train: bool = False,
-) -> Iterator[tuple[str, NetParameter, str | None, SolverParameter | None]]:
+) -> Iterator[Definition]:
     """Yield role, definition in its state, file, and solver (if any) of each net of a prototxt.
 
     These are all nets of a solver, or a net in each phase that its layers name; with a `phase` only
@@ -353,6 +483,11 @@ def _layout(blob: Blob) -> str:
 def mebibytes(count: int) -> str:
     """Return a number of bytes as text."""
     return f"{count / 2**20:.2f} MiB"
+
+
+def gibibytes(count: int) -> str:
+    """Return a large number of bytes as text."""
+    return f"{count / 2**30:.2f} GiB"
 
 
 def si(count: int) -> str:

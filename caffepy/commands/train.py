@@ -33,6 +33,7 @@ from caffepy.data.loader import tolerating
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads
+from caffepy.net.recompute import Recompute
 from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.parallel.nodes import check_alike
 from caffepy.parallel.parameter_server.attachment import Attachment, attached
@@ -88,6 +89,8 @@ class TrainOptions:
     precision: of a GPU: "fp32", "tf32", "bf16" or "fp16".
     capture: replay the step as a CUDA graph; else run layer by layer.
     fuse: compute layers together where possible.
+    recompute: segments of the net of whose data, but for the last, backward computes again what it
+        reads; or "auto": of as few layers as make the net fit into the device's free memory.
     level, stages: join the state of the nets.
     sigint_effect, sighup_effect, sigusr1_effect: what these signals do; SIGTERM, SIGUSR2, SIGXCPU
         and SIGQUIT stop with a snapshot, and so does SIGUSR1 by default.
@@ -121,6 +124,7 @@ class TrainOptions:
     precision: str | None = None
     capture: bool = True
     fuse: bool = True
+    recompute: Recompute = 1
     level: int = 0
     stages: Sequence[str] = ()
     sigint_effect: Effect = "stop"
@@ -187,6 +191,7 @@ def _train_as_node(options: TrainOptions, monitor: Monitor, world: World | None)
         check_wire(options.wire, world)
         param = read_solver(options.solver)
         check_max_iter(param, options.solver)
+        _check_recompute(options, param)
         gpu = gpus_of_process(options.gpu, world)
         devices = choose_for_training(gpu, options.cpu, param, options.solver)
         if options.cluster:
@@ -261,7 +266,9 @@ def _train(
         solver.resume_state.keep = options.keep
         solver.capture, solver.fuse = options.capture, options.fuse
         looked_at = param.debug_info or options.bn_stats == "sync"
-        if solver.capture and solver.fuse and not looked_at:
+        if options.recompute != 1:
+            solver.save_memory(options.recompute)
+        elif solver.capture and solver.fuse and not looked_at:
             solver.save_memory()
         for net in (solver.net, *solver.test_nets):
             heartbeat = Heartbeat(monitor, net)
@@ -365,6 +372,18 @@ def _check_cluster(options: TrainOptions, cluster: ClusterOptions, world: World 
     for what, given in refused.items():
         if given:
             raise UsageError(f"--cluster does not go together with {what}")
+
+
+def _check_recompute(options: TrainOptions, param: SolverParameter) -> None:
+    """Raise UsageError if data are to be computed again of which something needs the first."""
+    refused = {
+        "--cluster": options.cluster is not None,
+        "--bn-stats sync": options.bn_stats == "sync",
+        "debug_info, which shows every blob": param.debug_info,
+    }
+    for what, given in refused.items():
+        if given and options.recompute != 1:
+            raise UsageError(f"--recompute does not go together with {what}")
 
 
 def _meet(

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from caffepy.core.errors import CaffeError, DeviceError
 from caffepy.device import math_mode
 from caffepy.device.device import Device, ErrorFlag
-from caffepy.device.gpus import check_gpu, gpu_properties, import_cupy, last_line, translate_errors
+from caffepy.device.gpus import (
+    check_gpu,
+    gpu_memory,
+    gpu_properties,
+    import_cupy,
+    last_line,
+    translate_errors,
+)
 from caffepy.device.streams import NOT_READY, OF_CAPTURES, Streams
 
 MOST_ERROR_FLAGS = 1024
@@ -62,6 +69,12 @@ class CudaDevice(Device):
     def name(self) -> str:
         """NVIDIA's name of the GPU."""
         return str(gpu_properties(self.index)["name"])
+
+    @property
+    def free_memory(self) -> int:
+        """Bytes of the GPU that are free, and those that CuPy's pool holds unused."""
+        unused = self._cupy.get_default_memory_pool().free_bytes()
+        return gpu_memory(self.index)[0] + int(unused)
 
     @property
     def host(self) -> Device:

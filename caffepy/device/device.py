@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.core.errors import CaffeError
+from caffepy.device.host_memory import free_memory
 from caffepy.device.math_mode import MathMode
 
 
@@ -187,6 +188,11 @@ class Device:
 
     def flush(self) -> None:
         """Upload host arrays that were written to, for operations on other views of the memory."""
+
+    @property
+    def free_memory(self) -> int:
+        """Bytes that can still be allocated, as far as the system tells."""
+        return free_memory()
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""

@@ -153,7 +153,8 @@ def translate_errors(cupy: Any, index: int) -> Iterator[None]:
         yield
     except cupy.cuda.memory.OutOfMemoryError as error:
         raise DeviceError(
-            f"the GPU's memory is full ({error}); a smaller batch_size, with iter_size, helps"
+            f"the GPU's memory is full ({error}); --recompute, or a smaller batch_size with "
+            "iter_size, helps"
         ) from None
     except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
         raise DeviceError(f"GPU {index} failed: {last_line(error)}") from error

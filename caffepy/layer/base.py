@@ -86,6 +86,10 @@ class Layer:
     in_place_keeps: Kept = Kept.NOTHING
     # In a fused group backward reads the top instead of a bottom that lies inside the group.
     fused_backward_reads_top: ClassVar[bool] = False
+    # Forward may run again before backward, with `recomputes` set, and then writes what it wrote
+    # before: random numbers and statistics are those of the first time, no state changes.
+    can_recompute: ClassVar[bool] = False
+    recomputes: bool = False
     can_fuse: bool = False  # the layer with its settings can belong to the fused groups of its type
     # Runs code of the user, which may change any gradient of the net.
     may_modify_gradients: ClassVar[bool] = False
@@ -168,6 +172,13 @@ class Layer:
         0 for layers that take little time beside convolutions and matrix products.
         """
         return 0
+
+    @property
+    def buffers(self) -> Blobs:
+        """The large blobs of the layer's own whose data each forward writes, whatever they held,
+        and only backward of that pass reads: in between others may use their memory.
+        """
+        return ()
 
     def tops_of_user(self, top: Blobs) -> Blobs:
         """The tops that forward never writes, so that they keep what a user writes to them."""
@@ -379,6 +390,7 @@ class Drawing(Layer):
 
     # Drawn by the first pass, so that fillers get the same numbers on any device.
     seed: int | None = None
+    drawn: tuple[int, Array | None] = 0, None  # what `draw` returned last
 
     @property
     def draws(self) -> bool:
@@ -386,12 +398,17 @@ class Drawing(Layer):
         return self.phase == TRAIN
 
     def draw(self) -> tuple[int, Array | None]:
-        """The seed of the next numbers, and the step counter of a device that has one."""
-        if self.device.step_counter is None:
-            return self.device.draw_seed(), None
-        if self.seed is None:
-            self.seed = self.device.draw_seed()
-        return self.seed, self.device.step_counter
+        """The seed of the next numbers, and the step counter of a device that has one; those of
+        the numbers before if forward is recomputed.
+        """
+        if not self.recomputes:
+            if self.device.step_counter is None:
+                self.drawn = self.device.draw_seed(), None
+            else:
+                if self.seed is None:
+                    self.seed = self.device.draw_seed()
+                self.drawn = self.seed, self.device.step_counter
+        return self.drawn
 
     def state(self) -> dict[str, Any]:
         return {"seed": self.seed} if self.draws and self.device.step_counter is not None else {}

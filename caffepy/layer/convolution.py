@@ -90,6 +90,7 @@ class _Filtering(Weighted):
     """
 
     on_gpu = True
+    can_recompute = True
     bottoms = (1, None)
     tops = (1, None)
     same_count = True
@@ -344,6 +345,7 @@ class Local(Weighted):
     """
 
     on_gpu = True
+    can_recompute = True
     backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -401,6 +403,7 @@ class Im2col(Layer):
     """
 
     on_gpu = True
+    can_recompute = True
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

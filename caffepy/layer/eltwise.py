@@ -22,6 +22,7 @@ class Eltwise(Layer):
     """
 
     on_gpu = True
+    can_recompute = True
     in_place = True
     bottoms = (2, None)
     takes_preferred_layout = True
@@ -95,6 +96,7 @@ class Axpy(Layer):
     """z = a * x + y (SENet); x, y, z (N, C, ...), a (N, C) or (N, C, 1, ...)."""
 
     on_gpu = True
+    can_recompute = True
     bottoms = 3
     backward_reads_top = False
 

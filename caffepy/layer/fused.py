@@ -35,6 +35,10 @@ class FusedGroup(Protocol):
     Only the tops of the last member are written; blobs between members are left as they are.
     """
 
+    @property
+    def buffers(self) -> Sequence[Blob]:
+        """Blobs of its own whose data forward writes and only backward of that pass reads."""
+
     def forward(self) -> None:
         """Write the data of the last member's tops."""
 
@@ -55,6 +59,7 @@ class ConvolutionReLU:
         self.layer = convolution.layer
         (self.bottom,), (self.top,) = convolution.bottoms, relu.tops
         (self.propagate_down,) = convolution.propagate_down
+        self.buffers: Sequence[Blob] = ()
 
     def forward(self) -> None:
         layer, w = self.layer, self.layer.blobs[0].data
@@ -87,6 +92,11 @@ class PoolingReLU:
         self.layer = pooling.layer
         (self.bottom,), (self.top,) = pooling.bottoms, relu.tops
         (self.propagate_down,) = pooling.propagate_down
+
+    @property
+    def buffers(self) -> Sequence[Blob]:
+        """The places of the maxima."""
+        return self.layer.buffers
 
     def forward(self) -> None:
         layer, x, y = self.layer, self.bottom.data, self.top.data
@@ -121,6 +131,11 @@ class InnerProductGroup:
         self.ratio = self.dropout.ratio if self.dropout else 0.0
         (self.bottom,), (self.top,) = first.bottoms, members[-1].tops
         (self.propagate_down,) = first.propagate_down
+
+    @property
+    def buffers(self) -> Sequence[Blob]:
+        """The mask of Dropout."""
+        return self.dropout.buffers if self.dropout else ()
 
     def forward(self) -> None:
         """y = dropout(relu(x @ w.T + b))."""
@@ -182,6 +197,7 @@ class NormGroup:
                 self.x.share_diff(with_gradient[0])
         else:
             self.x = source if self.convolution is None else self.tops[0]
+        self.buffers = [self.x] if learns and keeps else []
 
     def forward(self) -> None:
         layer, y = self.layer, self.tops[0]

@@ -33,6 +33,7 @@ class InnerProduct(Weighted):
     """
 
     on_gpu = True
+    can_recompute = True
     seeks_preferred_layout = True
     is_matrix_product = True
     backward_reads_top = False
@@ -82,7 +83,7 @@ class InnerProduct(Weighted):
         """Write x @ w.T into the top; returns it as (M, O)."""
         x, w = bottom.data.reshape(self.rows, self.inputs), self.blobs[0].data
         y: Array = top.data.reshape(self.rows, self.outputs)
-        if self.normalizes:
+        if self.normalizes and not self.recomputes:
             squares = (w * w).sum(axis=0 if self.transposed else 1, keepdims=True)
             np.divide(w, np.sqrt(squares + 1e-12), out=w)
         if x.dtype != w.dtype:
@@ -300,6 +301,7 @@ class MatMul(Layer):
     """
 
     on_gpu = True
+    can_recompute = True
     bottoms = (1, 2)
     backward_reads_top = False
 

@@ -32,7 +32,12 @@ class SameShape(Layer):
 
     on_gpu = True
     in_place = True
+    can_recompute = True
     reads_input = False
+
+    @property
+    def buffers(self) -> Blobs:
+        return [self.kept] if self.copies else []
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape_like(bottom[0])
@@ -274,6 +279,10 @@ class Dropout(Drawing, Elementwise):
         super().reshape(bottom, top)
         self.mask = self.buffer(bottom[0].shape, np.uint8)
 
+    @property
+    def buffers(self) -> Blobs:
+        return [self.mask] if self.draws else []
+
     def function(self, x: Array, y: Array) -> None:
         if self.draws:
             self.ops.dropout_forward(x, y, self.mask.data, self.ratio, *self.draw())
@@ -403,6 +412,7 @@ class CReLU(Layer):
     """(N, C, ...) -> (N, 2C, ...): max(x, 0), then max(-x, 0) (Shang et al. 2016)."""
 
     on_gpu = True
+    can_recompute = True
     backward_reads_top = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

@@ -63,6 +63,11 @@ class LRN(SameShape):
         self.product = self.buffer_like(bottom[0])
 
     @property
+    def buffers(self) -> Blobs:
+        scale = [] if self.across and self._kept_scale is None else [self.scale]
+        return [*super().buffers, *scale]
+
+    @property
     def _kept_scale(self) -> Array | None:
         return None if self.kept.layout.channels_last else self.scale.data
 
@@ -180,10 +185,12 @@ class BatchNorm(SameShape):
 
     def prepare(self, x: Array, scale: Array | None = None, bias: Array | None = None) -> Array:
         """Return mean, inverse deviation, factor and shift of each channel, (4, C); with statistics
-        of the batch, update the running sums.
+        of the batch, update the running sums. Those of the first time if forward is recomputed.
 
         y * scale + bias = x * factor + shift; x (N, C, P).
         """
+        if self.recomputes:
+            return self.numbers.data
         running, numbers = [b.data for b in self.blobs[:3]], self.numbers.data
         if any(self.lacks):
             self._prepare_half(x, running, numbers[0], numbers[1])
@@ -371,7 +378,7 @@ class BN(SameShape):
         mean, variance, inverse = self.numbers.data
         if self.learns:
             self.ops.batch_norm_statistics(x, mean, variance)
-            if self.runs:
+            if self.runs and not self.recomputes:
                 for blob, new in zip(self.statistics, (mean, variance), strict=True):
                     stored = blob.data.reshape(-1)
                     self.ops.scaled(self.momentum, stored, stored)
@@ -426,6 +433,7 @@ class Normalize(Layer):
     """
 
     on_gpu = in_place = True
+    can_recompute = True
     tops = (1, 2)
     backward_reads_bottom = backward_reads_top = False
 

@@ -54,6 +54,7 @@ class Pooling(Drawing):
     """
 
     on_gpu = True
+    can_recompute = True
     tops = (1, 2)
     backward_reads_bottom = backward_reads_top = False
 
@@ -127,6 +128,10 @@ class Pooling(Drawing):
             kind = np.dtype(np.int32) if self.tells_where else self.ops.pool_index_type(self.kernel)
             self.index = self.buffer(top[0].shape, kind)
 
+    @property
+    def buffers(self) -> Blobs:
+        return [self.index] if self.method == PoolingParameter.MAX or self.draws else []
+
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y, window = bottom[0].data, top[0].data, (self.kernel, self.stride, self.pad)
         if self.method == PoolingParameter.MAX:
@@ -163,6 +168,7 @@ class Pooling3D(Layer):
     """
 
     on_gpu = True
+    can_recompute = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.pooling3d_param

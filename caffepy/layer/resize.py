@@ -25,6 +25,7 @@ class Interp(Layer):
     """
 
     on_gpu = True
+    can_recompute = True
     bottoms = (1, 2)
     backward_reads_bottom = backward_reads_top = False
 
@@ -121,6 +122,7 @@ class Upsample(Layer):
     """
 
     on_gpu = True
+    can_recompute = True
     bottoms = (1, 2)
     backward_reads_top = False
 

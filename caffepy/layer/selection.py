@@ -47,6 +47,7 @@ class Crop(Layer):
     """Cuts bottom 0, from the offsets on, to the size of bottom 1 in the axes from `axis` on."""
 
     on_gpu = True
+    can_recompute = True
     bottoms = 2
     backward_reads_bottom = backward_reads_top = False
     takes_preferred_layout = True

@@ -17,6 +17,7 @@ class Concat(Layer):
     """Bottoms joined along `axis` (by default 1); all other axes agree. One alone is shared."""
 
     on_gpu = True
+    can_recompute = True
     bottoms = (1, None)
     backward_reads_bottom = backward_reads_top = False
 
@@ -58,6 +59,7 @@ class ShuffleChannel(Layer):
     """Channels dealt out: (N, group, C / group, ...) -> (N, C / group, group, ...) (ShuffleNet)."""
 
     on_gpu = True
+    can_recompute = True
     takes_preferred_layout = True
     backward_reads_bottom = backward_reads_top = False
 
@@ -87,6 +89,7 @@ class Permute(Layer):
     """
 
     on_gpu = True
+    can_recompute = True
     backward_reads_bottom = backward_reads_top = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -119,6 +122,7 @@ class Slice(Layer):
     """The bottom cut along `axis` (by default 1) at slice points or evenly. One top is shared."""
 
     on_gpu = True
+    can_recompute = True
     tops = (1, None)
     backward_reads_bottom = backward_reads_top = False
 
@@ -169,6 +173,7 @@ class Split(Layer):
     """Every top is the bottom: data are shared, dx = sum of dy_i."""
 
     on_gpu = True
+    can_recompute = True
     tops = (1, None)
     backward_reads_bottom = backward_reads_top = False
     can_fuse = True
@@ -196,6 +201,7 @@ class View(Layer):
     """The bottom's values in another shape; data and diff are shared."""
 
     on_gpu = True
+    can_recompute = True
     is_view = True
     backward_reads_bottom = backward_reads_top = False
 
@@ -341,6 +347,7 @@ class Tile(Layer):
     """The bottom `tiles` times in a row along `axis`: (..., c, ...) -> (..., tiles * c, ...)."""
 
     on_gpu = True
+    can_recompute = True
     backward_reads_bottom = backward_reads_top = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -367,6 +374,7 @@ class Reduction(Layer):
     """(a, b, c, ...) -> (a, b): coeff times the sum of x, |x|, x^2 or the mean, from `axis` on."""
 
     on_gpu = True
+    can_recompute = True
     backward_reads_top = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

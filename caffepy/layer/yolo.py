@@ -27,6 +27,7 @@ class PassThrough(Layer):
     """
 
     on_gpu = True
+    can_recompute = True
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -77,6 +78,7 @@ class Reorg(Layer):
     """
 
     on_gpu = True
+    can_recompute = True
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

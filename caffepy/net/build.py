@@ -4,6 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.core.registry import nearest
@@ -117,6 +118,41 @@ def divide_batches(param: NetParameter, parts: int, path: str | None = None) -> 
                 layer.name,
             )
     return divided
+
+
+def with_batch(param: NetParameter, batch: int, path: str | None = None) -> NetParameter:
+    """Return a copy whose data layers, or inputs, have this batch; ConfigError if none has one.
+
+    Of DummyData and Input those tops change that have as many items as the first one.
+    """
+    copy = NetParameter()
+    copy.CopyFrom(param)
+    stated = False
+    for layer in copy.layer:
+        for descriptor, message in layer.ListFields():
+            if descriptor.name.endswith("data_param"):
+                stated |= _set_batch(message, batch)
+        dummy = layer.dummy_data_param
+        if dummy.num:
+            dummy.num[:] = [batch if num == dummy.num[0] else num for num in dummy.num]
+            stated = True
+        for shapes in (dummy.shape, layer.input_param.shape):
+            first = shapes[0].dim[0] if shapes and shapes[0].dim else None
+            for shape in shapes:
+                if shape.dim and shape.dim[0] == first:
+                    shape.dim[0] = batch
+                    stated = True
+    if not stated:
+        raise ConfigError("no data layer of the net states a batch that could be changed", path)
+    return copy
+
+
+def _set_batch(data: Any, batch: int) -> bool:
+    """Set the batch_size of a data layer's message if it states one; return whether it does."""
+    states = bool(getattr(data, "batch_size", 0))
+    if states:
+        data.batch_size = batch
+    return states
 
 
 Top = tuple[int, int]  # layer index, top index

@@ -2,20 +2,23 @@
 
 A pass of a net is a line of moments, one a step: forward, and in a net that learns backward again.
 The data of a blob are live from the moment that writes them to the last one that reads them, and so
-is the diff. Memories that are never live at the same moment may overlap in the arena; nets that run
-one after the other share one arena.
+is the diff. Data that are recomputed (`recompute`) are live twice: up to the last step forward that
+reads them, and from the moment that writes them again. Memories that are never live at the same
+moment may overlap in the arena; nets that run one after the other share one arena.
 
 Between passes the content of the arena is undefined. Work on a side stream must be waited for
 before the next moment begins.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from caffepy.device.blob import Blob, Memory
+from caffepy.layer.shape import Split
 from caffepy.net.fusion import Step
 from caffepy.net.net import Net
 
@@ -30,19 +33,42 @@ overlap.
 
 
 class Interval(NamedTuple):
-    """`size` bytes that are live from the moment `first` to the moment `last`, both included."""
+    """`size` bytes that are live from the moment `first` to the moment `last`, both included, but
+    not between the two moments of `gap`, which belong to the live ones.
+    """
 
     size: int
     first: int
     last: int
+    gap: tuple[int, int] | None = None
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First and last moment of each time in which they are live."""
+        if self.gap is None:
+            return [(self.first, self.last)]
+        return [(self.first, self.gap[0]), (self.gap[1], self.last)]
+
+    def meets(self, other: "Interval") -> bool:
+        """True if both are live at one moment."""
+        if self.last < other.first or other.last < self.first:
+            return False
+        if self.gap is None and other.gap is None:
+            return True
+        return any(a <= d and c <= b for a, b in self.spans for c, d in other.spans)
 
 
 class Usage(NamedTuple):
-    """A net and the steps that it runs forward and, if it learns, backward."""
+    """A net and the steps that it runs forward and, if it learns, backward.
+
+    `recompute` has the steps that run forward again before the backward of a step, by its number in
+    `steps`, all as such numbers.
+    """
 
     net: Net
     steps: Sequence[Step]
     learns: bool
+    recompute: Mapping[int, Sequence[int]] = {}
 
 
 def plan(intervals: Sequence[Interval]) -> tuple[list[int], int]:
@@ -55,13 +81,23 @@ def plan(intervals: Sequence[Interval]) -> tuple[list[int], int]:
     placed: list[int] = []
     total = 0
     for i in sorted(range(len(intervals)), key=lambda i: (-intervals[i].size, intervals[i].first)):
-        size, first, last = intervals[i]
-        beside = [j for j in placed if intervals[j].first <= last and first <= intervals[j].last]
+        size = intervals[i].size
+        beside = [j for j in placed if intervals[i].meets(intervals[j])]
         taken = sorted((offsets[j], offsets[j] + intervals[j].size) for j in beside)
         offsets[i] = _gap(size, taken)
         placed.append(i)
         total = max(total, offsets[i] + size)
     return offsets, total
+
+
+def peak(intervals: Sequence[Interval]) -> int:
+    """Return the most bytes that are live at one moment, less than which no arena can have."""
+    changes: dict[int, int] = {}
+    for interval in intervals:
+        for first, last in interval.spans:
+            changes[first] = changes.get(first, 0) + interval.size
+            changes[last + 1] = changes.get(last + 1, 0) - interval.size
+    return max(accumulate(changes[moment] for moment in sorted(changes)), default=0)
 
 
 def _gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
@@ -80,24 +116,37 @@ def lifetimes(usage: Usage) -> dict[Memory, Interval]:
     The rest is live longer than a pass: parameters, inputs and outputs, loss weights, whatever is
     read before it is written, and all that layers touch whose shapes change from pass to pass.
     """
-    kept = set(_kept(usage.net))
-    spans: dict[Memory, tuple[int, int]] = {}
-    for moment, touches in enumerate(_moments(usage)):
-        for memory, writes in touches:
-            if memory in spans:
-                spans[memory] = (spans[memory][0], moment)
-            elif writes:
-                spans[memory] = (moment, moment)
+    kept = set(always_live(usage.net))
+    spans: dict[Memory, list[int]] = {}  # first and last moment, of each time in turn
+    for moment, (again, touched) in enumerate(_moments(usage)):
+        for memory, writes in touched:
+            if memory not in spans:
+                if writes:
+                    spans[memory] = [moment, moment]
+                else:
+                    kept.add(memory)
+            elif again and writes and spans[memory][-1] < moment:
+                spans[memory] += [moment, moment]
             else:
-                kept.add(memory)
-    return {
-        memory: Interval(memory.capacity * memory.layout.dtype.itemsize, *span)
-        for memory, span in spans.items()
-        if memory not in kept
-    }
+                spans[memory][-1] = moment
+    found = {}
+    for memory, (first, *between, last) in spans.items():
+        if memory not in kept:
+            size = memory.capacity * memory.layout.dtype.itemsize
+            gap = (between[0], between[1]) if between else None
+            found[memory] = Interval(size, first, last, gap)
+    return found
 
 
-def _kept(net: Net) -> Iterator[Memory]:
+def beside(usage: Usage, shared: Mapping[Memory, Interval]) -> int:
+    """Return the bytes that a pass takes beside those that are `shared` and the parameters."""
+    params = {memory for b in usage.net.params for memory in (b.data_memory, b.diff_memory)}
+    touched = {memory for _, of_moment in _moments(usage) for memory, _ in of_moment}
+    return sum(m.capacity * m.layout.dtype.itemsize for m in touched - params - set(shared))
+
+
+def always_live(net: Net) -> Iterator[Memory]:
+    """Yield the memories that must not be shared, whatever touches them."""
     for blob in [*net.params, *(net.blobs[name] for name in net.outputs)]:
         yield from (blob.data_memory, blob.diff_memory)
     for node in net.nodes:
@@ -108,30 +157,59 @@ def _kept(net: Net) -> Iterator[Memory]:
             yield from (blob.data_memory, blob.diff_memory)
 
 
-def _moments(usage: Usage) -> Iterator[list[tuple[Memory, bool]]]:
-    """Yield for each moment (memory, is written), in the order in which it touches them."""
+class Touched(NamedTuple):
+    """The data that forward of a step reads, those that it writes, and those that its backward
+    reads, if it has one.
+    """
+
+    reads: list[Memory]
+    writes: list[Memory]
+    read_back: list[Memory]
+
+
+def touched_data(net: Net, step: Step) -> Touched:
+    """Return the memories of data that a step touches. What it only shows in another shape, it does
+    not write.
+    """
+    bottoms, tops_are_read = _ends(net, step)
+    node, own = net.nodes[step.last], [copy.data_memory for copy in _casts(net, step)]
+    own += [buffer.data_memory for buffer in _buffers(net, step)]
+    reads, tops = ([b.blob.data_memory for b in bottoms], [t.data_memory for t in node.tops])
+    shows = step.group is None and (node.layer.is_view or isinstance(node.layer, Split))
+    writes = [*own, *(top for top in tops if not (shows and top in reads))]
+    read_back: list[Memory] = []
+    if node.need_backward:
+        read_back += [b.blob.data_memory for b in bottoms if b.read_back]
+        read_back += [*own, *(tops if tops_are_read else [])]
+    return Touched(reads, writes, read_back)
+
+
+def _moments(usage: Usage) -> Iterator[tuple[bool, list[tuple[Memory, bool]]]]:
+    """Yield for each moment whether it recomputes, and (memory, is written) in the order in which
+    it touches them.
+    """
     net = usage.net
-    for step in usage.steps:
-        bottoms, _ = _ends(net, step)
-        yield [
-            *((bottom.blob.data_memory, False) for bottom in bottoms),
-            *((copy.data_memory, True) for copy in _casts(net, step)),
-            *((top.data_memory, True) for top in net.nodes[step.last].tops),
-        ]
-    for step in reversed(usage.steps) if usage.learns else ():
-        node, casts = net.nodes[step.last], _casts(net, step)
+    data = [touched_data(net, step) for step in usage.steps]
+    forward = [
+        [*((memory, False) for memory in of.reads), *((memory, True) for memory in of.writes)]
+        for of in data
+    ]
+    yield from ((False, touched) for touched in forward)
+    for i in reversed(range(len(usage.steps))) if usage.learns else ():
+        yield from ((True, forward[again]) for again in usage.recompute.get(i, ()))
+        step = usage.steps[i]
+        node = net.nodes[step.last]
         if not node.need_backward:
-            yield []
+            yield False, []
             continue
-        bottoms, tops_are_read = _ends(net, step)
-        yield [
-            *((bottom.blob.data_memory, False) for bottom in bottoms if bottom.read_back),
-            *((copy.data_memory, False) for copy in casts),
-            *((top.data_memory, False) for top in node.tops if tops_are_read),
+        bottoms, _ = _ends(net, step)
+        touched = [
+            *((memory, False) for memory in data[i].read_back),
             *((top.diff_memory, False) for top in node.tops),
-            *((copy.diff_memory, True) for copy in casts),
+            *((copy.diff_memory, True) for copy in _casts(net, step)),
             *((bottom.blob.diff_memory, True) for bottom in bottoms if bottom.wanted),
         ]
+        yield False, touched
 
 
 class _Bottom(NamedTuple):
@@ -169,12 +247,20 @@ def _casts(net: Net, step: Step) -> list[Blob]:
     return [copy for casts in found if casts for copy in casts]
 
 
+def _buffers(net: Net, step: Step) -> list[Blob]:
+    """The buffers of a step that lie on the net's device."""
+    node = net.nodes[step.last]
+    found = step.group.buffers if step.group else node.layer.buffers
+    on_device = net.device if net.device.is_cuda else None
+    return [b for b in found if b.gpu is on_device and not node.layer.always_reshape]
+
+
 def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
     """Bind the blobs of nets on one device, of which one runs at a time, to one arena; return its
     size in bytes.
 
-    From then on the nets must run as these usages say. A blob that grows leaves the arena. Nothing
-    is shared if the blobs take less than `least` bytes.
+    From then on the nets must run as these usages say; they recompute what these say. A blob that
+    grows leaves the arena. Nothing is shared if the blobs take less than `least` bytes.
     """
     needs = [lifetimes(usage) for usage in usages]
     before = sum(interval.size for need in needs for interval in need.values())
@@ -190,5 +276,9 @@ def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
             memory.bind(arena[offset : offset + interval.size].view(memory.layout.dtype))
     for usage in usages:
         usage.net.waits_each_layer = True
+        usage.net.recompute = {
+            usage.steps[i].last: [usage.steps[k] for k in again]
+            for i, again in usage.recompute.items()
+        }
     log.info("Blobs that take %.1f MiB each by itself share %.1f MiB", before / 2**20, size / 2**20)
     return size

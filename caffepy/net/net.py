@@ -5,7 +5,7 @@ definition; `node` has the record of each layer.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -91,6 +91,8 @@ class Net:
         # The device waits for weight gradients on the side stream after each layer: they add to
         # parameters that several layers share, or read diffs whose memory the next may reuse.
         self.waits_each_layer = len(self.learnable_params) < len(self.params)
+        # Steps that run forward again before backward of the step that ends with this layer.
+        self.recompute: Mapping[int, Sequence[Step]] = {}
 
         self.before_forward: list[Callback] = []
         self.after_forward: list[Callback] = []
@@ -206,11 +208,33 @@ class Net:
         if steps is None:
             stop = len(self.layers) if start is None else start + 1
             steps = [Step(index) for index in range(end, stop)]
-        self._run(reversed(steps), self._backward_step)
+        self._run(reversed(steps), self._recomputing if self.recompute else self._backward_step)
         with self.device.scope():
             self.device.wait_stream()
         if self.debug_info:
             _log_norms(self.learnable_params)
+
+    def _recomputing(self, step: Step) -> None:
+        """Run a step backward, after the steps that its backward needs forward again."""
+        for again in self.recompute.get(step.last, ()):
+            self._forward_again(again)
+        self._backward_step(step)
+
+    def _forward_again(self, step: Step) -> None:
+        """Write the data that a step wrote before; no callback hears of it."""
+        nodes = [self.nodes[i] for i in step.layers or (step.last,)]
+        casts = nodes[0].casts
+        try:
+            for node in nodes:
+                node.layer.recomputes = True
+            if casts:
+                casts.before_forward(self.ops.convert)
+            self._compute(step)
+            if casts and not step.group:
+                casts.after_forward(self.ops.convert)
+        finally:
+            for node in nodes:
+                node.layer.recomputes = False
 
     def _backward_step(self, step: Step) -> None:
         indices = step.layers or (step.last,)

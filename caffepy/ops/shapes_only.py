@@ -4,6 +4,7 @@ Layers ask it for the few things that decide shapes. Whatever else they ask for 
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,8 @@ class ShapesOnly:
     LSTM = RNN = Staging = Unused
 
     def pool_index_type(self, kernel: Sizes) -> "np.dtype[Any]":
-        """The CPU's."""
-        return np.dtype(np.int32)
+        """A GPU's, for whose memory a net is planned."""
+        return np.dtype(np.uint8 if prod(kernel) < 256 else np.int32)
 
     def __getattr__(self, name: str) -> Any:
         from caffepy.ops import cpu

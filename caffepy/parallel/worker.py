@@ -35,7 +35,7 @@ class WorkerSolver(Solver):
         )
         self.capture, self.fuse = root.capture, root.fuse
         if root.saves_memory:
-            self.save_memory()
+            self.save_memory(*root.recompute)
         self.loss = 0.0
         self.totals = Totals(0, [], 0.0)
         self.follow(root, positions)

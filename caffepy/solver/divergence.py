@@ -9,7 +9,7 @@ from caffepy.device.blob import Array
 from caffepy.net import Net
 from caffepy.net.node import Param
 
-WHERE = "capture off (--no-capture) lets this message name the first blob that is not finite"
+WHERE = "with --no-capture, and without --recompute, this names the first blob that is not finite"
 HINT = "lower base_lr, set clip_gradients, or look at the data that comes in"
 
 

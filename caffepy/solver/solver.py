@@ -16,6 +16,7 @@ from caffepy.core.files import working_directory
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.net import Net, memory
+from caffepy.net.recompute import AUTO, Recompute, choose, overhead
 from caffepy.ops.objects import PhaseTimer
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
@@ -80,6 +81,7 @@ class Solver:
         self.workers = WorkerGroup(not self.device.follows)
         self.action: Callable[[], Action] = lambda: Action.NONE
         self.capture = True
+        self.recompute: tuple[Recompute, int | None] = 1, None  # what `save_memory` was given
         self.stopped = False  # the last step or solve ended early because `action` asked for it
         if log.isEnabledFor(logging.INFO):
             log.info("Initializing solver from parameters: \n%s", format_text(param).rstrip("\n"))
@@ -169,13 +171,27 @@ class Solver:
         """True if blobs share memory, so that a pass leaves no activations behind."""
         return self._step.saves_memory
 
-    def save_memory(self) -> None:
-        """On a GPU, let the blobs of all nets share memory from now on."""
-        if self.device.is_cuda:
-            train = memory.Usage(self.net, self._step.graphs.steps, True)
-            tests = [memory.Usage(p.net, p.graphs.steps, False) for p in self._test_passes]
-            memory.save_memory([train, *tests], memory.WORTH)
-            self._step.saves_memory = True
+    def save_memory(self, recompute: Recompute = 1, room: int | None = None) -> None:
+        """Let the blobs of all nets share memory from now on: on a GPU, and with `recompute` on the
+        CPU too.
+
+        The train net is cut into `recompute` segments, whose data, but for the last, are computed
+        again before backward (`caffepy.net.recompute`). "auto": only if that is needed, and for as
+        few layers as can be, to fit into `room` bytes, by default the device's free memory less
+        what will be needed beside blobs.
+        """
+        if not self.device.is_cuda and recompute == 1:
+            return
+        train = memory.Usage(self.net, self._step.graphs.steps, True)
+        tests = [memory.Usage(p.net, p.graphs.steps, False) for p in self._test_passes]
+        if recompute == AUTO and room is None:
+            # On the host, pages of gradients and history are taken when they are first written.
+            later = 0 if self.device.is_cuda else self.params.diff.nbytes * (1 + len(self.history))
+            room = max(0, self.device.free_memory - overhead(self.net) - later)
+        self.recompute = recompute, room
+        least = memory.WORTH if recompute == 1 else 0
+        memory.save_memory([choose(train, tests, recompute, room or 0), *tests], least)
+        self._step.saves_memory = True
 
     def run_eagerly(self, reason: str) -> None:
         """Run each layer by itself from now on; the log says why."""

@@ -2,13 +2,19 @@ import json
 import logging
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from caffepy import models
+from caffepy.cli.check import check
 from caffepy.commands.check import LayerOnGpu, NetInfo, as_json, inspect, is_solver, outer_fields
-from caffepy.core.errors import ConfigError
+from caffepy.commands.largest_batch import LargestBatch, largest_batch
+from caffepy.core.errors import ConfigError, UsageError
+from caffepy.net.recompute import OVERHEAD
+from tests.nets import library
 
 NET = """
 layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } } }
@@ -269,6 +275,9 @@ def test_json_has_what_a_gpu_would_do_where_that_was_asked(tmp_path: Path) -> No
         "obstacle": None,
         "graphs": 1,
         "when_displayed": None,
+        "recompute": [],
+        "largest": None,
+        "largest_recomputing": None,
     }
     assert told["layers"][1]["gpu"] == {
         "on_host": False,
@@ -307,3 +316,110 @@ def test_data_in_stages_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 def test_a_deploy_net_with_rules_is_a_test_net(tmp_path: Path) -> None:
     text = NET % "" + ' layer { name: "s" type: "Silence" bottom: "y" include { phase: TEST } }'
     assert [net.role for net in inspect(write(tmp_path, text))] == ["TEST net"]
+
+
+NEEDS = {
+    "a line": lambda batch: 1000 + 7 * batch,
+    "steps": lambda batch: 1000 + 64 * (batch // 10),
+    "a bend": lambda batch: 1000 + batch + max(0, batch - 90) * 20,
+    "a jump": lambda batch: 1000 + batch + (batch > 77) * 10**6,
+    "nothing to add": lambda batch: 1500 + (batch > 5000),
+}
+
+
+@pytest.mark.parametrize("given", [1, 32, 400])
+@pytest.mark.parametrize("name", NEEDS)
+def test_the_largest_batch_is_found_in_few_steps(name: str, given: int) -> None:
+    asked = []
+
+    def need(batch: int) -> int:
+        asked.append(batch)
+        return NEEDS[name](batch)
+
+    found = largest_batch(need, 1500, given)
+    assert need(found.batch) == found.memory <= 1500 < need(found.batch + 1)
+    assert len(asked) < 40
+    assert largest_batch(need, 999, given) == LargestBatch(999, 0, need(1))
+
+
+def test_a_batch_that_no_net_can_have_is_told() -> None:
+    def need(batch: int) -> int:
+        if batch > 1234:
+            raise ConfigError("too many", "here")
+        return batch
+
+    found = largest_batch(need, 10**9, 10)
+    assert (found.batch, found.limit) == (1234, "here: too many")
+
+
+def test_the_largest_batch_of_a_solver_and_what_recomputation_saves(tmp_path: Path) -> None:
+    layers = library.inputs(data=(4, 3, 32, 32), label=(4,))
+    for bottom, name in pairwise(["data", *"abcdefgh"]):
+        layers += library.convolution(name, bottom, 16, 3, "pad: 1") + library.relu(
+            f"{name}r", name
+        )
+    layers += library.inner_product("ip", "h", 5) + library.softmax_loss("ip")
+    path = write(tmp_path, SOLVER % ("test_iter: 1 test_interval: 1", layers))
+    room = OVERHEAD + (96 << 20)
+    train, test = inspect(path, gpu=True, precision="fp32", batch="auto", memory=room)
+    assert train.gpu
+    assert test.gpu
+    assert test.gpu.largest is None
+    plain, saving = train.gpu.largest, train.gpu.largest_recomputing
+    assert plain
+    assert saving
+    assert saving.batch > 1.4 * plain.batch > 140
+    assert max(plain.memory, saving.memory) <= room
+    lines = [line for line in train.table().splitlines() if "the largest batch" in line]
+    need = f"{plain.memory / 2**30:.2f} GiB"
+    assert lines[0].endswith(f"fits into 2.09 GiB: {plain.batch:,}, with {need}")
+    assert "2.09 GiB with --recompute auto" in lines[1]
+    again, _ = inspect(path, gpu=True, precision="fp32", batch=plain.batch)
+    assert again.layers[0].tops["data"][0] == plain.batch
+    assert again.gpu
+    (one, *_) = again.gpu.recompute
+    assert one.memory < again.gpu.memory
+    assert 0 < one.layers < len(again.layers)
+    told = f"with --recompute {one.segments}: {one.memory / 2**20:.2f} MiB, {one.layers} of"
+    assert told in again.table()
+    nothing = inspect(path, gpu=True, batch="auto", memory=OVERHEAD)[0]
+    assert "no batch fits into 2.00 GiB: one image takes" in nothing.table()
+
+
+def test_a_largest_batch_needs_a_memory_and_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    path = write(tmp_path, NET % "")
+    with pytest.raises(UsageError, match="as --memory 80GB"):
+        inspect(path, gpu=True, batch="auto")
+    (net,) = inspect(path, batch=9)
+    assert net.layers[0].tops["x"] == (9, 3, 8, 8)
+    fixed = NET.replace('"Input"', '"Parameter"').replace("input_param", "parameter_param")
+    with pytest.raises(ConfigError, match="states a batch"):
+        inspect(write(tmp_path, fixed % ""), batch=9)
+
+
+WRONG = {
+    "a batch that is none": ("--gpu --batch many", "neither auto nor a number of 1 or more"),
+    "a batch of nothing": ("--batch 0", "neither auto nor a number of 1 or more"),
+    "no unit": ("--gpu --batch auto --memory 80", "no size of a memory, such as 80GB or 24GiB"),
+    "no memory": ("--gpu --batch auto --memory 0GB", "no size of a memory"),
+    "memory alone": ("--gpu --memory 80GB", "--memory is for --batch auto"),
+    "no GPU": ("--batch auto", "--batch auto is for --gpu"),
+}
+
+
+@pytest.mark.parametrize(("flags", "told"), WRONG.values(), ids=WRONG)
+def test_flags_of_batch_and_memory(tmp_path: Path, flags: str, told: str) -> None:
+    path = write(tmp_path, NET % "")
+    result = CliRunner().invoke(check, [path, *flags.split()])
+    assert result.exit_code == 2
+    assert told in " ".join(result.output.split())
+
+
+def test_the_largest_batch_on_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, NET % "")
+    result = CliRunner().invoke(check, [path, "--gpu", "--batch", "auto", "--memory", "2.5 GiB"])
+    assert "the largest batch that fits into 2.50 GiB: " in result.output
+    assert "--recompute" not in result.output  # a net that does not learn

@@ -491,3 +491,26 @@ def test_the_last_snapshots_of_a_run_are_kept(digits: Path) -> None:
     assert iterations() == [5, 8, 9]
     run_to(digits, 12, keep=1, snapshot="auto")
     assert iterations() == [5, 12]
+
+
+def test_data_that_are_computed_again_change_nothing(
+    digits: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(digits / "solver.prototxt", "max_iter: 12", "test_interval: 6", "random_seed: 5")
+    weights = []
+    for recompute in (1, 3, "auto"):
+        with caplog.at_level(logging.INFO, "caffepy"):
+            train(TrainOptions("solver.prototxt", recompute=recompute))  # type: ignore[arg-type]
+        weights.append(Path("digits_iter_12.caffemodel").read_bytes())
+    assert weights[0] == weights[1] == weights[2]
+    told = [m for m in caplog.messages if m.startswith("Recomputing")]
+    assert re.match(r"Recomputing [1-9]\d* of 11 layers before backward", told[0])
+    assert told[1].startswith("Recomputing no layer")
+
+
+def test_what_needs_the_data_that_are_kept_is_refused(digits: Path) -> None:
+    with pytest.raises(UsageError, match="--bn-stats sync"):
+        train(TrainOptions("solver.prototxt", recompute=2, cpu=2, bn_stats="sync"))
+    edit(digits / "solver.prototxt", "debug_info: true")
+    with pytest.raises(UsageError, match="debug_info, which shows every blob"):
+        train(TrainOptions("solver.prototxt", recompute="auto"))

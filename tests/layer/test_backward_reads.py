@@ -73,3 +73,33 @@ def test_layers_of_users_are_taken_to_read_everything() -> None:
     python = registry["Python"]
     assert (python.backward_reads_bottom, python.backward_reads_top) == (True, True)
     assert (python.backward_needs, python.in_place_keeps) == (Kept.ALL, Kept.NOTHING)
+
+
+def recomputing(type_: str) -> bool:
+    return bool(getattr(registry[type_], "can_recompute", False))
+
+
+@pytest.mark.parametrize("type_", sorted(filter(recomputing, CASES)))
+def test_a_recomputed_forward_pass_writes_the_same_and_changes_nothing_else(type_: str) -> None:
+    for k in range(len(CASES[type_])):
+        it = single(type_, k)
+        tops, layer = it.forward(), it.layer
+        before = [blob.copy() for blob in it.params]
+        drawn, state = it.device.random.state, layer.state()
+        lost = [] if layer.is_view else [top.data for top in it.top]
+        for array in (*lost, *(buffer.data for buffer in layer.buffers)):
+            if not any(np.may_share_memory(array, bottom.data) for bottom in it.bottom):
+                array.fill(np.nan if array.dtype.kind == "f" else 1)
+        layer.recomputes = True
+        layer.forward(it.bottom, it.top)
+        layer.recomputes = False
+        for a, b in zip([*tops, *before], [*it.tops, *it.params], strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert it.device.random.state == drawn
+        assert layer.state() == state
+
+
+def test_layers_that_cannot_run_twice() -> None:
+    """What reads data or labels, keeps a state from pass to pass, or is code of a user."""
+    for type_ in ("Data", "DummyData", "Python", "SoftmaxWithLoss", "LSTM", "MarginInnerProduct"):
+        assert not recomputing(type_)

@@ -20,6 +20,7 @@ from caffepy.device.gpus import gpu_memory, import_cupy
 from caffepy.models.synthetic import synthetic
 from caffepy.net import Net
 from caffepy.net.fusion import Step
+from caffepy.net.recompute import Recompute
 from caffepy.proto.caffe_pb2 import DataParameter, SolverParameter
 from caffepy.proto.sniff import sniff
 from caffepy.proto.text import read_solver
@@ -122,6 +123,7 @@ class Trainer:
         data: str = SYNTHETIC,
         capture: bool = True,
         fuse: bool = True,
+        recompute: Recompute = 1,
     ) -> None:
         self.device = device or Device()
         self.device.writes_files = False
@@ -129,7 +131,9 @@ class Trainer:
         param = definition(solver, batch, image, data)
         self.solver = Solver(param, device=self.device, path=solver)
         self.solver.capture, self.solver.fuse = capture, fuse
-        if capture and fuse:
+        if recompute != 1:
+            self.solver.save_memory(recompute)
+        elif capture and fuse:
             self.solver.save_memory()
         self.net: Net = self.solver.net
         if not any(layer.is_data for layer in self.net.layers):
@@ -274,6 +278,7 @@ def bench_train(
     data: str = SYNTHETIC,
     capture: bool = True,
     fuse: bool = True,
+    recompute: Recompute = 1,
     threads: int | None = None,
     decode: str = THREADS,
 ) -> Bench:
@@ -281,13 +286,14 @@ def bench_train(
 
     Without `iterations` a window takes 0.3 s. The data are random images, of the shape `image` (C,
     H, W) if the net does not state it, or those of the database or list of images `data`; `decode`
-    is what decodes them, "threads" or "processes". The first GPU of `gpu` computes. The learning
-    rate is at most 0.001.
+    is what decodes them, "threads" or "processes". `recompute` is that of `Solver.save_memory`. The
+    first GPU of `gpu` computes. The learning rate is at most 0.001.
     """
     device = choose_device(gpu, threads)
     ops.set_precision(device, precision)
     make = partial(Trainer, solver, device=device, batch=batch, image=image, data=data)
-    with decoding(decode), closing(make(capture=capture, fuse=fuse)) as trainer:
+    make = partial(make, capture=capture, fuse=fuse, recompute=recompute)
+    with decoding(decode), closing(make()) as trainer:
         count = iterations or trainer.iterations_in(WINDOW)
         done = [trainer.window(count) for _ in range(windows)]
         rates = [trainer.batch * w.iterations / w.seconds for w in done]

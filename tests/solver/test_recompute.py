@@ -1,0 +1,148 @@
+"""A solver that computes data again before backward trains as one that keeps them, to the last bit:
+on the CPU, and captured on a GPU.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.device import math_mode
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
+from caffepy.net.memory import Usage, lifetimes
+from caffepy.net.recompute import arena, recomputed_layers
+from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver import Solver
+from tests.nets import library
+
+from .cases import Recorder
+
+
+def conv(name: str, bottom: str) -> str:
+    return library.convolution(name, bottom, 6, 3, "pad: 1")
+
+
+# A branch around two BatchNorms, one of them in place, as is Dropout after ReLU.
+NET = (
+    library.dummies(
+        "in", 'type: "gaussian"', 'type: "uniform" max: 4.9', data=(4, 3, 8, 8), label=(4,)
+    )
+    + conv("a", "data")
+    + library.relu("a_relu", "a")
+    + library.in_place("Dropout", "a_drop", "a")
+    + conv("b", "a")
+    + library.normalization("b", "b", "b_normal")
+    + library.relu("b_relu", "b_normal")
+    + conv("c", "b_normal")
+    + library.in_place("BatchNorm", "c_norm", "c")
+    + library.layer("Eltwise", "sum", "b_normal c")
+    + library.relu("sum_relu", "sum")
+    + library.pooling("pool", "sum", "kernel_size: 2 stride: 2")
+    + library.inner_product("ip1", "pool", 12)
+    + library.relu("ip1_relu", "ip1")
+    + library.in_place("Dropout", "ip1_drop", "ip1")
+    + library.inner_product("ip2", "ip1", 5)
+    + library.softmax_loss("ip2")
+)
+SETTINGS = (
+    'base_lr: 0.05 lr_policy: "fixed" momentum: 0.9 random_seed: 3 display: 2 '
+    "snapshot_after_train: false test_iter: 2 test_interval: 3 "
+)
+
+
+def solver_of(device: Device, settings: str = "", fuse: bool = True, **given: object) -> Solver:
+    text = f'{SETTINGS} {settings} net_param {{ name: "again" {NET} }}'
+    param = text_format.Parse(text, SolverParameter())
+    solver = Solver(param, device=device, **given)  # type: ignore[arg-type]
+    solver.fuse = fuse
+    return solver
+
+
+def trained(solver: Solver) -> list[np.ndarray]:
+    """Weights, history and running statistics after some iterations; the solver is closed."""
+    solver.step(7)
+    with solver.device.scope():
+        solver.device.flush()
+        blobs = [blob for layer in solver.net.layers for blob in layer.statistics]
+        arrays = [solver.params.data, *solver.history, *(blob.data for blob in blobs)]
+        found = [np.array(solver.device.on_host(array)) for array in arrays]
+    solver.close()
+    return found
+
+
+def assert_same(a: list[np.ndarray], b: list[np.ndarray]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert np.isfinite(x).all()
+        np.testing.assert_array_equal(x, y)
+
+
+DEVICES = [
+    pytest.param(lambda: Device(seed=1), id="cpu"),
+    pytest.param(lambda: CudaDevice(0, seed=1), id="gpu", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_mode.default(), "deterministic", True)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("settings", ["", "iter_size: 2"])
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_is_the_same(device: Callable[[], Device], fuse: bool, settings: str) -> None:
+    heard = Recorder(), Recorder()
+    plain, saving = (solver_of(device(), settings, fuse, reporter=one) for one in heard)
+    saving.save_memory(4)
+    assert len(saving.net.recompute) >= 2
+    assert_same(trained(plain), trained(saving))
+    assert heard[0].events == heard[1].events
+    assert heard[0].losses == heard[1].losses
+    if saving.device.is_cuda:
+        assert saving.iterations.step.graphs._replayed > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_in_other_precisions(precision: str) -> None:
+    plain, saving = (solver_of(CudaDevice(0, seed=1), precision=precision) for _ in range(2))
+    saving.save_memory(4)
+    assert_same(trained(plain), trained(saving))
+
+
+def test_only_as_many_layers_as_are_needed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "caffepy.net.recompute")
+    plain = solver_of(Device(seed=1))
+    usage = Usage(plain.net, plain.iterations.step.graphs.steps, True)
+    size, want = arena(usage), trained(plain)
+    again = []
+    for room in (2 * size, int(0.9 * size), int(0.7 * size), 1):
+        solver = solver_of(Device(seed=1))
+        solver.save_memory("auto", room)
+        again.append(sum(map(len, solver.net.recompute.values())))
+        assert_same(trained(solver), want)
+    assert again[0] == 0 < again[1] <= again[2] <= again[3]
+    assert caplog.messages[0].startswith("Recomputing no layer")
+    assert "a smaller batch_size helps" in caplog.messages[-2]
+    assert len(lifetimes(usage)) > recomputed_layers(usage) == 0
+
+
+def test_workers_do_as_the_root_does() -> None:
+    found = []
+    for recompute in (1, 3):
+        root = solver_of(Device(seed=1), fuse=True)
+        root.save_memory(recompute)
+        devices = [root.device, Device(seed=2)]
+        with p2p_manager(root, devices, SyncOptions("tree")) as manager:
+            if recompute > 1:
+                (worker,) = manager.workers
+                assert worker.net.recompute.keys() == root.net.recompute.keys()
+            root.step(4)
+        found.append(root.params.data.copy())
+        root.close()
+    np.testing.assert_array_equal(*found)
