@@ -267,7 +267,8 @@ def _train(
         solver.capture, solver.fuse = options.capture, options.fuse
         looked_at = param.debug_info or options.bn_stats == "sync"
         if options.recompute != 1:
-            solver.save_memory(options.recompute)
+            solvers = 1 if devices[0].is_cuda else len(devices)
+            solver.save_memory(options.recompute, solvers=solvers)
         elif solver.capture and solver.fuse and not looked_at:
             solver.save_memory()
         for net in (solver.net, *solver.test_nets):

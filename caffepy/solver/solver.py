@@ -171,14 +171,16 @@ class Solver:
         """True if blobs share memory, so that a pass leaves no activations behind."""
         return self._step.saves_memory
 
-    def save_memory(self, recompute: Recompute = 1, room: int | None = None) -> None:
+    def save_memory(
+        self, recompute: Recompute = 1, room: int | None = None, solvers: int = 1
+    ) -> None:
         """Let the blobs of all nets share memory from now on: on a GPU, and with `recompute` on the
         CPU too.
 
         The train net is cut into `recompute` segments, whose data, but for the last, are computed
         again before backward (`caffepy.net.recompute`). "auto": only if that is needed, and for as
-        few layers as can be, to fit into `room` bytes, by default the device's free memory less
-        what will be needed beside blobs.
+        few layers as can be, to fit into `room` bytes, by default this solver's part of the
+        device's free memory, which so many `solvers` share, less what is needed beside blobs.
         """
         if not self.device.is_cuda and recompute == 1:
             return
@@ -186,8 +188,9 @@ class Solver:
         tests = [memory.Usage(p.net, p.graphs.steps, False) for p in self._test_passes]
         if recompute == AUTO and room is None:
             # On the host, pages of gradients and history are taken when they are first written.
-            later = 0 if self.device.is_cuda else self.params.diff.nbytes * (1 + len(self.history))
-            room = max(0, self.device.free_memory - overhead(self.net) - later)
+            arrays = 0 if self.device.is_cuda else 1 + len(self.history) + (solvers > 1)
+            later = overhead(self.net) + arrays * self.params.diff.nbytes
+            room = max(0, self.device.free_memory // solvers - later)
         self.recompute = recompute, room
         least = memory.WORTH if recompute == 1 else 0
         memory.save_memory([choose(train, tests, recompute, room or 0), *tests], least)

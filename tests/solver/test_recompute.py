@@ -12,7 +12,7 @@ from caffepy.device import math_mode
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.net.memory import Usage, lifetimes
-from caffepy.net.recompute import arena, recomputed_layers
+from caffepy.net.recompute import OVERHEAD_OF_HOST, arena, recomputed_layers
 from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
@@ -130,6 +130,22 @@ def test_only_as_many_layers_as_are_needed(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.messages[0].startswith("Recomputing no layer")
     assert "a smaller batch_size helps" in caplog.messages[-2]
     assert len(lifetimes(usage)) > recomputed_layers(usage) == 0
+
+
+def test_solvers_of_the_host_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = OVERHEAD_OF_HOST + (64 << 20)
+    monkeypatch.setattr("caffepy.device.device.free_memory", lambda: free)
+    rooms = []
+    for solvers in (1, 2):
+        solver = solver_of(Device(seed=1))
+        solver.save_memory("auto", solvers=solvers)
+        rooms.append(solver.recompute[1])
+        arrays = 2 + (solvers > 1)  # gradient and history, and a worker's own parameters
+        want = free // solvers - OVERHEAD_OF_HOST - arrays * solver.params.data.nbytes
+        assert rooms[-1] == max(0, want)
+        assert bool(solver.net.recompute) == (solvers == 2)
+        solver.close()
+    assert rooms[0] > rooms[1] == 0
 
 
 def test_workers_do_as_the_root_does() -> None:
