@@ -151,6 +151,7 @@ def _cuts(usage: Usage, segments: int) -> list[int]:
     fewest bytes cross it, but never between two steps that write the same data.
     """
     count = len(usage.steps)
+    segments = min(segments, count)
     shared = lifetimes(usage._replace(recompute={}))
     begun, crossing, forbidden = [0] * (count + 1), [0] * (count + 1), [False] * (count + 1)
     touched = [touched_data(usage.net, step) for step in usage.steps]

@@ -2,9 +2,11 @@
 the last bit, with less memory.
 """
 
+from itertools import pairwise
+
 import pytest
 
-from caffepy.net.memory import lifetimes, save_memory
+from caffepy.net.memory import Usage, lifetimes, save_memory
 from caffepy.net.recompute import in_segments, recomputed_layers
 
 from ..nets import library
@@ -63,3 +65,25 @@ def test_numbers_are_the_same_to_the_last_bit(name: str, fuse: bool) -> None:
     if name == "drawing":
         assert {"Dropout", "BatchNorm", "ReLU"} <= {layer.type for layer in of}
         assert len(statistics[0]) == 6
+
+
+def test_there_are_no_more_segments_than_steps() -> None:
+    net = net_of(NETS["inception"][0])
+    usage = Usage(net, plain(net), True)
+    assert in_segments(usage, 1) == usage
+    assert in_segments(usage, 10**9) == in_segments(usage, len(usage.steps))
+
+
+def test_data_that_are_computed_again_are_live_twice() -> None:
+    text = DATA + "".join(conv(b, a, relu=False) for a, b in pairwise(["data", *"abcd"]))
+    net = net_of(text + loss("fc", "d"))
+    usage = in_segments(Usage(net, plain(net), True), 2)
+    ((last, again),) = usage.recompute.items()
+    names = [net.layer_names[usage.steps[i].last] for i in again]
+    assert (net.layer_names[last], names) == ("b", ["a"])
+    shared, steps = lifetimes(usage), len(usage.steps)
+    a, b = (shared[net.blobs[name].data_memory] for name in "ab")
+    first, second = (net.layer_names.index(name) for name in "ab")
+    back = 2 * steps - 2 - second  # of c; then a is computed again, then comes backward of b
+    assert a.spans == [(first, second), (back + 1, back + 2)]
+    assert b.spans == [(second, back)]
