@@ -163,7 +163,7 @@ _LAYERS = {
     "Frcnn": "FrcnnProposal",
     "CaffeOnSpark": "CoSData",
     "CTPN": "Transpose",
-    "happynear": "ChannelScale Flip InnerDistance",
+    "happynear": "ChannelScale InnerDistance",
     "SSD with focal loss": "MultiBoxFocalLoss",
     "Temporal Segment Networks": "BatchReduction Scatter SegData SyncBN",
 }

@@ -202,6 +202,18 @@ def permute(site: Site) -> None:
     site.finish("Transpose", site.bottoms[0], perm=site.layer.order)
 
 
+@writers("Flip")
+def flip(site: Site) -> None:
+    """Slice from the last element to the first, of the axes that turn."""
+    (x,), axes = site.bottoms, site.layer.axes
+    if axes:
+        ends = ("starts", [-1]), ("ends", [-(2**31)]), ("axes", axes), ("steps", [-1])
+        window = (site.integers(v if what == "axes" else v * len(axes), what) for what, v in ends)
+        site.finish("Slice", x, *window)
+    else:
+        site.finish("Identity", x)
+
+
 @writers("PriorBox")
 def prior_box(site: Site) -> None:
     """The boxes as constants: they depend on the sizes of the bottoms alone."""

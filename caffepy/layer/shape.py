@@ -117,6 +117,34 @@ class Permute(Layer):
             self.ops.copy(top[0].diff.transpose(self.inverse), bottom[0].diff)
 
 
+@layer("Flip")
+class Flip(Layer):
+    """(N, C, H, W) with its columns (`flip_width`) and its rows (`flip_height`) the other way round
+    (happynear). Axes that are not there have size 1.
+    """
+
+    on_gpu = True
+    can_recompute = True
+    backward_reads_bottom = backward_reads_top = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape, param = bottom[0].shape, self.param.flip_param
+        if len(shape) > 4:
+            raise ConfigError(f"a bottom has at most 4 axes, not {list(shape)}")
+        turned = {2: param.flip_height, 3: param.flip_width}
+        self.axes = [axis for axis, turns in turned.items() if turns and axis < len(shape)]
+        steps = [-1 if axis in self.axes else 1 for axis in range(len(shape))]
+        self.order = tuple(slice(None, None, step) for step in steps)
+        top[0].reshape_like(bottom[0])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.ops.copy(bottom[0].data[self.order], top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self.ops.copy(top[0].diff[self.order], bottom[0].diff)
+
+
 @layer("Slice")
 class Slice(Layer):
     """The bottom cut along `axis` (by default 1) at slice points or evenly. One top is shared."""

@@ -202,6 +202,11 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE], 1, "shuffle_channel_param { group: 2 }"),
         ([(2, 6)], 1, "shuffle_channel_param { group: 3 }"),
     ],
+    "Flip": [
+        ([IMAGE], 1, ""),
+        ([IMAGE], 1, "flip_param { flip_height: true }"),
+        ([IMAGE], 1, "flip_param { flip_width: false }"),
+    ],
     "Permute": [
         ([IMAGE], 1, "permute_param { order: 0 order: 2 order: 3 order: 1 }"),
         ([IMAGE], 1, "permute_param { order: 2 }"),

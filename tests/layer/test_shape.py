@@ -346,3 +346,38 @@ def test_permute_on_gpu(order):
 def test_axes_that_cannot_be_permuted(order):
     with pytest.raises(ConfigError, match=r"must name axes of the 4 of \[2, 3, 4, 5\]"):
         Single(f'type: "Permute" permute_param {{ {order} }}', random(2, 3, 4, 5))
+
+
+FLIPS = {
+    "width": "",
+    "height": "flip_param { flip_width: false flip_height: true }",
+    "both": "flip_param { flip_height: true }",
+    "neither": "flip_param { flip_width: false }",
+}
+
+
+@pytest.mark.parametrize("which", FLIPS)
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 4), (2, 3)], ids=str)
+def test_flipped_axes(which, shape):
+    text, x = f'type: "Flip" {FLIPS[which]}', random(*shape)
+    (y,) = Single(text, x).forward()
+    n, c, h, w = (*shape, 1, 1)[:4]
+    image, want = x.reshape(n, c, h, w), np.zeros((n, c, h, w), x.dtype)
+    for row in range(h):
+        for column in range(w):
+            from_row = h - 1 - row if which in ("height", "both") else row
+            from_column = w - 1 - column if which in ("width", "both") else column
+            want[:, :, row, column] = image[:, :, from_row, from_column]
+    np.testing.assert_array_equal(y, want.reshape(shape))
+    check_gradient(text, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", FLIPS)
+def test_flip_on_gpu(which):
+    check_plain_on_gpu(f'type: "Flip" {FLIPS[which]}', random(2, 3, 4, 5), propagate_down=[True])
+
+
+def test_more_axes_than_an_image_cannot_be_flipped():
+    with pytest.raises(ConfigError, match=r"at most 4 axes, not \[1, 2, 3, 4, 5\]"):
+        Single('type: "Flip"', random(1, 2, 3, 4, 5))
