@@ -161,6 +161,13 @@ class Layer:
             if index < len(propagate_down) and propagate_down[index]:
                 raise ConfigError(message.format(type=self.type))
 
+    @property
+    def only_launches(self) -> bool:
+        """True if all that forward and backward on a GPU change beside blobs they change by
+        kernels: where these are not launched, nothing is lost by a call.
+        """
+        return False
+
     def error_flag(self, error: Callable[[float], CaffeError]) -> ErrorFlag:
         """Return a flag for values that the layer cannot use; its error, raised at once on the CPU
         and when the host next checks on a GPU, names the layer's definition.

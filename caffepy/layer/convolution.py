@@ -89,7 +89,7 @@ class _Filtering(Weighted):
     Top i is computed from bottom i; all share the weights.
     """
 
-    on_gpu = True
+    on_gpu = only_launches = True
     can_recompute = True
     bottoms = (1, None)
     tops = (1, None)

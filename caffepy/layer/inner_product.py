@@ -67,6 +67,10 @@ class InnerProduct(Weighted):
         self.narrow_weight = self.buffer(self.blobs[0].shape, narrow)
         self.narrow_dy = self.buffer((self.rows, self.outputs), narrow)
 
+    @property
+    def only_launches(self) -> bool:
+        return self.factors is None and not self.normalizes
+
     def layout_for(self, preferred: Layout) -> Layout:
         """The preferred type; the order is that of the weight's columns."""
         return Layout(preferred.dtype, False)

@@ -127,6 +127,10 @@ class SoftmaxWithLoss(ClassLoss):
         self.wrong = bad_labels(self, lambda: self.view[1])
         self.given_axis = self.param.softmax_param.axis
 
+    @property
+    def only_launches(self) -> bool:
+        return self.type == "SoftmaxWithLoss" and not self.weights
+
     def passes(self) -> tuple[Callable[..., None], Callable[..., None]]:
         """The forward and the backward function of the back end."""
         return self.ops.softmax_loss_forward, self.ops.softmax_loss_backward

@@ -79,6 +79,7 @@ class Elementwise(Neuron):
     """A layer whose operations take blobs in any layout."""
 
     takes_preferred_layout = True
+    only_launches = True
 
 
 @layer("ReLU")

@@ -37,6 +37,7 @@ class LRN(SameShape):
     WITHIN_CHANNEL: s = 1 + alpha * mean of x^2 over the n x n pixels around, those outside being 0.
     """
 
+    only_launches = True
     reads_input = True
     backward_needs = Kept.ACTIVE
     in_place_keeps = Kept.SIGNS
@@ -172,6 +173,10 @@ class BatchNorm(SameShape):
         self.numbers = self.buffer([4, c])
         if self.scales or self.together:
             self.normalized = self.buffer_like(bottom[0])
+
+    @property
+    def only_launches(self) -> bool:
+        return not self.together and not any(self.lacks)
 
     def meet(self, together: Together | None) -> None:
         """Normalize by the statistics of the batches of all solvers that call `together`, from the
@@ -664,6 +669,10 @@ class Scale(Broadcast):
             len(bottom) == 1 and bottom[0].axis(param.axis) == 1 and len(self.blobs[0].shape) == 1
         )
         self.takes_preferred_layout = self.by_channels
+
+    @property
+    def only_launches(self) -> bool:
+        return self.bounds is None
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)

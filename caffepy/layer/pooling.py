@@ -94,6 +94,10 @@ class Pooling(Drawing):
             )
 
     @property
+    def only_launches(self) -> bool:
+        return self.method != PoolingParameter.STOCHASTIC
+
+    @property
     def draws(self) -> bool:
         return super().draws and self.method == PoolingParameter.STOCHASTIC
 

@@ -16,7 +16,7 @@ from caffepy.proto.caffe_pb2 import ReductionParameter
 class Concat(Layer):
     """Bottoms joined along `axis` (by default 1); all other axes agree. One alone is shared."""
 
-    on_gpu = True
+    on_gpu = only_launches = True
     can_recompute = True
     bottoms = (1, None)
     backward_reads_bottom = backward_reads_top = False

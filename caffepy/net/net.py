@@ -170,19 +170,13 @@ class Net:
     def _forward_step(self, step: Step, mutex: ForwardMutex) -> None:
         indices = step.layers or (step.last,)
         node = self.nodes[indices[0]]
-        casts = node.casts  # only the first of a group has casts
         if self.before_forward:
             _call(self.before_forward, indices)
-        if casts:
-            casts.reshape()
-            casts.before_forward(self.ops.convert)
         if node.layer.share_in_parallel:
             with mutex(node.layer):
                 self._compute(step)
         else:
             self._compute(step)
-        if casts and not step.group:
-            casts.after_forward(self.ops.convert)
         if self.debug_info and not step.group:
             _log_forward(node)
         if self.after_forward:
@@ -190,6 +184,10 @@ class Net:
 
     def _compute(self, step: Step) -> None:
         """Reshape the layers of a step whose blobs changed, and run them forward."""
+        casts = self.nodes[(step.layers or (step.last,))[0]].casts  # only the first of a group
+        if casts:
+            casts.reshape()
+            casts.before_forward(self.ops.convert)
         if step.group:
             for index in step.layers:
                 self.nodes[index].reshape_if_changed()
@@ -198,6 +196,22 @@ class Net:
             node = self.nodes[step.last]
             node.reshape_if_changed()
             node.layer.forward(node.layer_bottoms, node.layer_tops)
+            if casts:
+                casts.after_forward(self.ops.convert)
+
+    def compile_ahead(self, steps: Iterable[Step]) -> None:
+        """On a GPU begin to compile the kernels of those of the steps that only launch some: all at
+        a time, where each would be compiled at its first launch. No callback is called.
+        """
+
+        def look_ahead(step: Step) -> None:
+            if all(self.layers[index].only_launches for index in step.layers or (step.last,)):
+                self._compute(step)
+                if self.nodes[step.last].need_backward:
+                    self._differentiate(step)
+
+        with self.ops.compile_ahead():
+            self._run(steps, look_ahead)
 
     def backward(
         self, start: int | None = None, end: int = 0, *, steps: Sequence[Step] | None = None
@@ -223,15 +237,10 @@ class Net:
     def _forward_again(self, step: Step) -> None:
         """Write the data that a step wrote before; no callback hears of it."""
         nodes = [self.nodes[i] for i in step.layers or (step.last,)]
-        casts = nodes[0].casts
         try:
             for node in nodes:
                 node.layer.recomputes = True
-            if casts:
-                casts.before_forward(self.ops.convert)
             self._compute(step)
-            if casts and not step.group:
-                casts.after_forward(self.ops.convert)
         finally:
             for node in nodes:
                 node.layer.recomputes = False
@@ -242,21 +251,26 @@ class Net:
         if self.before_backward:
             _call(self.before_backward, indices[::-1])
         if self.nodes[step.last].need_backward:
-            casts, down = node.casts, node.propagate_down
-            if step.group:
-                step.group.backward()
-            else:
-                if casts:
-                    casts.before_backward(self.ops.convert)
-                node.layer.backward(node.layer_tops, down, node.layer_bottoms)
-            if casts:
-                casts.after_backward(self.ops.convert, node.bottoms, down)
+            self._differentiate(step)
             if self.debug_info and not step.group:
                 _log_backward(node)
         if self.after_backward:
             _call(self.after_backward, indices[::-1])
         if self.waits_each_layer:
             self.device.wait_stream()
+
+    def _differentiate(self, step: Step) -> None:
+        """Run the layers of a step backward."""
+        node = self.nodes[(step.layers or (step.last,))[0]]
+        casts, down = node.casts, node.propagate_down
+        if step.group:
+            step.group.backward()
+        else:
+            if casts:
+                casts.before_backward(self.ops.convert)
+            node.layer.backward(node.layer_tops, down, node.layer_bottoms)
+        if casts:
+            casts.after_backward(self.ops.convert, node.bottoms, down)
 
     def loss(self, start: int = 0, end: int | None = None) -> float:
         """Return the loss of the last forward pass: the sum of data * diff over weighted tops."""

@@ -120,6 +120,11 @@ class Ops(Protocol):
     def blas_scope(self) -> AbstractContextManager[None]:
         """Return a block in which BLAS keeps to the calling thread; nothing on a GPU."""
 
+    def compile_ahead(self) -> AbstractContextManager[None]:
+        """Return a block in which a GPU compiles the kernels of all calls, without launching them:
+        for calls that do nothing but launch some. Nothing on the CPU.
+        """
+
     # Copies
 
     def copy(self, src: Array, dst: Array) -> None:

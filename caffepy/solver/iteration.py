@@ -105,6 +105,7 @@ class Iterations:
     def run(self, capture: bool, show: bool) -> float:
         """Run or enqueue an iteration; return its learning rate. `show`: wait for its result."""
         step = self.step
+        step.compile_ahead()
         step.phase_timer.start()
         captured = capture and step.graphs.can_capture()
         runner: Runner = self.captured if captured else self.eager

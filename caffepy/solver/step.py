@@ -115,6 +115,7 @@ class Step:
         self._added_to = self.params.without(self._large)
         self.fused = device.is_cuda  # on the CPU a command asks for it
         self.graphs = self._new_graphs()
+        self._looked_ahead = False
 
     def fuse(self, fuse: bool) -> None:
         """Run layers in fused groups, or each by itself; captured graphs are dropped."""
@@ -138,6 +139,14 @@ class Step:
             self.callbacks.append(synchronizer)
             if self.param.iter_size == 1:
                 hooks.append(_LayerHook(self, synchronizer))
+
+    def compile_ahead(self) -> None:
+        """On a GPU, before the first iteration: begin to compile kernels, many at a time."""
+        if self.device.is_cuda and not self._looked_ahead:
+            self._looked_ahead = True
+            self.net.compile_ahead(self.graphs.eager_steps)
+            with self.device.scope(), ops.backend(self.device).compile_ahead():
+                self.apply_rule()
 
     @property
     def gradients_untouched(self) -> bool:

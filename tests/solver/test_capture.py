@@ -112,6 +112,52 @@ def same(settings: str, net: str = DIGITS_NET, steps: int = 12) -> tuple[Recorde
     return captured, plain
 
 
+NORMALIZED = (
+    library.convolution("conv", "data", 8, 3, more="bias_term: false")
+    + library.normalization("norm", "conv", "norm")
+    + library.relu("norm_relu", "norm")
+    + library.convolution("conv2", "norm", 8, 3)
+    + library.layer("LRN", "lrn", "conv2")
+    + library.pooling("pool", "lrn", "kernel_size: 2 stride: 2")
+    + library.layer("Concat", "both", "pool pool")
+)
+
+
+def test_compiling_ahead_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of both passes and of the update are asked for; parameters, gradients and what is
+    trained afterwards are the same to the bit.
+    """
+    from caffepy.ops.cuda import compiler
+
+    monkeypatch.setattr(math_mode.default(), "precision", "bf16")
+    net = DATA + NORMALIZED + LAYERS.replace('bottom: "data"', 'bottom: "both"')
+    asked, ask = set[str](), compiler._job
+
+    def noted(key: compiler.Key) -> Any:
+        asked.add(key[2].partition("<")[0])
+        return ask(key)
+
+    trained = []
+    for ahead in (True, False):
+        solver = solver_of(net=net)
+        step = solver.iterations.step
+        if ahead:
+            before, gradient = numbers(solver), solver.device.on_host(solver.params.diff)
+            with monkeypatch.context() as patch:
+                patch.setattr(compiler, "_job", noted)
+                step.compile_ahead()
+            np.testing.assert_array_equal(numbers(solver), before)
+            np.testing.assert_array_equal(solver.device.on_host(solver.params.diff), gradient)
+            wanted = "max_pool_forward", "lrn_backward_lines", "softmax_loss_gradient", "sgd"
+            assert asked >= set(wanted), asked
+        else:
+            step._looked_ahead = True
+        solver.step(3)
+        trained.append(numbers(solver))
+        solver.close()
+    np.testing.assert_array_equal(*trained)
+
+
 SHOWN = "display: 2 average_loss: 3 "
 TESTS = "test_iter: 3 test_interval: 5 test_compute_loss: true "
 CASES = {

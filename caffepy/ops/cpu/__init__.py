@@ -12,6 +12,7 @@ from caffepy.ops.cpu.boxes import (
     location_losses,
     match_boxes,
 )
+from caffepy.ops.cpu.compiler import compile_ahead
 from caffepy.ops.cpu.convolution import Convolution
 from caffepy.ops.cpu.copies import convert, copy, cut, deal_channels, join
 from caffepy.ops.cpu.ctc import ctc_backward, ctc_forward

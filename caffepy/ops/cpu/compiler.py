@@ -7,7 +7,7 @@ They call no other kernels, but functions that are `inlined`.
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numba
@@ -27,6 +27,10 @@ FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
 
 # For code whose rounding matters: terms stay in the order written.
 EXACT = {"contract"}
+
+
+def compile_ahead() -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def inlined(function: Callable[..., Any], fastmath: set[str] = FASTMATH) -> Any:

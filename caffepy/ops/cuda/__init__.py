@@ -26,6 +26,7 @@ from caffepy.ops.cuda.boxes import (
     location_losses,
     match_boxes,
 )
+from caffepy.ops.cuda.compiler import compile_ahead
 from caffepy.ops.cuda.convolution import Convolution
 from caffepy.ops.cuda.copies import convert, copy, cut, deal_channels, join
 from caffepy.ops.cuda.ctc import ctc_backward, ctc_forward

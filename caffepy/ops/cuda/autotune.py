@@ -27,7 +27,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.core.cache import cache_file, keep, read
 from caffepy.device import math_mode
-from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.compiler import kernel, looks_ahead
 from caffepy.ops.cuda.context import import_cudnn, lock
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ SECONDS = float(os.environ.get("CAFFEPY_AUTOTUNE_SECONDS") or 20)
 
 BETTER = 0.95
 """A candidate replaces an earlier one if it takes less than this part of its time."""
+
+SPIN, SPIN_EACH = 200_000, 100_000
+"""Clock cycles of the device before a timing and for each call in it: the host is ahead then."""
 
 Run = Callable[..., Any]
 Make = Callable[[], Run | None]
@@ -103,6 +106,7 @@ def fastest(
     Each candidate is a call that makes it, or returns None if there is none; None if none can be
     made. The result is remembered like a plan.
     """
+    assert not looks_ahead()  # candidates are kept
     full = full_name(name, dtype)
     with lock:
         known: Any = tuned_plans().get(full) if is_on() else None
@@ -131,21 +135,21 @@ def fastest(
 def milliseconds(call: Callable[[], None], limit: float = float("inf"), times: int = 5) -> float:
     """Return the device's time for a call, after one call to warm up.
 
-    It is timed once, then `times` in a row unless the first took twice the limit. The stream spins
-    before it, so that the host is ahead and launch latency is not measured.
+    It is timed once, then `times` in a row unless the first took half as long again as the limit.
+    The stream spins before it, so that the host is ahead and launch latency is not measured.
     """
     call()
     stream = cupy.cuda.get_current_stream()
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
     taken = 0.0
     for n in (1, times):
-        kernel("spin", "spin")((1,), (1,), (np.int64(500_000 + 200_000 * n),))
+        kernel("spin", "spin")((1,), (1,), (np.int64(SPIN + SPIN_EACH * n),))
         start.record(stream)
         for _ in range(n):
             call()
         stop.record(stream)
         stop.synchronize()
         taken = cupy.cuda.get_elapsed_time(start, stop) / n
-        if taken > 2 * limit:
+        if taken > 1.5 * limit:
             break
     return float(taken)

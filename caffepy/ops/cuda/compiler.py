@@ -1,37 +1,51 @@
 """Compilation of the kernels of this back end: by NVRTC through CuPy, at the first use on a device,
 cached on disk.
 
-The kernels of kernels/NAME.cu that are `template <typename T>` are compiled together for the type
-that is asked for; every other name expression, such as `foo<float, 4>`, becomes a module of its
-own. `#include "NAME.cuh"` is replaced by the text of the file beside it, because the key of CuPy's
-cache is the text of the module.
+Each kernel of kernels/NAME.cu is a module of its own, such as `foo<float, 4>`, and compiled in a
+thread of a pool: whoever wants several asks for all of them first (`prefetch`), or runs the calls
+that would launch them in a block in which nothing is launched (`compile_ahead`). `#include
+"NAME.cuh"` is replaced by the text of the file beside it, because the key of CuPy's cache is the
+text of the module.
 
 A kernel's scalar arguments must have the C type that the kernel declares: numpy.int32(n) for int,
 numpy.float32(x) for float; a Python int is passed as long long, a Python float as double.
 """
 
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from threading import RLock
 
 import cupy
 
+from caffepy.device.threads import cores
+
 Kernel = Callable[..., None]  # (grid, block, arguments)
+Key = tuple[int, str, str]  # device, file, name
 
 FOLDER = Path(__file__).parent / "kernels"
 OPTIONS = ("-std=c++17",)
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
-_BOUNDS = r"__launch_bounds__\([^)]*\)"
-_TEMPLATE = re.compile(
-    rf"template\s*<(?:typename|class)\s+\w+>\s*__global__\s+(?:(?:void|{_BOUNDS})\s+){{1,2}}(\w+)"
-)
-_ONE_TYPE = re.compile(r"(\w+)<([\w ]+)>")
 
-_kernels: dict[tuple[int, str, str], Kernel] = {}
-_lock = RLock()
+_kernels: dict[Key, Kernel] = {}
+_jobs: dict[Key, Future[Kernel]] = {}
+_lock = threading.Lock()
+
+
+class _Thread(threading.local):
+    ahead = False  # this thread is in `compile_ahead`
+
+
+_thread = _Thread()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(cores(), "caffepy-compile")
 
 
 def kernel(file: str, name: str) -> Kernel:
@@ -42,35 +56,58 @@ def kernel(file: str, name: str) -> Kernel:
     inside a capture.
     """
     key = (cupy.cuda.runtime.getDevice(), file, name)
+    if _thread.ahead:
+        _job(key)
+        return _launch_nothing
     found = _kernels.get(key)
-    return found if found is not None else _load(*key)
+    if found is None:
+        job = _job(key)
+        waits_for_a_thread = job.cancel()
+        found = _kernels[key] = _compile(*key) if waits_for_a_thread else job.result()
+    return found
 
 
-def _load(device: int, file: str, name: str) -> Kernel:
+def prefetch(file: str, names: Iterable[str]) -> None:
+    """Begin to compile kernels of a file for this device, all at a time."""
+    for name in names:
+        _job((cupy.cuda.runtime.getDevice(), file, name))
+
+
+@contextmanager
+def compile_ahead() -> Iterator[None]:
+    """Block in which kernels that this thread would launch are compiled, and none is launched.
+
+    For calls that do nothing but launch kernels, which do not keep what `kernel` returned.
+    """
+    _thread.ahead = True
+    try:
+        yield
+    finally:
+        _thread.ahead = False
+
+
+def looks_ahead() -> bool:
+    """Return True in a block of `compile_ahead`."""
+    return _thread.ahead
+
+
+def _launch_nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def _job(key: Key) -> Future[Kernel]:
+    """Return what compiles and loads a kernel, or has done so."""
     with _lock:
-        try:
-            functions = _compile(file, expressions(file, name))
-        except cupy.cuda.compiler.CompileException:
-            # Another template of the file is not for this type.
-            functions = _compile(file, [name])
-        for each, function in functions.items():
-            _kernels.setdefault((device, file, each), function)
-        return _kernels[device, file, name]
+        if key not in _jobs:
+            _jobs[key] = _pool().submit(_compile, *key)
+        return _jobs[key]
 
 
-def _compile(file: str, names: list[str]) -> dict[str, Kernel]:
-    module = cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=tuple(names))
-    return {name: module.get_function(name) for name in names}
-
-
-def expressions(file: str, name: str) -> list[str]:
-    """Return the name expressions that are compiled together with this one."""
-    if match := _ONE_TYPE.fullmatch(name):
-        kind = match[2]
-        together = [f"{template}<{kind}>" for template in _TEMPLATE.findall(source(file))]
-        if name in together:
-            return together
-    return [name]
+def _compile(device: int, file: str, name: str) -> Kernel:
+    with cupy.cuda.Device(device):
+        module = cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=(name,))
+        function: Kernel = module.get_function(name)
+        return function
 
 
 @cache

@@ -34,16 +34,17 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.core.errors import DeviceError
-from caffepy.ops.cuda import autotune, depthwise, graphs, pointwise, small_convolution
+from caffepy.ops.cuda import autotune, compiler, depthwise, graphs, pointwise, small_convolution
 from caffepy.ops.cuda.autotune import Make, Run
 from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
 from caffepy.ops.cuda.blas import add_into
 from caffepy.ops.cuda.columns import Columns
+from caffepy.ops.cuda.compiler import looks_ahead
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.copies import convert
 from caffepy.ops.cuda.filters import Blocks, Filters, dense_filters, plain_filters, suits_blocks
 from caffepy.ops.cuda.graphs import Geometry
-from caffepy.ops.cuda.launch import Array, channels_last, lies_channels_last
+from caffepy.ops.cuda.launch import TYPES, Array, channels_last, lies_channels_last
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,10 @@ DENSE = 4
 
 
 class Convolution:
-    """A convolution; its arrays may have any layout in any call."""
+    """A convolution; its arrays may have any layout in any call.
+
+    In a block of `compile_ahead` a call begins to compile kernels, and chooses nothing.
+    """
 
     def __init__(
         self, x_shape: Sizes, w_shape: Sizes, window: Sequence[Sizes], group: int, dtype: DTypeLike
@@ -79,10 +83,12 @@ class Convolution:
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
         if y.size:
-            self._for(x, y).forward(x, w, b, self._shaped(y), relu)
+            made = self._for(x, y)
+            if not looks_ahead():
+                made.forward(x, w, b, self._shaped(y), relu)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        if not dx.size:
+        if not dx.size or looks_ahead():
             return
         if dy.size:
             self._for(dx, dy).backward_data(dy, w, dx)
@@ -90,7 +96,7 @@ class Convolution:
             dx.fill(0)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
-        if not dy.size:
+        if not dy.size or looks_ahead():
             return
         dy = self._shaped(dy)
         if dw is not None:
@@ -249,11 +255,20 @@ class _ChannelsLast:
         suiting = (each for each in own if each[0].suits(geometry, dtype))
         self._own: ModuleType | None
         self._own, self._kind = next(suiting, (None, "small"))
+        self._begin_to_compile()
         self._used: list[_Arrangement] = []
         self._runs: dict[Any, Run] = {}
         self._last_forward: _Arrangement | None = None  # whose weights are those of the last one
         self._last_image = 0  # address of the x that its blocks were made of
         self._plain = _Plain(geometry, np.float32)
+
+    def _begin_to_compile(self) -> None:
+        """Compile the kernels of candidates while others are timed."""
+        if self._own in (small_convolution, depthwise) and autotune.may_time():
+            self._own.prefetch(self.geometry, self.dtype)
+        kind = TYPES[self.dtype.name]
+        names = "bias_relu", "relu_bias_rows", "add_shares"
+        compiler.prefetch("bias_relu", [f"{name}<{kind}>" for name in names])
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
         key = b is not None, relu

@@ -11,9 +11,10 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
+from caffepy.ops.cuda.compiler import prefetch
 from caffepy.ops.cuda.copies import convert
 from caffepy.ops.cuda.graphs import Geometry, Shape
-from caffepy.ops.cuda.launch import Array, launch, launch_blocks, packs
+from caffepy.ops.cuda.launch import TYPES, Array, launch, launch_blocks, packs
 
 TILE = 4096
 """Floats of a tile, as in filters.cu."""
@@ -53,6 +54,8 @@ class Filters:
             across, down = 1, FLAT
         self._blocks = outputs * -(-channels // down) * -(-taps // across)
         self._sizes = (outputs, channels, taps, prod(row), share, shift, down, across)
+        kind = TYPES[self.dtype.name]
+        prefetch("filters", [f"turn<{kind}>", f"add_{'turned' if turned else 'same'}<{kind}>"])
         self.forget()
 
     def forget(self) -> None:

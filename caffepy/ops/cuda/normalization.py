@@ -1,12 +1,16 @@
 """Normalization by statistics of each channel, and scales and biases of each channel."""
 
 from collections.abc import Sequence
+from functools import cache
 from math import inf
 from typing import Any
 
+import cupy
+
 from caffepy.ops.cuda.channels import channel_pass, finish, lying, sums
+from caffepy.ops.cuda.compiler import prefetch
 from caffepy.ops.cuda.context import context
-from caffepy.ops.cuda.launch import Array, launch
+from caffepy.ops.cuda.launch import Array, c_type, launch
 from caffepy.ops.protocol import Affine, Maybe
 
 NO_MASK, BY_X, BY_Y = range(3)
@@ -18,6 +22,15 @@ NO_RELU, RELU, CLIPPED = range(3)
 
 def _after(ceiling: float | None) -> int:
     return NO_RELU if ceiling is None else RELU if ceiling == inf else CLIPPED
+
+
+@cache
+def _prefetch_gradients(device: int, kind: str, addend: bool, after: int) -> None:
+    """Begin to compile what the gradient of `norm_forward` is likely to run."""
+    mask = (BY_Y if addend else BY_X) if after else NO_MASK
+    sums = f"backward_sums<{kind}, {mask}, {after}, 0, {int(addend)}, 0>"
+    last = f"backward<{kind}, {NO_RELU if addend else after}>"
+    prefetch("normalization", [sums, last, f"backward_finish<{kind}>"])
 
 
 def _moments(x: Array, finisher: str, *arguments: Any) -> None:
@@ -74,7 +87,9 @@ def scale_backward(
 def norm_forward(x: Array, numbers: Array, other: Maybe, ceiling: float | None, y: Array) -> None:
     _, _, factor, shift = numbers
     shape = lying(x, y) if other is None else lying(x, other, y)
-    variant = f", {int(other is not None)}, {_after(ceiling)}"
+    addend, after = other is not None, _after(ceiling)
+    _prefetch_gradients(cupy.cuda.runtime.getDevice(), c_type(x), addend, after)
+    variant = f", {int(addend)}, {after}"
     arguments = x, factor, shift, ceiling or 0.0, other, y
     channel_pass("normalization", "forward", x, shape, *arguments, variant=variant)
 

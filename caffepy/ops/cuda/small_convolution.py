@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.device import math_mode
+from caffepy.ops.cuda import compiler
 from caffepy.ops.cuda.autotune import Make, Run
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
@@ -130,6 +131,16 @@ def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
     return [partial(gradient.plan, tiling) for tiling in _best(gradient.tilings())]
 
 
+def prefetch(geometry: Geometry, dtype: DTypeLike) -> None:
+    """Begin to compile the kernels of all candidates."""
+    both = (_Correlation(geometry, dtype, backward) for backward in (False, True))
+    tilings = [tiling for each in both for tiling in _best(each.tilings())]
+    names = [_name("small_convolution", dtype, tiling) for tiling in tilings]
+    best = _best(_WeightGradient(geometry, dtype).tilings())
+    names += [_name("small_gradient", dtype, tiling) for tiling in best]
+    compiler.prefetch("small_convolution", [*names, "add_gradient"])
+
+
 def _best(tilings: Iterator[Tiling]) -> list[Tiling]:
     """Return the best tilings, each with another `split`."""
     best: dict[int, Tiling] = {}
@@ -173,8 +184,12 @@ def _resident(tiling: Tiling) -> int:
     return max(1, min(_here().shared // (tiling.shared + 1024), 16 // tiling.warps))
 
 
+def _name(name: str, dtype: DTypeLike, tiling: Tiling) -> str:
+    return f"{name}<{TYPES[np.dtype(dtype).name]}, {tiling.m}, {tiling.n}>"
+
+
 def _prepare(name: str, dtype: np.dtype[Any], tiling: Tiling) -> Run:
-    found: Any = kernel("small_convolution", f"{name}<{TYPES[dtype.name]}, {tiling.m}, {tiling.n}>")
+    found: Any = kernel("small_convolution", _name(name, dtype, tiling))
     found.max_dynamic_shared_size_bytes = _here().shared
     return partial(found, block=(32 * tiling.warps,), shared_mem=tiling.shared)
 

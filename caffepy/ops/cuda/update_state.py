@@ -17,7 +17,7 @@ from caffepy.core.errors import DeviceError
 from caffepy.device.blob import Array as HostArray
 from caffepy.device.blob import Blob
 from caffepy.device.cuda import CudaDevice
-from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.compiler import kernel, prefetch
 from caffepy.ops.cuda.copies import copy
 from caffepy.ops.cuda.launch import BLOCKS, MOST, THREADS, Array, launch_blocks, packs, scratch
 from caffepy.ops.update_state import (
@@ -88,6 +88,7 @@ class UpdateState:
     """
 
     def __init__(self, limits: Limits, losses: Sequence[Blob], device: CudaDevice) -> None:
+        prefetch("update_state", ["accumulate_loss", "check_and_scale", "save_stats"])
         self._limits, self._device = limits, device
         self._losses = _Table(losses)
         self._weights = [blob.host_diff.copy() for blob in losses]
