@@ -12,7 +12,8 @@ elements that a tile reads have constant offsets from the tile's number i * (tw 
 over long vectors. The last number of each row is no tile; what is computed for it is dropped.
 
 Tiles are computed in blocks, a strip of an image or several images, that follow from shapes alone:
-results do not depend on the number of threads.
+results do not depend on the number of threads. A value that is not finite reaches the other outputs
+of its tiles, and an infinity may become NaN there.
 """
 
 import threading
