@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from math import ceil
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-Piece = Callable[[int, int], Any]
+from caffepy.device.control_groups import control_groups, read
 
-PROCESS_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-"""The control groups of the process, and the files of all."""
+Piece = Callable[[int, int], Any]
 
 ALIGNED = 64  # elements of a vector loop: four registers of 64 bytes hold as many float32
 
@@ -76,26 +74,11 @@ def cores() -> int:
 
 def _cpu_limits() -> Iterator[float]:
     """Yield the limits of CPU time, in cores, of the process's control groups and those above."""
-    for line in _read(PROCESS_GROUPS).splitlines():
-        kinds, _, path = line.partition(":")[2].partition(":")
-        if kinds and "cpu" not in kinds.split(","):
-            continue
-        # Version 1 names its kinds, version 2 does not.
-        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if kinds else ("cpu.max",)
-        folder = GROUPS / kinds / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            told = " ".join(_read(group / file) for file in files)
-            if limit := re.fullmatch(r"(\d+)\s+([1-9]\d*)\s*", told):
-                yield int(limit[1]) / int(limit[2])
-            if group == GROUPS:
-                break
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
+    for folder, is_first_version in control_groups("cpu"):
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first_version else ("cpu.max",)
+        told = " ".join(read(folder / file) for file in files)
+        if limit := re.fullmatch(r"(\d+)\s+([1-9]\d*)\s*", told):
+            yield int(limit[1]) / int(limit[2])
 
 
 def num_threads() -> int:

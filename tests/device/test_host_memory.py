@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.device import host_memory
+from caffepy.device import control_groups, host_memory
 from caffepy.device.host_memory import free_memory
 
 MIB = 1 << 20
@@ -14,8 +14,9 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    1024000 kB\n")
     (tmp_path / "cgroup").write_text("0::/a/b\n")
     (tmp_path / "groups" / "a" / "b").mkdir(parents=True)
-    for name, path in (("MEMINFO", "meminfo"), ("PROCESS_GROUPS", "cgroup"), ("GROUPS", "groups")):
-        monkeypatch.setattr(host_memory, name, tmp_path / path)
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(control_groups, "PROCESS_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path / "groups")
     return tmp_path
 
 

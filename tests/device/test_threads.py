@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
-from caffepy.device import threads
+from caffepy.device import control_groups, threads
 
 
 @pytest.fixture
@@ -117,8 +117,8 @@ def test_a_containers_limit_counts(monkeypatch, tmp_path, of_process, files, wan
         (groups / name).write_text(text)
     if of_process:
         (tmp_path / "process").write_text(of_process)
-    monkeypatch.setattr(threads, "PROCESS_GROUPS", tmp_path / "process")
-    monkeypatch.setattr(threads, "GROUPS", groups)
+    monkeypatch.setattr(control_groups, "PROCESS_GROUPS", tmp_path / "process")
+    monkeypatch.setattr(control_groups, "GROUPS", groups)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
     assert threads.cores() == want
 
