@@ -1,12 +1,12 @@
 """caffepy beside PyTorch's DistributedDataParallel on 1, 2, 4... GPUs: training steps on data that
 lies on the devices.
 
-usage: python benchmarks/beside_ddp.py --peer peer_torch.py --out FOLDER [--nets lenet:64,caffenet:256]
-           [--modes tf32,bf16] [--gpus 1,2,4]
-       python benchmarks/beside_ddp.py --peer peer_torch.py --out FOLDER --gpus 2 --modes bf16
+usage: python benchmarks/beside_ddp.py --out FOLDER [--nets lenet:64,caffenet:256]
+           [--modes tf32,bf16] [--gpus 1,2,4] [--peer FILE]
+       python benchmarks/beside_ddp.py --out FOLDER --gpus 2 --modes bf16
            --mpirun 'mpirun --oversubscribe' [--turns 3] [--compile eager,default] [--seconds 600]
 
-The file given as --peer trains the nets that --nets names, with the batch of each GPU, in one
+The peer, peer_torch.py unless --peer names another file, trains the nets that --nets names, with the batch of each GPU, in one
 process a GPU, and prints a line of JSON a case: net, mode, gpus, images_s; it takes --nets,
 --batch, --modes, --seconds, --compile, --device, and in several processes ends a case after some
 number of steps: their clocks differ. For every number of GPUs it runs under
@@ -187,7 +187,7 @@ def keep(folder: str, text: str, results: object) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--peer", required=True)
+    parser.add_argument("--peer", default=os.path.join(os.path.dirname(__file__), "peer_torch.py"))
     parser.add_argument("--out", required=True)
     parser.add_argument("--nets", default=NETS)
     parser.add_argument("--modes", default="tf32,bf16")

@@ -1,5 +1,5 @@
 """PyTorch's detectors and depthwise nets, from torchvision where it has them, for `--peer` of
-beside_torch_gpu.py. Detectors take a batch as tensors of one size, with three boxes an image, and
+beside_peers.py. Detectors take a batch as tensors of one size, with three boxes an image, and
 return their loss.
 """
 
