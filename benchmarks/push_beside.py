@@ -1,17 +1,19 @@
-"""What pushing every H iterations costs a worker on a GPU when the servers cost nothing: the copies
-to the host and back, beside the iterations or waited for.
+"""What pushing every H iterations costs a worker on a GPU: with servers that cost nothing the copies
+to the host and back, with `--cluster local` those to servers in processes of Ray on this machine
+and back, too.
 
 usage: python benchmarks/push_beside.py [--net caffenet] [--batch 256] [--every 25]
+           [--cluster local] [--servers 4] [--replicas 1] [--filters bf16] [--turns 3]
 
-Trains on random images in bf16 alone, with slack 0 (the worker waits), and without a bound (pushes
-and pulls come beside the iterations), in turns; prints medians of images/s.
+Trains on random images in bf16 alone, without a bound (pushes and pulls come beside the
+iterations), and with slack 0 (the worker waits), in turns; prints medians of images/s.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Sequence
-from math import inf
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import Any
 
@@ -20,10 +22,12 @@ from caffepy.commands.bench.train import SYNTHETIC, Trainer
 from caffepy.commands.devices import choose_device
 from caffepy.device.blob import Array
 from caffepy.parallel.parameter_server.client import Client
+from caffepy.parallel.parameter_server.cluster import ClusterOptions, options_of_worker, served
 from caffepy.parallel.parameter_server.leases import Lease
-from caffepy.parallel.parameter_server.messages import Rule, View
+from caffepy.parallel.parameter_server.messages import Rule, View, slack_of
 from caffepy.parallel.parameter_server.ranges import KeyRange
 from caffepy.parallel.parameter_server.worker import ServedWorkers
+from caffepy.solver import Solver
 
 
 class FreeServers(Client):
@@ -63,14 +67,40 @@ class FreeServers(Client):
         pass
 
 
-def images_per_s(net: str, batch: int, every: int, slack: float | None) -> float:
-    """Train alone, if there is no slack, or as a worker; return the median of five windows."""
+def served_by(
+    solver: Solver, consistency: str, options: argparse.Namespace
+) -> AbstractContextManager[object]:
+    """Return a block in which a solver is a worker of servers that cost nothing, or of Ray's."""
+    if not options.cluster:
+        slack = slack_of(consistency)
+        return ServedWorkers(solver, FreeServers(), Rule(slack), options.every)
+    cluster = ClusterOptions(
+        options.cluster,
+        (1, 1),
+        consistency,
+        options.every,
+        options.servers,
+        options.replicas,
+        options.filters,
+    )
+    worker = options_of_worker(solver, cluster, gpu="0", precision="bf16", threads=1)
+    return served(solver, cluster, worker)
+
+
+def images_per_s(consistency: str, options: argparse.Namespace) -> float:
+    """Train alone, if there is no consistency, or as a worker; return the median of five windows
+    of four pushes.
+    """
     device = choose_device("0")
     ops.set_precision(device, "bf16")
     trainer = Trainer(
-        models.path(net, "solver"), device=device, batch=batch, image=None, data=SYNTHETIC
+        models.path(options.net, "solver"),
+        device=device,
+        batch=options.batch,
+        image=None,
+        data=SYNTHETIC,
     )
-    solver, rates = trainer.solver, list[float]()
+    solver, rates, every = trainer.solver, list[float](), options.every
 
     def windows() -> None:
         solver.step(every)
@@ -79,13 +109,10 @@ def images_per_s(net: str, batch: int, every: int, slack: float | None) -> float
             begun = time.perf_counter()
             solver.step(4 * every)
             device.synchronize()
-            rates.append(batch * 4 * every / (time.perf_counter() - begun))
+            rates.append(options.batch * 4 * every / (time.perf_counter() - begun))
 
-    if slack is None:
+    with served_by(solver, consistency, options) if consistency else nullcontext():
         windows()
-    else:
-        with ServedWorkers(solver, FreeServers(), Rule(slack), every):
-            windows()
     solver.close()
     return median(rates)
 
@@ -95,9 +122,18 @@ def main() -> None:
     parser.add_argument("--net", default="caffenet")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--every", type=int, default=25)
+    parser.add_argument("--cluster", default="")
+    parser.add_argument("--servers", type=int, default=4)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--filters", default="")
+    parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
-    for name, slack in 3 * [("alone", None), ("beside", inf), ("waits", 0.0)]:
-        rate = images_per_s(options.net, options.batch, options.every, slack)
+    for name, consistency in options.turns * [
+        ("alone", ""),
+        ("beside", "async"),
+        ("waits", "sync"),
+    ]:
+        rate = images_per_s(consistency, options)
         sys.stdout.write(f"{name}: {rate:.0f} images/s\n")
         sys.stdout.flush()
 
