@@ -1,15 +1,11 @@
 """`caffepy train --cluster`: workers in processes of Ray, on this machine."""
 
-import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
 
 from caffepy.cli import main
-from caffepy.core.errors import STOPPED
-from caffepy.parallel.parameter_server.worker import ServedWorkers
 
 pytest.importorskip("ray", reason="Ray has no wheels for this Python")
 
@@ -34,28 +30,6 @@ def train(*arguments: str) -> int:
 
 
 SERVED = ("--cluster", "local", "--nodes", "2", "--cpu")
-
-
-def test_gradients_give_the_bits_of_training_in_step_also_after_a_stop(
-    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    iterated = ServedWorkers.iterated
-
-    def stop_at_25(workers: ServedWorkers) -> None:
-        iterated(workers)
-        if workers.solver.iter == 25:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(ServedWorkers, "iterated", stop_at_25)
-    assert train("--cpu", "4", "--sync", "tree", "--threads", "1") == 0
-    want = (folder / "run_iter_40.caffemodel").read_bytes()
-    for path in folder.glob("run*"):
-        path.unlink()
-    assert train(*SERVED, "2") == STOPPED  # solvers of each worker
-    assert (folder / "run_iter_25.solverstate").exists()
-    assert train(*SERVED, "2", "--snapshot", "auto") == 0
-    assert (folder / "run_iter_40.caffemodel").read_bytes() == want
-    assert re.search(r"Worker 1: 15 pushes, [\d.]+ % of the time waiting", capsys.readouterr().err)
 
 
 def test_workers_that_push_seldom_learn(folder: Path, capsys: Captured) -> None:

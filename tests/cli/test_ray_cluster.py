@@ -19,6 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from caffepy.cli import main
+from caffepy.core.errors import STOPPED
 from caffepy.parallel.parameter_server.ray_engine import ENVIRONMENT
 from caffepy.parallel.parameter_server.worker import ServedWorkers
 from tests.cli.test_cluster import SOLVER
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 REDIS = shutil.which("redis-server")
-SERVED = ("--nodes", "2", "--cpu", "--consistency", "ssp:1", "--every", "5")
+SERVED = ("--nodes", "2", "--cpu")
+SELDOM = ("--consistency", "ssp:1", "--every", "5")
 
 
 class Head(NamedTuple):
@@ -99,7 +101,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(*arguments: str) -> int:
-    return main.run(["train", "--solver", "solver.prototxt", *arguments, *SERVED])
+    return main.run(["train", "--solver", "solver.prototxt", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -121,9 +123,32 @@ def test_why_a_run_cannot_join_a_cluster_is_told_at_once(
     told: str,
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
-    assert train("--cluster", given or head.address) == code
+    assert train("--cluster", given or head.address, *SERVED, *SELDOM) == code
     *_, last = capfd.readouterr().err.splitlines()
     assert re.match(f"caffepy: error: --cluster {given or head.address}.*{told}", last)
+
+
+def test_gradients_give_the_bits_of_training_in_step_also_after_a_stop(
+    head: Head, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run begins on a local cluster, is stopped there, and ends on another."""
+    iterated = ServedWorkers.iterated
+
+    def stop_at_25(workers: ServedWorkers) -> None:
+        iterated(workers)
+        if workers.solver.iter == 25:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ServedWorkers, "iterated", stop_at_25)
+    assert train("--cpu", "4", "--sync", "tree", "--threads", "1") == 0
+    want = (folder / "run_iter_40.caffemodel").read_bytes()
+    for path in folder.glob("run*"):
+        path.unlink()
+    assert train("--cluster", "local", *SERVED, "2") == STOPPED  # solvers of each worker
+    assert (folder / "run_iter_25.solverstate").exists()
+    assert train("--cluster", head.address, *SERVED, "2", "--snapshot", "auto") == 0
+    assert (folder / "run_iter_40.caffemodel").read_bytes() == want
+    assert re.search(r"Worker 1: 15 pushes, [\d.]+ % of the time waiting", capsys.readouterr().err)
 
 
 def test_a_run_goes_on_while_rays_store_is_away(
@@ -150,7 +175,7 @@ def test_a_run_goes_on_while_rays_store_is_away(
     monkeypatch.setattr(ServedWorkers, "iterated", iterate)
     monkeypatch.setenv("RAY_ADDRESS", head.address)
     try:
-        assert train("--cluster", "auto") == 0
+        assert train("--cluster", "auto", *SERVED, *SELDOM) == 0
     finally:
         for process in back:
             process.kill()

@@ -76,14 +76,13 @@ def solver(tmp_path: Path) -> caffepy.Solver:
     return caffepy.get_solver(tmp_path / "solver.prototxt")
 
 
-def test_a_solver_trains_by_servers_in_a_block(solver: caffepy.Solver) -> None:
-    pytest.importorskip("ray", reason="Ray has no wheels for this Python")
+def test_a_solver_trains_by_servers_in_a_block(solver: caffepy.Solver, ray_address: str) -> None:
     begun = flat(solver)
-    with solver.served(workers=2, every=2, update=frozen):
+    with solver.served(ray_address, workers=2, every=2, update=frozen):
         solver.step(5)
     assert solver.iter == 5
     np.testing.assert_array_equal(flat(solver), begun)
-    with solver.served(workers=2, consistency="ssp:1", every=2, cpus=2):
+    with solver.served(ray_address, workers=2, consistency="ssp:1", every=2, cpus=2):
         solver.step(5)
     assert abs(flat(solver) - begun).max() > 1e-3
     solver.step(1)

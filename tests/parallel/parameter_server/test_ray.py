@@ -35,9 +35,9 @@ SIZE = 120
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayEngine]:
-    """One embedded Ray with three servers, two copies of each range."""
-    engine = connect("local", "test")
+def cluster(ray_address: str) -> Iterator[RayEngine]:
+    """Three servers with two copies of each range."""
+    engine = connect(ray_address, "test")
     engine.spawn_coordinator(servers=3, replicas=2)
     zeros = [np.zeros(r.stop - r.start, np.float32) for r in RANGES]
     engine.call(COORDINATOR, "start", RANGES, zeros, Rule(slack=4)).result(60)

@@ -17,6 +17,7 @@ from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.parameter_server import client
 from caffepy.parallel.parameter_server.attachment import Attachment
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
@@ -39,6 +40,12 @@ NORMALIZED = LOSSY.replace(
     'layer { name: "ip"', library.in_place("BatchNorm", "bn", "pool") + 'layer { name: "ip"'
 )
 TEXTS = {"plain": net(3, NET), "random": LOSSY, "normalized": NORMALIZED}
+
+
+@pytest.fixture(autouse=True)
+def _frequent_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers hear sooner that a snapshot wants their states."""
+    monkeypatch.setattr(client, "BEAT", 0.05)
 
 
 class Served:
