@@ -19,7 +19,7 @@ import logging
 import os
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -42,8 +42,13 @@ from caffepy.parallel.parameter_server.ranges import KeyRange, Ring
 
 log = logging.getLogger(__name__)
 
-ANSWER = 2.0
-"""Seconds that a server may take to answer a ping, else it counts as dead."""
+ANSWER, LONGEST = 2.0, 8.0
+"""Seconds that a server may take to answer a ping, else it counts as dead: three times as long as
+the slowest answer of late, but no less than the first and no more than the second.
+"""
+
+LATE = 20
+"""Rounds of pings that are of late."""
 
 PING = 0.5
 """Seconds between pings."""
@@ -79,6 +84,7 @@ class Coordinator:
         self._changing = asyncio.Lock()
         self._spawned = 0
         self._beats: dict[int, float] = {}  # when each worker was last heard of
+        self._took = deque[float](maxlen=LATE)  # seconds for the answers to pings
         self._dealer = Dealer()
         self._state: object = None
         self._states: dict[int, object] = {}  # of workers: handed out or in
@@ -281,12 +287,15 @@ class Coordinator:
             await asyncio.sleep(PING)
             late = time.monotonic() - slept - PING  # of a coordinator that heard nobody
             self._beats = {worker: beat + late for worker, beat in self._beats.items()}
-            view = self.view
-            answers = await self._each(view.servers, "ping", seconds=ANSWER)
+            view, pinged, patience = self.view, time.monotonic(), self._patience
+            answers = await self._each(view.servers, "ping", seconds=patience)
             if dead := [name for name, answer in answers.items() if isinstance(answer, Exception)]:
                 await self._change(since=view.epoch, without=dead)
-            elif len(view.servers) < self._wanted and view.servers:
-                await self._add_server()
+            else:
+                if (took := time.monotonic() - pinged) <= patience:  # else this process was stopped
+                    self._took.append(took)
+                if len(view.servers) < self._wanted and view.servers:
+                    await self._add_server()
             now = time.monotonic()
             silent = {w for w, beat in self._beats.items() if now - beat > self._deadline}
             for worker in silent:
@@ -294,6 +303,11 @@ class Coordinator:
                     "Worker %d was not heard of for %g s: it is left out", worker, self._deadline
                 )
                 await self.leave(worker)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that servers may take to answer: those of a loaded machine all answer late."""
+        return min(max(ANSWER, 3 * max(self._took, default=0.0)), LONGEST)
 
     async def _add_server(self) -> None:
         name = self._new_name()
@@ -412,7 +426,7 @@ class Coordinator:
     ) -> tuple[dict[str, ByRange], list[str]]:
         """Freeze the servers; return what those that answer hold, and the others."""
         names = self.view.servers if servers is None else servers
-        answers = await self._each(names, "freeze", seconds=ANSWER)
+        answers = await self._each(names, "freeze", seconds=self._patience)
         dead = [name for name, answer in answers.items() if isinstance(answer, Exception)]
         held = {name: answer for name, answer in answers.items() if name not in dead}
         return held, dead

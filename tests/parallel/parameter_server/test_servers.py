@@ -1,5 +1,6 @@
 """Workers, servers and a coordinator in threads: every push counts once, whoever dies."""
 
+import asyncio
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from caffepy.parallel.parameter_server import coordinator
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
 from caffepy.parallel.parameter_server.leases import Lease
@@ -135,6 +137,33 @@ def test_a_server_that_stops_is_replaced() -> None:
         engine.kill_takes_effect = False  # as for a process that hangs in the kernel
         run([*work, stop], 15)
         np.testing.assert_array_equal(values(engine), 300)
+        engine.resume("server-1")
+
+
+def test_a_server_that_answers_later_and_later_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While all of a loaded machine are slow; one that stops then is found all the same."""
+    for name, seconds in {"ANSWER": 1.0, "LONGEST": 2.0, "PING": 0.1}.items():
+        monkeypatch.setattr(coordinator, name, seconds)
+    delays, over = [0.6, 1.3], threading.Event()
+
+    async def ping_late() -> tuple[str, int]:
+        if not delays:
+            over.set()
+        await asyncio.sleep(delays.pop(0) if delays else 0.0)
+        return "host", 1
+
+    with servers(Rule(0)) as engine:
+        epoch = view(engine).epoch
+        engine.actors["server-1"].object.ping = ping_late
+        assert over.wait(5), "it was replaced"
+        run([ones(engine, i, 5, 3) for i in range(3)])
+        assert view(engine).servers == ("server-0", "server-1", "server-2")
+        assert view(engine).epoch == epoch + 3  # the workers have joined
+        np.testing.assert_array_equal(values(engine), 15)
+        engine.stop("server-1")
+        run([lambda: wait_for(lambda: "server-1" not in view(engine).servers)], 20)
         engine.resume("server-1")
 
 
