@@ -34,7 +34,15 @@ from caffepy.core.errors import INTERRUPTED
     type=click.Path(),
     default="",
     metavar="PREFIX",
-    help="Prefix of the snapshot that is written in the end. Default: the name.",
+    help="Prefix of the snapshots. Default: the name.",
+)
+@click.option(
+    "--snapshot-every",
+    type=options.Number(min=0),
+    default=0.0,
+    metavar="S",
+    help="Seconds between two snapshots of what the servers hold, while they learn. Default: one "
+    "in the end only.",
 )
 @click.option(
     "--display",
@@ -69,6 +77,7 @@ def server(
     servers: int,
     replicas: int,
     snapshot_prefix: str,
+    snapshot_every: float,
     display: float,
     grace: float,
     stops: bool,
@@ -85,7 +94,7 @@ def server(
 
     \b
     Examples:
-      caffepy server --cluster auto --name digits --servers 3 --replicas 2
+      caffepy server --cluster auto --name digits --servers 3 --replicas 2 --snapshot-every 600
       caffepy train --cluster auto --name digits --solver solver.prototxt --nodes 4 --every 25
       caffepy server --cluster auto --list
       caffepy server --cluster auto --name digits --stop
@@ -103,6 +112,8 @@ def server(
     if lists:
         options.show(found(cluster), as_json)
         return 0
-    given = ServerOptions(cluster, name or "", servers, replicas, snapshot_prefix, display, grace)
+    given = ServerOptions(
+        cluster, name or "", servers, replicas, snapshot_prefix, snapshot_every, display, grace
+    )
     result = (stop if stops else serve)(given)
     return result.exit_code or (INTERRUPTED if result.stopped else 0)

@@ -1,6 +1,7 @@
 """`caffepy server`: servers that outlive trainers, from their start to a snapshot in the end.
 
-This process holds nothing: it starts the servers on the cluster, tells how it goes, and ends them.
+This process holds nothing: it starts the servers on the cluster, tells how it goes, takes snapshots
+of what they hold, and ends them.
 Where it is killed they go on, until another takes them up or nobody has used them for an hour.
 """
 
@@ -8,8 +9,9 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -19,7 +21,7 @@ from caffepy.parallel.parameter_server.attachment import check_running, this_pro
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.cluster import SILENT, check_copies
 from caffepy.parallel.parameter_server.detached import Status
-from caffepy.parallel.parameter_server.kept import write
+from caffepy.parallel.parameter_server.kept import Held, write
 from caffepy.parallel.parameter_server.messages import DeadPeerError, Report
 from caffepy.parallel.parameter_server.ray_engine import DETACHED, LOCAL, RayEngine, connect
 from caffepy.report.text import AsJson
@@ -43,7 +45,8 @@ class ServerOptions:
     cluster: "local", "auto" or "HOST:PORT", of Ray.
     name: by which trainers find them.
     servers, replicas: among how many the parameters are divided, and how many hold each.
-    snapshot_prefix: of the snapshot in the end; the name, if none is given.
+    snapshot_prefix: of the snapshots; the name, if none is given.
+    snapshot_every: seconds between two snapshots; 0 for one in the end only.
     display: seconds between two lines of progress.
     grace: seconds that a trainer has to stop in the end.
     """
@@ -53,12 +56,13 @@ class ServerOptions:
     servers: int = 2
     replicas: int = 2
     snapshot_prefix: str = ""
+    snapshot_every: float = 0.0
     display: float = 10.0
     grace: float = GRACE
 
     @property
     def prefix(self) -> str:
-        """The prefix of the snapshot, from the root folder."""
+        """The prefix of the snapshots, from the root folder."""
         return os.path.abspath(self.snapshot_prefix or self.name)
 
     def check(self) -> None:
@@ -103,7 +107,9 @@ def serve(options: ServerOptions) -> ServerResult:
 
         client = Client(engine, 0, poll=check)
         with _explaining(options):
-            stopped = _attend(engine, client, options, signals)
+            snapshots = _Snapshots(engine, options)
+            stopped = _attend(engine, client, options, signals, snapshots)
+            snapshots.finish(client.poll)
             return ServerResult(_end(engine, client, options), stopped)
 
 
@@ -199,14 +205,58 @@ def _explaining(options: ServerOptions) -> Iterator[None]:
     except DeadPeerError as error:
         raise SyncError(
             f'--cluster {options.cluster} does not answer any more, and what the servers "'
-            f'{options.name}" held is lost with it: start it and them again; trainers go on from '
-            "their own snapshots with --snapshot auto"
+            f'{options.name}" held is lost with it: start it and them again; trainers go on with '
+            "--snapshot FILE, from the newest of their own snapshots or of the servers' "
+            "(--snapshot-every)"
         ) from error
     except CaffeError as error:
         raise error.at(f"--name {options.name}") from None
 
 
-def _attend(engine: RayEngine, client: Client, options: ServerOptions, signals: Signals) -> bool:
+class _Snapshots:
+    """Snapshots of what servers hold, taken beside what else this process does."""
+
+    def __init__(self, engine: RayEngine, options: ServerOptions) -> None:
+        self._engine, self._options = engine, options
+        self._begun = time.monotonic()
+        self._seen: Status | None = None  # when the last was taken
+        self._clocks = (-1, -1)  # of the values and of the momentum in the last
+        self._thread = threading.Thread()
+
+    def look(self, status: Status) -> None:
+        """Begin one, if it is due and the servers may hold something new."""
+        every, now = self._options.snapshot_every, time.monotonic()
+        is_new = status.iteration is not None and (status.trainer or status != self._seen)
+        if not every or now - self._begun < every or not is_new or self._thread.is_alive():
+            return
+        self._begun, self._seen = now, status
+        self._thread = threading.Thread(target=self._take, name="caffepy-snapshot", daemon=True)
+        self._thread.start()
+
+    def finish(self, poll: Callable[[], object]) -> None:
+        """Wait for one that was begun; what `poll` raises ends that."""
+        while self._thread.is_alive():
+            poll()
+            self._thread.join(LOOK)
+
+    def _take(self) -> None:
+        try:
+            held: Held | None = Client(self._engine, 0, patience=ANSWER).ask("held")
+            if held and (clocks := (held.clock, held.kept.clock)) != self._clocks:
+                saved = write(held, self._options.prefix)
+                log.info("Snapshot: %s, after %d pushes of each worker", saved, held.clock)
+                self._clocks = clocks
+        except (CaffeError, TimeoutError) as error:
+            log.warning("There is no snapshot of the servers this time: %s", error)
+
+
+def _attend(
+    engine: RayEngine,
+    client: Client,
+    options: ServerOptions,
+    signals: Signals,
+    snapshots: _Snapshots,
+) -> bool:
     """Start or take up servers; return true when a signal ends them, false when --stop does."""
     me = this_process("looks after them")
     running = options.name in engine.detached()
@@ -235,6 +285,7 @@ def _attend(engine: RayEngine, client: Client, options: ServerOptions, signals: 
         if status.stopping:
             return False
         _tell_changes(shown, status)
+        snapshots.look(status)
         shown = status
         if time.monotonic() - told_at >= options.display:
             told_at = time.monotonic()

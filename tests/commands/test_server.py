@@ -137,6 +137,44 @@ def test_a_signal_ends_servers_with_a_snapshot_of_what_they_hold(
     assert f"The trainer has gone: iteration {HALF}, 2 pushes of each worker" in told
 
 
+def test_servers_take_snapshots_while_a_run_trains(
+    engine: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One that cannot be written is told, and the next one is tried."""
+    iterated, state = ServedWorkers.iterated, tmp_path / "digits_iter_6.solverstate"
+    (tmp_path / "digits_iter_3.caffemodel").mkdir()
+
+    def wait(workers: ServedWorkers) -> None:
+        iterated(workers)
+        if workers.client.worker == 0 and workers.solver.iter == 4:
+            await_(lambda: "digits_iter_3.caffemodel: this file of a snapshot" in caplog.text)
+        if workers.client.worker == 0 and workers.solver.iter == 7:
+            await_(state.exists)
+
+    def train_on() -> None:
+        await_servers(engine)
+        train(engine)
+        await_(lambda: f"digits_iter_{ITERATIONS}.solverstate, after 4 pushes" in caplog.text)
+        time.sleep(0.2)  # there is nothing more to save
+        engine.ask("stop")
+
+    monkeypatch.setattr(ServedWorkers, "iterated", wait)
+    end = beside(train_on)
+    serve(ServerOptions(OPTIONS.cluster, "digits", snapshot_every=0.02))
+    end()
+    last = f"Snapshot: {tmp_path}/digits_iter_{ITERATIONS}"  # maybe before the run's own end
+    assert sum(text.startswith(last) for text in caplog.messages) <= 2
+    monkeypatch.setattr(ServedWorkers, "iterated", iterated)
+    want = Served(2, TEXTS["plain"], Rule(0), 3, until=6).data
+    for worker, data in Served(
+        2, TEXTS["plain"], Rule(0), 3, until=6, state=str(state)
+    ).data.items():
+        np.testing.assert_array_equal(data, want[worker])
+
+
 def test_servers_that_held_nothing_end_without_a_snapshot(engine: Engine, tmp_path: Path) -> None:
     """Those under nohup do not end with the terminal."""
 

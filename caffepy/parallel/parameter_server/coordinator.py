@@ -214,7 +214,7 @@ class Coordinator:
                 try:
                     if not dead:
                         values, states = zip(*await self._cut(marks, seconds), strict=True)
-                        return Cut([*values], self._batches(marks), [*states])
+                        return Cut([*values], marks, self._batches(marks), [*states])
                 except (DeadPeerError, TimeoutError):  # of a server, or a worker's push is missing
                     seconds = min(2 * seconds, TRANSFER)
                 finally:

@@ -240,8 +240,7 @@ class DetachedCoordinator(Coordinator):
         if kept is None or not self.view.epoch:
             return None
         cut = await self.cut()
-        clocks = () if self.view.ended else (await self.report()).clocks.values()
-        clock = self._of_all(clocks)
+        clock = self._of_all(() if self.view.ended else cut.clocks.values())
         return Held(kept, cut, self.view.ranges, self.view.rule, clock)
 
     def _of_all(self, clocks: Collection[int]) -> int:

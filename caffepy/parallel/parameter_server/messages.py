@@ -144,11 +144,13 @@ class Cut(NamedTuple):
     """What all servers hold after the same pushes.
 
     values: of each range.
+    clocks: of each worker, the number of its pushes among these.
     batches: that these pushes are of.
     update_states: what the servers' update keeps of each range, see `ServerUpdate`.
     """
 
     values: list[Array]
+    clocks: dict[int, int]
     batches: int
     update_states: list[dict[str, Any]]
 

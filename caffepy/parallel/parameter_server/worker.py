@@ -477,10 +477,10 @@ class ServedWorkers(OuterGroup):
                 yield
                 return
             try:
-                values, batches, kept = self.client.cut()
-                self._dealt = batches * len(self.solvers)
-                named = ((r.name, kept[i]) for i, r in enumerate(self._ranges))
-                self._update_states = {name: own for name, own in named if own}
+                cut = self.client.cut()
+                self._dealt = cut.batches * len(self.solvers)
+                of_ranges = zip(self._ranges, cut.update_states, strict=True)
+                self._update_states = {r.name: own for r, own in of_ranges if own}
             except SyncError as error:
                 if phase == "test":
                     raise
@@ -494,7 +494,7 @@ class ServedWorkers(OuterGroup):
             params, device = self.solver.params, self.solver.device
             with device.scope():
                 self._own = [device.on_host(params.data).copy()]
-                filled = self._filled(values)
+                filled = self._filled(cut.values)
                 self.statistics.means = self._means(filled)
                 self._upload(filled)
                 try:

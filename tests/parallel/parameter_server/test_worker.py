@@ -192,7 +192,7 @@ def test_all_workers_end_with_the_values_of_the_servers(
         if number == 0:
             group = solver.workers
             assert isinstance(group, ServedWorkers)
-            values, batches, _ = group.client.cut()
+            values, _, batches, _ = group.client.cut()
             ends[0] = np.concatenate(values)
             assert batches == 3 * 10 * solver.param.iter_size or slack == inf
 
