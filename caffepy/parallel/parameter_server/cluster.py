@@ -309,6 +309,10 @@ class _Processes:
         if time.monotonic() < self._told + AGAIN:
             return
         self._told = time.monotonic()
+        if not self._joined:  # not even this process, which waits for nobody else
+            log.warning("The servers are still starting")
+            self._told += WAIT - AGAIN
+            return
         _, needs = self._devices(1)
         log.warning(
             "The run begins with %d workers, of which %d have joined. %s",
@@ -330,10 +334,10 @@ class _Processes:
         return "The others are starting"
 
     def end(self) -> Mapping[int, Any]:
-        """Wait for the ends of the workers; return their results by number."""
+        """Wait for the ends of the workers that have joined; return their results by number."""
         with self._lock:
             self._ended = True
-            running = dict(self._running)
+            running = {n: future for n, future in self._running.items() if n in self._joined}
         results, until = {}, time.monotonic() + SILENT
         for number, future in running.items():
             try:

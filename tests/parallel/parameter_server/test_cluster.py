@@ -1,5 +1,6 @@
 """Workers that die are replaced, unless that is hopeless."""
 
+import threading
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -107,6 +108,8 @@ def test_whom_a_run_waits_for_to_begin_is_told(
 ) -> None:
     monkeypatch.setattr(cluster, "WAIT", 0)
     started = processes(Engine(), Rule(1), begin_together=3)
+    started.check()
+    assert caplog.messages == ["The servers are still starting"]
     started.follow(View(members={0: 0}))
     started.check()
     started.check()  # which it says once
@@ -137,6 +140,17 @@ def test_workers_that_were_left_out_are_replaced(ends_by_itself: bool) -> None:
     time.sleep(0.2)
     started.check()
     assert max(engine.futures) == 2
+
+
+def test_the_end_waits_for_no_worker_that_has_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one for which the cluster had no room."""
+    monkeypatch.setattr(cluster, "SILENT", 3600)
+    engine = Engine()
+    started = processes(engine, Rule(1))
+    assert started.end() == {}
+    started.follow(View(members={0: 0, 1: 0}))
+    threading.Timer(0.1, engine.futures[1].set_result, [(8, 0.5)]).start()
+    assert started.end() == {1: (8, 0.5)}
 
 
 def test_an_error_of_a_worker_ends_the_run() -> None:
