@@ -13,18 +13,19 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import Any
 
 from caffepy import models, ops
-from caffepy.commands.bench.train import SYNTHETIC, Trainer
+from caffepy.commands.bench.train import Trainer
 from caffepy.commands.devices import choose_device
 from caffepy.device.blob import Array
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.cluster import ClusterOptions, options_of_worker, served
 from caffepy.parallel.parameter_server.leases import Lease
-from caffepy.parallel.parameter_server.messages import Rule, View, slack_of
+from caffepy.parallel.parameter_server.messages import Report, Rule, View, slack_of
 from caffepy.parallel.parameter_server.ranges import KeyRange
 from caffepy.parallel.parameter_server.worker import ServedWorkers
 from caffepy.solver import Solver
@@ -34,22 +35,29 @@ class FreeServers(Client):
     """Counts pushes without sending them; pulls the values of the start."""
 
     def __init__(self) -> None:
-        self.worker, self.clock = 0, 0
+        nobody: Any = None
+        super().__init__(nobody, 0)
 
     def start(
-        self, ranges: Sequence[KeyRange], values: Sequence[Array], rule: Rule, state: object
+        self,
+        ranges: Sequence[KeyRange],
+        values: Sequence[Array],
+        rule: Rule,
+        state: object,
+        update_states: object,
     ) -> None:
         self.view = View(ranges=ranges, rule=rule)
         self._values, self._state = [array.copy() for array in values], state
 
     def join(self, share: int) -> Any:
+        self._share = share
         return self._state
 
     def await_members(self, count: int) -> None:
         pass
 
     def lease(self, clock: int) -> Lease:
-        return Lease(clock, 1)
+        return range(clock * self._share, (clock + 1) * self._share)
 
     def push(self, payloads: Sequence[Any]) -> None:
         self.clock += 1
@@ -57,8 +65,16 @@ class FreeServers(Client):
     def pull(self, slack: float | None = None) -> list[Array]:
         return self._values
 
-    def report(self) -> None:
+    def hand_out(self, states: object) -> None:
         pass
+
+    def take_state(self) -> None:
+        pass
+
+    def report(self) -> "Future[Report]":
+        answer: Future[Report] = Future()
+        answer.set_exception(TimeoutError())
+        return answer
 
     def end(self) -> None:
         pass
@@ -87,33 +103,19 @@ def served_by(
     return served(solver, cluster, worker)
 
 
-def images_per_s(consistency: str, options: argparse.Namespace) -> float:
+def images_per_s(trainer: Trainer, consistency: str, options: argparse.Namespace) -> float:
     """Train alone, if there is no consistency, or as a worker; return the median of five windows
     of four pushes.
     """
-    device = choose_device("0")
-    ops.set_precision(device, "bf16")
-    trainer = Trainer(
-        models.path(options.net, "solver"),
-        device=device,
-        batch=options.batch,
-        image=None,
-        data=SYNTHETIC,
-    )
-    solver, rates, every = trainer.solver, list[float](), options.every
-
-    def windows() -> None:
-        solver.step(every)
+    solver, device, rates = trainer.solver, trainer.device, list[float]()
+    with served_by(solver, consistency, options) if consistency else nullcontext():
+        solver.step(2 * options.every)
         device.synchronize()
         for _ in range(5):
             begun = time.perf_counter()
-            solver.step(4 * every)
+            solver.step(4 * options.every)
             device.synchronize()
-            rates.append(options.batch * 4 * every / (time.perf_counter() - begun))
-
-    with served_by(solver, consistency, options) if consistency else nullcontext():
-        windows()
-    solver.close()
+            rates.append(trainer.batch * 4 * options.every / (time.perf_counter() - begun))
     return median(rates)
 
 
@@ -128,12 +130,17 @@ def main() -> None:
     parser.add_argument("--filters", default="")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
+    device = choose_device("0")
+    ops.set_precision(device, "bf16")
+    solver = models.path(options.net, "solver")
+    assert solver
+    trainer = Trainer(solver, device=device, batch=options.batch)
     for name, consistency in options.turns * [
         ("alone", ""),
         ("beside", "async"),
         ("waits", "sync"),
     ]:
-        rate = images_per_s(consistency, options)
+        rate = images_per_s(trainer, consistency, options)
         sys.stdout.write(f"{name}: {rate:.0f} images/s\n")
         sys.stdout.flush()
 

@@ -125,8 +125,15 @@ def _start(folder: str, cpus: int, store: int) -> None:
 
     # Ray's switch for systems on which it serves one host only: if off, it binds to 127.0.0.1
     ray_constants.ENABLE_RAY_CLUSTER = False
+    # the autoscaler, who sends logs to drivers, and the server of the dashboard's data: nobody asks
+    ray_node.Node.start_api_server = lambda *arguments, **named: None
     params = parameter.RayParams(
-        num_cpus=cpus, object_store_memory=store, include_dashboard=False, temp_dir=folder
+        num_cpus=cpus,
+        object_store_memory=store,
+        include_dashboard=False,
+        include_log_monitor=False,
+        no_monitor=True,
+        temp_dir=folder,
     )
     node = ray_node.Node(
         params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True
