@@ -134,21 +134,22 @@ def test_gradients_give_the_bits_of_training_in_step_also_after_a_stop(
     """The run begins on a local cluster, is stopped there, and ends on another."""
     iterated = ServedWorkers.iterated
 
-    def stop_at_25(workers: ServedWorkers) -> None:
+    def stop_at_9(workers: ServedWorkers) -> None:
         iterated(workers)
-        if workers.solver.iter == 25:
+        if workers.solver.iter == 9:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(ServedWorkers, "iterated", stop_at_25)
+    monkeypatch.setattr(ServedWorkers, "iterated", stop_at_9)
+    (folder / "solver.prototxt").write_text(SOLVER.replace("max_iter: 40", "max_iter: 16"))
     assert train("--cpu", "4", "--sync", "tree", "--threads", "1") == 0
-    want = (folder / "run_iter_40.caffemodel").read_bytes()
+    want = (folder / "run_iter_16.caffemodel").read_bytes()
     for path in folder.glob("run*"):
         path.unlink()
     assert train("--cluster", "local", *SERVED, "2") == STOPPED  # solvers of each worker
-    assert (folder / "run_iter_25.solverstate").exists()
+    assert (folder / "run_iter_9.solverstate").exists()
     assert train("--cluster", head.address, *SERVED, "2", "--snapshot", "auto") == 0
-    assert (folder / "run_iter_40.caffemodel").read_bytes() == want
-    assert re.search(r"Worker 1: 15 pushes, [\d.]+ % of the time waiting", capsys.readouterr().err)
+    assert (folder / "run_iter_16.caffemodel").read_bytes() == want
+    assert re.search(r"Worker 1: 7 pushes, [\d.]+ % of the time waiting", capsys.readouterr().err)
 
 
 def test_a_run_goes_on_while_rays_store_is_away(
