@@ -9,7 +9,7 @@ float32 in the order of the shape.
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -71,6 +71,11 @@ class Memory:
 
     __slots__ = ("_array", "capacity", "dtype")
 
+    version: ClassVar[int] = 0
+    """Grows whenever a blob of the process gets another array or shape: calls that were recorded
+    before may be invalid.
+    """
+
     def __init__(self, dtype: DTypeLike) -> None:
         self.dtype = np.dtype(dtype)
         self.capacity = 0
@@ -78,6 +83,7 @@ class Memory:
 
     def reserve(self, count: int) -> None:
         """Make room for `count` elements; larger than before means new, zeroed memory."""
+        Memory.version += 1
         if count > self.capacity:
             self.capacity = count
             self._array = None
@@ -86,6 +92,7 @@ class Memory:
         """Use this flat array from now on (a slice of a solver's flat parameters)."""
         assert array.ndim == 1
         assert array.dtype == self.layout.dtype
+        Memory.version += 1
         self._array, self.capacity = array, array.size
 
     @property
@@ -101,6 +108,7 @@ class Memory:
     def array(self) -> Array:
         """Flat array with which layers compute."""
         if self._array is None:
+            Memory.version += 1
             self._array = np.zeros(self.capacity, self.dtype)
         return self._array
 
@@ -231,6 +239,7 @@ class _View:
         return view
 
     def point(self, memory: Memory) -> None:
+        Memory.version += 1
         self.memory, self.view = memory, None
         if isinstance(memory, SyncedMemory):
             memory.device.allocation_version += 1

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from caffepy.core.errors import CaffeError
 from caffepy.device.host_memory import free_memory
 from caffepy.device.math_mode import MathMode
+from caffepy.device.recording import recorder
 
 
 def set_twister(twister: np.random.BitGenerator, state: dict[str, Any]) -> None:
@@ -68,6 +69,12 @@ class ErrorFlag:
         On a GPU nothing is raised here, since the operation may still run: `Device.check_errors`
         raises.
         """
+        if keeps := recorder():
+            keeps.check(self.found, self._raise)
+        else:
+            self._raise()
+
+    def _raise(self) -> None:
         if self.found[0]:
             self.found[0] = 0
             raise self.error(float(self.found[1]))

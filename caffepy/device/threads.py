@@ -18,6 +18,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from caffepy.device.control_groups import control_groups, read
+from caffepy.device.recording import recorder
 
 Piece = Callable[[int, int], Any]
 
@@ -140,6 +141,29 @@ def _get_queue() -> "SimpleQueue[_Call | None]":
         return _queue
 
 
+def _step(grain: int) -> int:
+    return min(ALIGNED, 1 << grain.bit_length() - 1)
+
+
+def ranges(n: int, grain: int = 1, most: int | None = None) -> int:
+    """Return the number of ranges that `parallel` makes of range(n) in this thread."""
+    if n <= grain:
+        return min(n, 1)
+    threads, (part, parts) = _threads or num_threads(), getattr(_inside, "share", (0, 1))
+    share = max(1, threads // parts + int(part < threads % parts))
+    step = _step(grain)
+    pieces = min(share, n // (-(-grain // step) * step), n if most is None else most)
+    return 1 if pieces <= 1 or getattr(_inside, "yes", False) else pieces
+
+
+def parallel_calls(function: Piece, n: int, grain: int = 1, most: int | None = None) -> None:
+    """`parallel`, of a function that computes by `recording.call` and by nothing else."""
+    if ranges(n, grain, most) == 1:
+        function(0, n)
+    else:
+        parallel(function, n, grain, most)
+
+
 def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -> None:
     """Call function(lo, hi) on consecutive ranges that make up range(n), at least `grain` long, on
     all threads.
@@ -150,18 +174,15 @@ def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -
     (BLAS rounds by shapes) must be cut by the caller. Returns when all are done; the exception of
     the first range that has one is raised here. A call from inside a piece runs at once.
     """
-    if n <= grain:
+    if keeps := recorder():
+        keeps.parallel(function, n, grain, most)
+        return
+    pieces = ranges(n, grain, most)
+    if pieces <= 1:
         if n > 0:
             function(0, n)
         return
-    step = min(ALIGNED, 1 << grain.bit_length() - 1)
-    threads, (part, parts) = _threads or num_threads(), getattr(_inside, "share", (0, 1))
-    share = max(1, threads // parts + int(part < threads % parts))
-    pieces = min(share, n // (-(-grain // step) * step), n if most is None else most)
-    if pieces <= 1 or getattr(_inside, "yes", False):
-        if n > 0:
-            function(0, n)
-        return
+    step = _step(grain)
     steps = n // step
     call = _Call(function, [*(steps * i // pieces * step for i in range(pieces)), n])
     queue = _queue or _get_queue()

@@ -91,6 +91,9 @@ class Layer:
     can_recompute: ClassVar[bool] = False
     recomputes: bool = False
     can_fuse: bool = False  # the layer with its settings can belong to the fused groups of its type
+    # On the CPU forward and backward compute by what a graph replays (`device/recording.py`) and by
+    # nothing else, with the same arrays and numbers until a blob gets another array or shape.
+    can_replay: bool = False
     # Runs code of the user, which may change any gradient of the net.
     may_modify_gradients: ClassVar[bool] = False
     # The running statistics: blobs that forward computes, not the solver.

@@ -162,6 +162,10 @@ class Convolution(_Filtering):
     seeks_preferred_layout = True
     can_fuse = True
 
+    @property
+    def can_replay(self) -> bool:  # type: ignore[override]
+        return self.conv.can_replay
+
     def weight_shape(self) -> tuple[int, ...]:
         return (self.outputs, self.channels // self.group, *self.window.kernel)
 

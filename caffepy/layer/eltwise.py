@@ -21,7 +21,7 @@ class Eltwise(Layer):
     they are equal, to the second; to a later one only if it is larger.
     """
 
-    on_gpu = only_launches = True
+    on_gpu = only_launches = can_replay = True
     can_recompute = True
     in_place = True
     bottoms = (2, None)

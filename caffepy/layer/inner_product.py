@@ -71,6 +71,10 @@ class InnerProduct(Weighted):
     def only_launches(self) -> bool:
         return self.factors is None and not self.normalizes
 
+    @property
+    def can_replay(self) -> bool:  # type: ignore[override]
+        return self.only_launches
+
     def layout_for(self, preferred: Layout) -> Layout:
         """The preferred type; the order is that of the weight's columns."""
         return Layout(preferred.dtype, False)

@@ -16,6 +16,7 @@ from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.files import locate
 from caffepy.device.blob import Array, Blob
 from caffepy.device.device import ErrorFlag
+from caffepy.device.recording import call
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer
 from caffepy.layer.neuron import SameShape
 from caffepy.proto import binary
@@ -87,6 +88,7 @@ class ClassLoss(LossLayer):
 class Softmax(SameShape):
     """y = exp(x) / sum of exp(x) along `axis` (1 by default)."""
 
+    can_replay = True
     backward_reads_bottom = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -130,6 +132,10 @@ class SoftmaxWithLoss(ClassLoss):
     @property
     def only_launches(self) -> bool:
         return self.type == "SoftmaxWithLoss" and not self.weights
+
+    @property
+    def can_replay(self) -> bool:  # type: ignore[override]
+        return self.only_launches
 
     def passes(self) -> tuple[Callable[..., None], Callable[..., None]]:
         """The forward and the backward function of the back end."""
@@ -353,6 +359,7 @@ class Accuracy(Layer):
     """
 
     on_gpu = True
+    can_replay = True
     bottoms = 2
     tops = (1, 2)
 
@@ -378,7 +385,8 @@ class Accuracy(Layer):
         scores = bottom[0].data.reshape(self.view)
         labels = bottom[1].data.reshape(self.view[0], self.view[2])
         if self.turned is not None:
-            scores = np.negative(scores, out=self.turned.data)
+            call(np.negative, scores, self.turned.data)
+            scores = self.turned.data
         given = scores, labels, self.param.accuracy_param.top_k, self.ignore
         room = self.hits.data, self.counts.data
         shares = top[1].data if len(top) > 1 else None

@@ -86,6 +86,7 @@ class Elementwise(Neuron):
 class ReLU(Elementwise):
     """y = x > 0 ? x : negative_slope * x."""
 
+    can_replay = True
     backward_reads_top = False
     backward_needs = Kept.SIGNS
     fused_backward_reads_top = True

@@ -98,6 +98,10 @@ class Pooling(Drawing):
         return self.method != PoolingParameter.STOCHASTIC
 
     @property
+    def can_replay(self) -> bool:  # type: ignore[override]
+        return self.only_launches and not self.tells_where
+
+    @property
     def draws(self) -> bool:
         return super().draws and self.method == PoolingParameter.STOCHASTIC
 

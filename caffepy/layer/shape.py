@@ -8,6 +8,7 @@ import numpy as np
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Blob, Layout, shape_string
+from caffepy.device.recording import call
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.proto.caffe_pb2 import ReductionParameter
 
@@ -16,7 +17,7 @@ from caffepy.proto.caffe_pb2 import ReductionParameter
 class Concat(Layer):
     """Bottoms joined along `axis` (by default 1); all other axes agree. One alone is shared."""
 
-    on_gpu = only_launches = True
+    on_gpu = only_launches = can_replay = True
     can_recompute = True
     bottoms = (1, None)
     backward_reads_bottom = backward_reads_top = False
@@ -202,6 +203,7 @@ class Split(Layer):
 
     on_gpu = True
     can_recompute = True
+    can_replay = True
     tops = (1, None)
     backward_reads_bottom = backward_reads_top = False
     can_fuse = True
@@ -222,13 +224,14 @@ class Split(Layer):
         elif diffs:
             self.ops.copy(diffs[0], dx)
         else:
-            dx.fill(0)
+            call(dx.fill, 0)
 
 
 class View(Layer):
     """The bottom's values in another shape; data and diff are shared."""
 
     on_gpu = True
+    can_replay = True
     can_recompute = True
     is_view = True
     backward_reads_bottom = backward_reads_top = False

@@ -40,6 +40,10 @@ class Convolution(Protocol):
     def y_shape(self) -> tuple[int, ...]:
         """The shape of y."""
 
+    @property
+    def can_replay(self) -> bool:
+        """True if a replay on the CPU can do what the methods do, see `device/recording.py`."""
+
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
         """Write y = w * x + b; max(0, .) of it with `relu`."""
 

@@ -13,6 +13,7 @@ from caffepy.core.errors import DeviceError
 from caffepy.device.cuda import CudaDevice, CudaGraph
 from caffepy.net import Net
 from caffepy.net.fusion import Step
+from caffepy.net.replay import Replay
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,9 @@ class GraphRunner:
         self._parts: dict[str, _Part] = {}
         self._captured = self._replayed = 0
         self._gpu = cast(CudaDevice, net.device)  # as far as anything is captured
+        self._forward = Replay(net, steps, lambda some: net.forward(steps=some))
+        learning = [step for step in steps[::-1] if net.nodes[step.last].need_backward]
+        self._backward = Replay(net, learning, lambda some: net.backward(steps=some[::-1]))
 
     def reasons_not_capturable(self, capture: bool = True) -> list[str]:
         """Return every reason why this pass runs layer by layer on a GPU; none: it is captured.
@@ -128,7 +132,29 @@ class GraphRunner:
             self.run_data_layers()
             self.run("forward", lambda: self.net.forward(steps=self.computing))
         else:
-            self.net.forward(steps=self.eager_steps)
+            self.run_forward(capture)
+
+    def run_forward(self, capture: bool = True) -> None:
+        """Run a forward pass layer by layer; with `capture` the CPU replays it if it can."""
+        net = self.net
+        if capture and self._can_replay((*net.before_forward, *net.after_forward)):
+            self._forward.run()
+        else:
+            net.forward(steps=self.eager_steps)
+
+    def run_backward(self, capture: bool = True, overwrites: bool = False) -> None:
+        """Run a backward pass, as `run_forward`; `overwrites`: large gradients are overwritten."""
+        net = self.net
+        if capture and self._can_replay((*net.before_backward, *net.after_backward)):
+            self._backward.run(overwrites)
+        else:
+            net.backward(steps=self.eager_steps)
+
+    def _can_replay(self, callbacks: Sequence[object]) -> bool:
+        net = self.net
+        if net.device.is_cuda or net.debug_info or net.recompute:
+            return False
+        return all(getattr(callback, "replayable", False) for callback in callbacks)
 
     def run(self, name: str, work: Callable[[], None]) -> None:
         """Run a part, by replay if possible; needs the device's scope."""

@@ -107,6 +107,7 @@ class Iterations:
         step = self.step
         step.compile_ahead()
         step.phase_timer.start()
+        step.capture = capture
         captured = capture and step.graphs.can_capture()
         runner: Runner = self.captured if captured else self.eager
         self.collect(wait=runner.waits or self.plateau.used)

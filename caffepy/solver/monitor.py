@@ -57,7 +57,7 @@ LOCK_HELD = "the run made no progress, since some code keeps Python's lock:"
 class Heartbeat:
     """The callback of a net before each of its layers: signals are checked, the layer is noted."""
 
-    capturable = adds_nothing = True  # a replayed step is polled instead
+    capturable = replayable = adds_nothing = True  # a replayed step is polled instead
 
     def __init__(self, monitor: "Monitor", net: Net) -> None:
         self._monitor, self._net, self._check = monitor, net, monitor.signals.check

@@ -56,7 +56,7 @@ class EagerRunner:
             for _ in range(step.param.iter_size):
                 self.forward(iteration)
                 timer.mark("forward")
-                step.net.backward(steps=step.graphs.eager_steps)
+                step.graphs.run_backward(step.capture, step.overwrites)
                 timer.mark("backward")
             step.gradients_ready()
         step.update_state.mean()  # waits for the all-reduce
@@ -67,7 +67,7 @@ class EagerRunner:
     def forward(self, iteration: int) -> float:
         """Run a forward pass and return its loss; DivergenceError if that is not finite."""
         step, net = self._step, self._step.net
-        net.forward(steps=step.graphs.eager_steps)
+        step.graphs.run_forward(step.capture)
         step.accumulate_loss()
         loss = step.update_state.loss()
         if not isfinite(loss):

@@ -93,6 +93,7 @@ class Step:
         self.saves_memory = False  # blobs share memory: a pass leaves no activations behind
         self.whole = True  # no update is under way
         self.begun = False  # an iteration is under way
+        self.capture = True  # the CPU may replay passes
         self._statistics = [blob for layer in net.layers for blob in layer.statistics]
         self.rule = rules[param.type]
         with device.scope():
@@ -173,7 +174,8 @@ class Step:
             self._set_overwrites(False)
 
     @property
-    def _overwrites(self) -> bool:
+    def overwrites(self) -> bool:
+        """True if layers overwrite large gradients now."""
         return any(layer.overwrites for layer in self._large.values())
 
     def _set_overwrites(self, overwrites: bool) -> None:
@@ -188,7 +190,7 @@ class Step:
     def begin(self) -> None:
         """Zero gradients and loss; save the layers' running statistics; call `on_start`."""
         self.begun = True
-        self.update_state.begin(self._added_to if self._overwrites else [self.params.diff])
+        self.update_state.begin(self._added_to if self.overwrites else [self.params.diff])
         self.update_state.save_stats(self._statistics)
         if self._pulls:
             self.phase_timer.mark("update")

@@ -6,7 +6,8 @@ from math import prod
 import numpy as np
 
 from caffepy.device.blob import Array
-from caffepy.device.threads import parallel
+from caffepy.device.recording import call
+from caffepy.device.threads import parallel, parallel_calls
 from caffepy.ops.cpu.compiler import kernel
 
 WORK = 200_000  # multiplications for which one more thread pays
@@ -18,23 +19,25 @@ ALIGNED = 16  # pieces begin at multiples of this, the size of BLAS's own blocks
 def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0) -> None:
     by_rows, bounds = _cut(*out.shape, a.shape[1], accumulate)
     if len(bounds) == 2 and scale == 1:
-        if accumulate:
-            out += a @ b
-        else:
-            np.matmul(a, b, out=out)
+        _product(a, b, out, accumulate, scale)
         return
 
     def pieces(first: int, end: int) -> None:
         for lo, hi in zip(bounds[first:end], bounds[first + 1 : end + 1], strict=True):
             left, right = (a[lo:hi], b) if by_rows else (a, b[:, lo:hi])
             part = out[lo:hi] if by_rows else out[:, lo:hi]
-            product = left @ right if accumulate else np.matmul(left, right, out=part)
-            if scale != 1:
-                product *= scale
-            if accumulate:
-                part += product
+            _product(left, right, part, accumulate, scale)
 
-    parallel(pieces, len(bounds) - 1)
+    parallel_calls(pieces, len(bounds) - 1)
+
+
+def _product(a: Array, b: Array, out: Array, accumulate: bool, scale: float) -> None:
+    to = np.empty(out.shape, out.dtype) if accumulate else out
+    call(np.matmul, a, b, to)
+    if scale != 1:
+        call(np.multiply, to, to.dtype.type(scale), to)
+    if accumulate:
+        call(np.add, out, to, out)
 
 
 @lru_cache(maxsize=1024)
@@ -105,4 +108,4 @@ def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
     loop = _bias_gradient_rows if dy.ndim == 2 else _bias_gradient
     parallel(partial(loop, dy, db), db.size, grain)
     if copy is not None:
-        np.copyto(copy, dy)
+        call(np.copyto, copy, dy)

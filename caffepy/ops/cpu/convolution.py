@@ -27,7 +27,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
-from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.depthwise import Depthwise
 from caffepy.ops.cpu.depthwise import suits as is_depthwise
 from caffepy.ops.cpu.neuron import relu_forward
@@ -112,6 +112,14 @@ def _pack(w: Array, panels: Array, sizes: _Sizes, lo: int, hi: int) -> None:
                     panels[at + o] = w[g, first + o, i, tap]
                 for o in range(count, sizes.columns):
                     panels[at + o] = 0
+
+
+@kernel
+def _lay_bias(b: Array | None, outputs: int, to: Array, lo: int, hi: int) -> None:
+    """Copy a bias (g * O/g) to the columns of the panels (g, columns), or 0."""
+    for g in range(lo, hi):
+        for o in range(outputs):
+            to[g, o] = 0 if b is None else b[g * outputs + o]
 
 
 @kernel
@@ -223,6 +231,19 @@ def _add_parts(parts: Array, dw: Array, sizes: _Sizes, lo: int, hi: int) -> None
                     dw[g, first + o, i, tap] += total[o]
 
 
+@partial(kernel, fastmath=EXACT)
+def _add_bias_parts(parts: Array, db: Array, sizes: _Sizes, lo: int, hi: int) -> None:
+    """db[g * O/g + block * columns + o] += sum of parts[unit, o] over chunks."""
+    units = sizes.groups * sizes.blocks
+    for unit in range(lo, hi):
+        g, first = unit // sizes.blocks, unit % sizes.blocks * sizes.columns
+        for o in range(min(sizes.columns, sizes.outputs - first)):
+            total = parts[unit, o]
+            for chunk in range(1, sizes.chunks):
+                total += parts[chunk * units + unit, o]
+            db[g * sizes.outputs + first + o] += total
+
+
 def _places(counts: Sizes, strides: Sizes, start: int = 0) -> Array:
     """Return i0*strides[0] + i1*strides[1] + ... + start for all indices below counts, in order."""
     total = np.full((), start, np.intp)
@@ -332,7 +353,8 @@ class _Correlation:
         w = w.reshape(sizes.groups, sizes.outputs, sizes.inputs, sizes.taps)
         units = sizes.groups * sizes.blocks
         parallel(partial(_pack, w, panels, sizes), units, 1 + 50_000 * units // w.size)
-        self.bias[:, : sizes.outputs] = 0 if bias is None else bias.reshape(sizes.groups, -1)
+        lay = partial(_lay_bias, bias, sizes.outputs, self.bias)
+        parallel(lay, sizes.groups, sizes.groups)
         arrays = x.reshape(-1), panels, self.bias.reshape(-1), y.reshape(-1)
         run = partial(_forward, *arrays, self.forward_tables)
         parallel(run, sizes.images // sizes.together * units)
@@ -348,8 +370,7 @@ class _Correlation:
             dw = dw.reshape(sizes.groups, sizes.outputs, sizes.inputs, sizes.taps)
             parallel(partial(_add_parts, parts, dw, sizes), units)
         if db is not None:
-            sums = bias_parts.reshape(sizes.chunks, sizes.groups, -1).sum(axis=0)
-            db += sums[:, : sizes.outputs].reshape(-1)
+            parallel(partial(_add_bias_parts, bias_parts, db, sizes), units, units)
 
 
 def _needs(count: int, step: int, other: int, other_step: int, pad: int, size: int) -> Array:
@@ -446,6 +467,10 @@ class Convolution:
             self.data_plan = _Correlation(conv._replace(x=self.y_shape, w=shapes, pad=turned))
         else:
             self.data_plan = _windows(conv, self.plan.out)
+
+    @property
+    def can_replay(self) -> bool:
+        return not isinstance(self.plan, Winograd)  # which computes in arrays that others use too
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
         if y.size:

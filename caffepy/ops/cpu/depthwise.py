@@ -21,12 +21,13 @@ from llvmlite import ir
 
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
-from caffepy.ops.cpu.compiler import inlined, kernel
+from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
 from caffepy.ops.cpu.tile import shapes
 from caffepy.ops.cpu.vectors import Vectors, emitted
 
 Sizes = Sequence[int]
 Width = tuple[int, ...]
+Maybe = Array | None
 
 BLOCK = 2048
 """Elements that all taps process before the next: they stay in L1, and float32 sums are short."""
@@ -240,6 +241,7 @@ def _backward_weight(x: Array, dy: Array, parts: Array, tables: _Tables, lo: int
     part = (TAPS + 1) * len(vector)
     buffer, d = np.zeros(sizes.x, x.dtype), np.zeros(windows + len(vector), x.dtype)
     for unit in range(lo, hi):
+        parts[unit * m * blocks * part : (unit + 1) * m * blocks * part] = 0
         chunk, c = unit // sizes.channels, unit % sizes.channels
         first = sizes.images * chunk // sizes.chunks
         for n in range(first, sizes.images * (chunk + 1) // sizes.chunks):
@@ -252,6 +254,24 @@ def _backward_weight(x: Array, dy: Array, parts: Array, tables: _Tables, lo: int
                     for t in range(blocks):
                         at = ((unit * m + k) * blocks + t) * part
                         _sum(d, buffer, offsets, t * TAPS, a, b, parts, at, vector)
+
+
+@partial(kernel, fastmath=EXACT)
+def _add_parts(parts: Array, dw: Maybe, db: Maybe, taps: int, width: int, lo: int, hi: int) -> None:
+    """dw (O, taps) and db (O) += the sums of parts (chunks, O, parts of TAPS, TAPS + 1, width)."""
+    chunks = parts.shape[0]
+    for o in range(lo, hi):
+        for tap in range(taps + 1):
+            block, at = (tap // TAPS, tap % TAPS) if tap < taps else (0, TAPS)
+            total = 0.0
+            for chunk in range(chunks):
+                for k in range(width):
+                    total += parts[chunk, o, block, at, k]
+            if tap < taps:
+                if dw is not None:
+                    dw[o, tap] += total
+            elif db is not None:
+                db[o] += total
 
 
 def suits(x_shape: Sizes, w_shape: Sizes, group: int) -> bool:
@@ -317,14 +337,12 @@ class Depthwise:
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         tables, sizes = self.weight_tables, self.tables.sizes
         shape = sizes.chunks, self.y_shape[1], tables.taps.size // TAPS, TAPS + 1
-        parts = np.zeros((*shape, len(tables.vector)))
+        parts = np.empty((*shape, len(tables.vector)))
         parallel(
             partial(_backward_weight, *(a.reshape(-1) for a in (x, dy, parts)), tables),
             sizes.chunks * sizes.channels,
             1 + 20_000 * sizes.chunks // (sizes.images * sizes.x),
         )
-        sums = parts.sum(axis=(0, -1))  # (O, blocks, TAPS + 1)
-        if dw is not None:
-            dw += sums[..., :TAPS].reshape(len(sums), -1)[:, : sizes.taps].reshape(dw.shape)
-        if db is not None:
-            db += sums[:, 0, TAPS]
+        dw = None if dw is None else dw.reshape(self.y_shape[1], sizes.taps)
+        add = partial(_add_parts, parts, dw, db, sizes.taps, len(tables.vector))
+        parallel(add, self.y_shape[1], 1 + 20_000 * self.y_shape[1] // parts.size)

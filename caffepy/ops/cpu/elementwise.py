@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from caffepy.device.blob import Array
-from caffepy.device.threads import parallel
+from caffepy.device.recording import call
+from caffepy.device.threads import parallel, parallel_calls
 from caffepy.ops.cpu.compiler import kernel
 
 Maybe = Array | None
@@ -45,9 +46,9 @@ def flatwise(
     flat = [None if a is None else a.reshape(-1) for a in (*inputs, out)]
 
     def piece(lo: int, hi: int) -> None:
-        loop(*[None if a is None else a[lo:hi] for a in flat], *numbers)
+        call(loop, *[None if a is None else a[lo:hi] for a in flat], *numbers)
 
-    parallel(piece, out.size, grain)
+    parallel_calls(piece, out.size, grain)
 
 
 @kernel
@@ -121,11 +122,11 @@ def eltwise_sum(xs: Sequence[Array], coefficients: Sequence[float], out: Array) 
     def piece(lo: int, hi: int) -> None:
         for i in range(lo, hi, size):
             x, y, *rest, to = [a[i : min(i + size, hi)] for a in flat]
-            _weighted_pair(x, y, to, *coefficients[:2])
+            call(_weighted_pair, x, y, to, *coefficients[:2])
             for z, coefficient in zip(rest, coefficients[2:], strict=True):
-                _axpy(z, to, coefficient)
+                call(_axpy, z, to, coefficient)
 
-    parallel(piece, out.size, GRAIN)
+    parallel_calls(piece, out.size, GRAIN)
 
 
 @kernel

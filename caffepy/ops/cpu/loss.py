@@ -1,12 +1,14 @@
 """Softmax, losses, accuracy."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from caffepy.device.blob import Array
-from caffepy.device.threads import parallel
-from caffepy.ops.cpu.compiler import kernel
+from caffepy.device.recording import call
+from caffepy.device.threads import parallel, parallel_calls
+from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
 from caffepy.ops.cpu.elementwise import GRAIN, dot, eltwise_sum, flatwise, scaled
 from caffepy.ops.protocol import Counting, Outcome, Room, Shares
 
@@ -80,12 +82,12 @@ def softmax_forward(x: Array, y: Array) -> None:
         first, last, x, y = _subtract_max_rows, _divide_by_sum_rows, x[:, :, 0], y[:, :, 0]
 
     def piece(lo: int, hi: int) -> None:
-        first(x, y, lo, hi)
+        call(first, x, y, lo, hi)
         with np.errstate(all="ignore"):
-            np.exp(y[lo:hi], out=y[lo:hi])
-        last(y, lo, hi)
+            call(np.exp, y[lo:hi], y[lo:hi])
+        call(last, y, lo, hi)
 
-    parallel(piece, x.shape[0], _grain(x))
+    parallel_calls(piece, x.shape[0], _grain(x))
 
 
 @kernel
@@ -107,8 +109,16 @@ def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
     parallel(partial(_softmax_gradient, y, dy, dx), y.shape[0], _grain(y))
 
 
+@partial(inlined, fastmath=EXACT)
+def _quotient(total: Any, divisor: Any) -> Any:
+    return total / divisor
+
+
 @kernel
-def _softmax_loss(prob: Array, label: Array, skip: bool, ignore: int) -> tuple[float, int, int]:
+def _softmax_loss(
+    prob: Array, label: Array, skip: bool, ignore: int, divisor: float, outcome: Outcome
+) -> None:
+    """`divisor` is 0 to divide by the number of labels that count."""
     loss, count, wrong = 0.0, 0, -1
     for n in range(label.shape[0]):
         for p in range(label.shape[1]):
@@ -122,12 +132,12 @@ def _softmax_loss(prob: Array, label: Array, skip: bool, ignore: int) -> tuple[f
             likelihood = np.float64(prob[n, int(t), p])
             loss -= np.log(FLT_MIN if likelihood < FLT_MIN else likelihood)
             count += 1
-    return loss, count, wrong
-
-
-def _put_down(label: Array, place: int, wrong: Array) -> None:
-    if place >= 0:
-        wrong[:] = 1, label.flat[place]
+    mean, norm, flag = outcome
+    if wrong >= 0:
+        flag[0], flag[1] = 1, label[wrong // label.shape[1], wrong % label.shape[1]]
+    by = divisor if divisor > 0 else float(max(1, count))
+    norm[()] = by
+    mean[()] = _quotient(loss, by)
 
 
 def _divided(total: float, count: int, divisor: float | None, loss: Array, norm: Array) -> None:
@@ -141,16 +151,24 @@ def softmax_loss_forward(
     ignore, divisor = counting
     loss, norm, wrong = outcome
     softmax_forward(x, prob)
-    total, count, place = _softmax_loss(prob, label, ignore is not None, ignore or 0)
-    _put_down(label, place, wrong)
-    _divided(float(total), int(count), divisor, loss, norm)
+    by = 0.0 if divisor is None else max(1.0, divisor)
+    given = prob, label, ignore is not None, ignore or 0, by
+    call(_softmax_loss, *given, (loss.reshape(()), norm, wrong))
 
 
 @kernel
 def _softmax_loss_gradient(
-    prob: Array, label: Array, skip: bool, ignore: int, scale: float, dx: Array, lo: int, hi: int
+    prob: Array,
+    label: Array,
+    skip: bool,
+    ignore: int,
+    weight: Array,
+    norm: Array,
+    dx: Array,
+    lo: int,
+    hi: int,
 ) -> None:
-    s = prob.dtype.type(scale)
+    s = prob.dtype.type(_quotient(np.float64(weight[()]), norm[()]))
     for n in range(lo, hi):
         for c in range(prob.shape[1]):
             u, v = prob[n, c], dx[n, c]
@@ -168,9 +186,8 @@ def _softmax_loss_gradient(
 def softmax_loss_backward(
     prob: Array, label: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
 ) -> None:
-    scale = float(weight.flat[0]) / float(norm)
-    run = partial(_softmax_loss_gradient, prob, label, ignore is not None, ignore or 0, scale, dx)
-    parallel(run, prob.shape[0], _grain(prob))
+    given = prob, label, ignore is not None, ignore or 0, weight.reshape(-1)[:1].reshape(()), norm
+    parallel(partial(_softmax_loss_gradient, *given, dx), prob.shape[0], _grain(prob))
 
 
 @kernel
@@ -224,34 +241,45 @@ def euclidean_loss_backward(difference: Array, weight: Array, divisor: float, dx
 
 @kernel
 def _accuracy(
-    x: Array, label: Array, top_k: int, skip: bool, ignore: int, hits: Array, counts: Array
-) -> int:
+    x: Array,
+    label: Array,
+    top_k: int,
+    skip: bool,
+    ignore: int,
+    hits: Array,
+    counts: Array,
+    share: Array,
+    shares: Array,
+    wrong: Array,
+) -> None:
+    """`shares` is empty if they are not wanted."""
     for n in range(label.shape[0]):
         for p in range(label.shape[1]):
             if skip and int(label[n, p]) == ignore:
                 continue
             if not (label[n, p] > -1 and label[n, p] < x.shape[1]):
-                return n * int(label.shape[1]) + p
+                wrong[0], wrong[1] = 1, label[n, p]
+                hits[:], counts[:] = 0, 0
+                return
             t = int(label[n, p])
             better = -1  # the label itself is not below its own score
             for c in range(x.shape[1]):
                 better += 0 if x[n, c, p] < x[n, t, p] else 1
             counts[t] += 1
             hits[t] += 1 if better < top_k else 0
-    return -1
+    share[()] = _quotient(float(hits.sum()), float(max(1, counts.sum())))
+    for t in range(shares.size):
+        shares[t] = _quotient(float(hits[t]), float(max(1, counts[t])))
+    hits[:], counts[:] = 0, 0
 
 
 def accuracy(
     x: Array, label: Array, top_k: int, ignore: int | None, room: Room, outcome: Shares
 ) -> None:
     (hits, counts), (share, shares, wrong) = room, outcome
-    place = _accuracy(x, label, top_k, ignore is not None, ignore or 0, hits, counts)
-    _put_down(label, int(place), wrong)
-    share.fill(int(hits.sum()) / max(1, int(counts.sum())))
-    if shares is not None:
-        np.divide(hits, np.maximum(counts, 1), out=shares, casting="unsafe")
-    hits.fill(0)
-    counts.fill(0)
+    wanted = np.empty(0, share.dtype) if shares is None else shares.reshape(-1)
+    given = x, label, top_k, ignore is not None, ignore or 0, hits, counts
+    call(_accuracy, *given, share.reshape(()), wanted, wrong)
 
 
 def _gains(label: Array, matrix: Array, ignore: int | None) -> tuple[Array, Array, Array]:

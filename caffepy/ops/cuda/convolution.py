@@ -60,6 +60,8 @@ class Convolution:
     In a block of `compile_ahead` a call begins to compile kernels, and chooses nothing.
     """
 
+    can_replay = False
+
     def __init__(
         self, x_shape: Sizes, w_shape: Sizes, window: Sequence[Sizes], group: int, dtype: DTypeLike
     ) -> None:

@@ -1,0 +1,64 @@
+"""Recording of the calls that a thread makes on the CPU, for a graph that replays them.
+
+While a thread records, `call` and `threads.parallel` make their calls through its recorder, which
+keeps them. What is computed otherwise is not seen: only code that computes by these alone, with
+the same arguments each time, may run within `recording`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+
+class Recorder(Protocol):
+    """What keeps the calls of a thread; it makes them, too."""
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a compiled loop, or a ufunc of numpy with its output last."""
+
+    def parallel(
+        self, function: Callable[[int, int], Any], n: int, grain: int, most: int | None
+    ) -> None:
+        """Call a function by `threads.parallel`."""
+
+    def check(self, found: Any, check: Callable[[], object]) -> None:
+        """Call `check`; a replay does so if the first element of `found`, float64, is not 0."""
+
+
+_thread = threading.local()
+"""`.recorder` is that of a thread, None while it makes a call."""
+_recorders = 0  # threads that record
+_lock = threading.Lock()
+
+
+def recorder() -> Recorder | None:
+    """Return what keeps the calls of this thread, if anything does."""
+    return getattr(_thread, "recorder", None) if _recorders else None
+
+
+def call(function: Callable[..., Any], *args: Any) -> None:
+    """Call a compiled loop, or a ufunc of numpy with its output last, which returns nothing else.
+
+    A thread that records keeps the call with these very arrays and numbers.
+    """
+    if _recorders and (keeps := recorder()):
+        keeps.call(function, *args)
+    else:
+        function(*args)
+
+
+@contextmanager
+def recording(keeps: Recorder | None) -> Iterator[None]:
+    """Let `keeps` keep what this thread calls in the block; None: nothing is kept."""
+    global _recorders
+    before = getattr(_thread, "recorder", None)
+    with _lock:
+        _recorders += 1
+    _thread.recorder = keeps
+    try:
+        yield
+    finally:
+        _thread.recorder = before
+        with _lock:
+            _recorders -= 1

@@ -1,0 +1,279 @@
+"""Passes of a net that the CPU replays give what passes layer by layer give, to the last bit."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from caffepy.core.errors import DataError
+from caffepy.device.device import Device
+from caffepy.device.threads import num_threads, set_num_threads
+from caffepy.layer.base import registry
+from caffepy.net import Net
+from caffepy.net.replay import MAX_RECORDINGS
+from caffepy.proto import text
+from caffepy.proto.caffe_pb2 import NetParameter
+from caffepy.solver.capture import GraphRunner
+from tests.layer.cases import CASES, IMAGE, NEURONS
+from tests.nets import library
+
+RUNS = 5  # one allocates memory, one is recorded
+
+LABELLED = {"SoftmaxWithLoss", "Accuracy"}
+LAYERS = {
+    **{
+        f"{name}{' in place' * in_place}": (name.split()[0], [IMAGE], 1, settings, in_place)
+        for name, (settings, _) in NEURONS.items()
+        for in_place in (False, True)
+        if "TEST" not in name
+    },
+    **{
+        f"{kind} {k}": (kind, shapes, tops, settings, False)
+        for kind, cases in CASES.items()
+        for k, (shapes, tops, settings) in enumerate(cases)
+    },
+}
+REPLAYED = {
+    "Accuracy",
+    "Concat",
+    "Convolution",
+    "Convolution3D",
+    "ConvolutionDepthwise",
+    "DepthwiseConv",
+    "DepthwiseConvolution",
+    "Eltwise",
+    "Flatten",
+    "InnerProduct",
+    "Pooling",
+    "ReLU",
+    "Reshape",
+    "Softmax",
+    "SoftmaxWithLoss",
+    "Split",
+}
+"""The types of which a case is replayed; all others run layer by layer always."""
+DERIVED = {"FocalLoss", "InfogainLoss", "SoftmaxWithLossOHEM"}
+"""Types that inherit what decides, and that it excludes."""
+
+
+def net_of(definition: str) -> Net:
+    return Net(text.parse(definition, NetParameter()), device=Device(seed=1))
+
+
+def blobs(net: Net) -> list[Any]:
+    return [*net.blobs.values(), *(blob for layer in net.layers for blob in layer.blobs)]
+
+
+def fill(nets: tuple[Net, Net], rng: np.random.Generator) -> None:
+    for name in nets[0].inputs:
+        shape = nets[0].blobs[name].shape
+        values = rng.standard_normal(shape).astype(np.float32)
+        if name == "label":
+            values = rng.integers(0, 2, shape).astype(np.float32)
+        for net in nets:
+            net.blobs[name].host_data[...] = values
+    gradients = [rng.standard_normal(blob.shape).astype(np.float32) for blob in blobs(nets[0])]
+    for net in nets:
+        for blob, gradient in zip(blobs(net), gradients, strict=True):
+            blob.host_diff[...] = gradient
+        for node in net.nodes:
+            node.write_loss_weights()
+
+
+def equal(nets: tuple[Net, Net]) -> None:
+    for name in nets[0].blobs:
+        mine, theirs = (net.blobs[name] for net in nets)
+        np.testing.assert_array_equal(mine.host_data, theirs.host_data, name)
+        np.testing.assert_array_equal(mine.host_diff, theirs.host_diff, name)
+    for mine, theirs in zip(*map(blobs, nets), strict=True):
+        np.testing.assert_array_equal(mine.host_data, theirs.host_data)
+        np.testing.assert_array_equal(mine.host_diff, theirs.host_diff)
+
+
+def both(definition: str) -> tuple[Net, Net]:
+    """The same net twice, with the same parameters."""
+    nets = net_of(definition), net_of(definition)
+    for mine, theirs in zip(*map(blobs, nets), strict=True):
+        mine.host_data[...] = theirs.host_data
+    return nets
+
+
+def compare(
+    definition: str, before: Callable[[int, tuple[Net, Net]], object] = lambda run, nets: None
+) -> GraphRunner:
+    """Run a net layer by layer and its twin by replay on several inputs."""
+    nets, rng = both(definition), np.random.default_rng(2)
+    runners = [GraphRunner(net, False, "The net runs") for net in nets]
+    for run in range(RUNS):
+        before(run, nets)
+        fill(nets, rng)
+        for capture, runner in zip((False, True), runners, strict=True):
+            runner.run_forward(capture)
+            runner.run_backward(capture)
+        equal(nets)
+    return runners[1]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = num_threads()
+    set_num_threads(1)
+    yield
+    set_num_threads(before)
+
+
+def definition_of(case: str) -> str:
+    kind, shapes, tops, settings, in_place = LAYERS[case]
+    names = [f"x{i}" for i in range(len(shapes))]
+    if kind in LABELLED:
+        names[1] = "label"
+    top = " ".join(names) if in_place else " ".join(f"y{i}" for i in range(tops))
+    inputs = library.inputs("in", **dict(zip(names, shapes, strict=True)))
+    down = "".join(f"propagate_down: {str(n != 'label').lower()} " for n in names)
+    return f"force_backward: true {inputs}" + library.layer(
+        kind, "layer", " ".join(names), down + settings, top=top
+    )
+
+
+@pytest.mark.parametrize("case", [case for case in LAYERS if LAYERS[case][0] in REPLAYED])
+@pytest.mark.usefixtures("one_thread")
+def test_layers(case: str) -> None:
+    if "STOCHASTIC" in LAYERS[case][3]:
+        assert not net_of(definition_of(case)).layers[-1].can_replay
+        return
+    runner = compare(definition_of(case))
+    replays = runner.net.layers[-1].can_replay
+    for replay in (runner._forward, runner._backward):
+        assert replay.replays == (replays and bool(replay._steps))
+
+
+def test_all_types_that_can_be_replayed_are_compared() -> None:
+    """Classes without a case, and those whose layers decide by their settings."""
+    by_class = {
+        name
+        for name in registry
+        if isinstance(registry[name], type) and registry[name].can_replay is not False
+    }
+    assert by_class == REPLAYED | DERIVED
+
+
+CHAIN = (
+    library.inputs("in", data=(3, 2, 8, 8), label=(3,))
+    + library.convolution("conv", "data", 5, 3)
+    + library.relu("relu", "conv")
+    + library.pooling("pool", "conv", "pool: MAX kernel_size: 2 stride: 2")
+    + library.inner_product("ip", "pool", 4)
+    + library.layer("Softmax", "prob", "ip")
+    + library.layer("SoftmaxWithLoss", "loss", "ip label")
+)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_net_with_any_number_of_threads(threads: int) -> None:
+    before = num_threads()
+    set_num_threads(threads)
+    try:
+        runner = compare(CHAIN)
+    finally:
+        set_num_threads(before)
+    assert runner._forward._replayed == runner._backward._replayed == RUNS - 2
+
+
+def test_an_input_of_another_shape_begins_anew() -> None:
+    def reshape(run: int, nets: tuple[Net, Net]) -> None:
+        for net in nets if run == 3 else ():
+            net.blobs["data"].reshape((2, 2, 8, 8))
+            net.blobs["label"].reshape((2,))
+
+    runner = compare(CHAIN, reshape)
+    assert runner._forward._replayed == 1
+    assert runner._forward.replays  # recorded again
+
+
+def test_parameters_of_another_net_begin_anew() -> None:
+    other = net_of(CHAIN)
+
+    def share(run: int, nets: tuple[Net, Net]) -> None:
+        for net in nets if run == 3 else ():
+            net.share_trained_layers_with(other)
+
+    assert compare(CHAIN, share)._forward._replayed == 1
+
+
+def test_the_number_of_threads_may_change() -> None:
+    before = num_threads()
+
+    def change(run: int, nets: tuple[Net, Net]) -> None:
+        set_num_threads(1 + run // 3)
+
+    try:
+        assert compare(CHAIN, change)._forward._replayed == 1
+    finally:
+        set_num_threads(before)
+
+
+def test_shapes_that_change_all_the_time_end_recording() -> None:
+    net = net_of(CHAIN)
+    runner = GraphRunner(net, False, "The net runs")
+    for run in range(3 * MAX_RECORDINGS):
+        if not run % 2:
+            net.blobs["data"].reshape((2 + run // 2 % 2, 2, 8, 8))
+            net.blobs["label"].reshape((2 + run // 2 % 2,))
+        runner.run_forward()
+    assert runner._forward._recorded == MAX_RECORDINGS + 1
+    assert runner._forward._replayed == 0
+
+
+def test_a_layer_in_between_runs_each_time() -> None:
+    """One that draws random numbers, between two stretches that are replayed."""
+    net = CHAIN + library.layer("Dropout", "drop", "prob") + library.inner_product("ip2", "drop", 3)
+    nets = both("state { phase: TRAIN } " + net)
+    runners = [GraphRunner(net, False, "The net runs") for net in nets]
+    rng = np.random.default_rng(4)
+    for _ in range(RUNS):
+        fill(nets, rng)
+        for capture, runner in zip((False, True), runners, strict=True):
+            runner.run_forward(capture)
+            runner.run_backward(capture)
+        equal(nets)
+    mask = nets[1].blobs["drop"].host_data.copy()
+    runners[1].run_forward()
+    assert not np.array_equal(nets[1].blobs["drop"].host_data, mask)
+    assert [graph is None for graph, _ in runners[1]._forward._parts] == [True, False, True, False]
+
+
+def test_a_wrong_label_is_told_where_it_is_told_layer_by_layer() -> None:
+    nets, rng = both(CHAIN), np.random.default_rng(2)
+    runners = [GraphRunner(net, False, "The net runs") for net in nets]
+    messages = []
+    for run in range(RUNS):
+        fill(nets, rng)
+        for capture, net, runner in zip((False, True), nets, runners, strict=True):
+            if run == RUNS - 1:
+                net.blobs["label"].host_data[1] = 7
+                with pytest.raises(DataError) as error:
+                    runner.run_forward(capture)
+                messages.append(str(error.value))
+            else:
+                runner.run_forward(capture)
+        equal(nets)
+    assert messages[0] == messages[1]
+    assert "label 7 is not one of the 4 classes" in messages[0]
+    for net, runner in zip(nets, runners, strict=True):
+        net.blobs["label"].host_data[1] = 2
+        runner.run_forward()
+    equal(nets)
+
+
+def test_a_callback_that_looks_at_layers_sees_each() -> None:
+    net, seen = net_of(CHAIN), list[int]()
+    runner = GraphRunner(net, False, "The net runs")
+    for _ in range(3):
+        runner.run_forward()
+    net.after_forward.append(seen.append)
+    runner.run_forward()
+    assert seen == list(range(len(net.layers)))
+    net.after_forward.clear()
+    runner.run_forward()
+    assert runner._forward._replayed == 2
