@@ -156,6 +156,11 @@ def ranges(n: int, grain: int = 1, most: int | None = None) -> int:
     return 1 if pieces <= 1 or getattr(_inside, "yes", False) else pieces
 
 
+def num_ranges() -> int:
+    """Return the number of ranges that `parallel` makes at most in this thread."""
+    return ranges(1 << 30) if hasattr(_inside, "share") else _threads or num_threads()
+
+
 def parallel_calls(function: Piece, n: int, grain: int = 1, most: int | None = None) -> None:
     """`parallel`, of a function that computes by `recording.call` and by nothing else."""
     if ranges(n, grain, most) == 1:

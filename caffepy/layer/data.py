@@ -51,6 +51,9 @@ class Feed(Layer):
 
     def hand_over(self, top: Blobs, write: Callable[[list[Array]], object]) -> None:
         """Copy to the tops the host arrays that `write` fills; asynchronously on a GPU."""
+        if top[0].gpu is None:
+            write([t.data for t in top])
+            return
         staging = self._stagings[top[0].gpu]
         write(staging.room(tuple((t.shape, self.dtype) for t in top)))
         staging.send()

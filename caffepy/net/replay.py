@@ -1,4 +1,4 @@
-"""Passes of a net on the CPU, recorded and replayed: the twin of CUDA graphs.
+"""Passes of a net, and updates, on the CPU, recorded and replayed: the twin of CUDA graphs.
 
     1st run    layer by layer; memory is allocated
     2nd run    layer by layer, and each call of compiled code is recorded: `caffepy.ops.cpu.graph`
@@ -19,9 +19,10 @@ import numpy as np
 
 from caffepy.device.blob import Memory
 from caffepy.device.recording import recording
-from caffepy.device.threads import ranges
+from caffepy.device.threads import num_ranges
 from caffepy.net.fusion import Step
 from caffepy.net.net import Net
+from caffepy.ops.protocol import Ops
 
 if TYPE_CHECKING:
     from caffepy.ops.cpu.graph import Graph
@@ -38,19 +39,23 @@ average: shapes change too often.
 """
 
 
+Part = tuple[bool, Callable[[], object]]
+
+
 class Replay:
-    """Runs steps of a net in one direction by `run`, which takes steps."""
+    """Does `work` by replay if that is possible. `parts` returns it in parts, each with whether all
+    that it does can be replayed.
+    """
 
     def __init__(
-        self, net: Net, steps: Sequence[Step], run: Callable[[Sequence[Step]], None]
+        self, ops: Ops, work: Callable[[], object], parts: Callable[[], Sequence[Part]]
     ) -> None:
-        self._net, self._run = net, run
-        self._steps = steps
-        # Stretches of steps of which all, or none, are replayed: by a graph, or None.
-        self._parts: list[tuple[Graph | None, list[Step]]] = []
+        self._ops, self._work, self._divided = ops, work, parts
+        # A graph, or None, for each part.
+        self._parts: list[tuple[Graph | None, Callable[[], object]]] = []
         self._steady: Hashable = None  # the conditions after the last run
         self._recorded = self._replayed = 0
-        self._never = not steps
+        self._never = False
 
     @property
     def replays(self) -> bool:
@@ -58,14 +63,14 @@ class Replay:
         return bool(self._parts)
 
     def run(self, *conditions: Hashable) -> None:
-        """Run the steps, by replay if that is possible; `conditions` are further ones."""
+        """Do the work; `conditions` are further ones under which a recording holds."""
         if self._never:
-            self._run(self._steps)
+            self._work()
             return
-        now = (Memory.version, ranges(1 << 30), *conditions)
+        now = (Memory.version, num_ranges(), *conditions)
         if now != self._steady:
             self._parts, begun = [], perf_counter()
-            self._run(self._steps)
+            self._work()
             is_short = perf_counter() - begun < LONGEST
             self._steady = (Memory.version, *now[1:]) if is_short else None
         elif self._parts:
@@ -79,37 +84,48 @@ class Replay:
         from caffepy.ops.cpu.graph import Graph  # here, since it loads numba
 
         self._recorded += 1
-        stretches = [
-            (can_replay, list(steps))
-            for can_replay, steps in groupby(self._steps, partial(_can_replay, self._net))
-        ]
+        divided = self._divided()
         changes = self._recorded > MAX_RECORDINGS and self._replayed < MIN_REPLAYS * self._recorded
-        if changes or not any(can_replay for can_replay, _ in stretches):
+        if changes or not any(can_replay for can_replay, _ in divided):
             self._never = True
-            self._run(self._steps)
+            self._work()
             return
-        parts = list[tuple[Graph | None, list[Step]]]()
-        for can_replay, steps in stretches:
+        parts = list[tuple[Graph | None, Callable[[], object]]]()
+        for can_replay, work in divided:
             graph, begun = Graph() if can_replay else None, perf_counter()
             with recording(graph):
-                self._run(steps)
+                work()
             if graph is not None:
                 graph.finish(perf_counter() - begun)
-            parts.append((graph, steps))
+            parts.append((graph, work))
         self._parts = parts
 
     def _replay(self) -> None:
         version = Memory.version
         self._replayed += 1
-        for graph, steps in self._parts:
-            if graph is None or Memory.version != version:  # a layer in between reshaped a blob
-                self._run(steps)
+        for graph, work in self._parts:
+            if graph is None or Memory.version != version:  # a part in between reshaped a blob
+                work()
             elif graph.is_one_call:
-                with self._net.ops.blas_scope():
+                with self._ops.blas_scope():
                     graph.replay()
             else:
-                with self._net.ops.blas_scope(), np.errstate(all="ignore"):
+                with self._ops.blas_scope(), np.errstate(all="ignore"):
                     graph.replay()
+
+
+def replay_of_pass(
+    net: Net, steps: Sequence[Step], run: Callable[[Sequence[Step]], object]
+) -> Replay:
+    """A Replay of steps of a net in one direction by `run`, which takes steps."""
+
+    def parts() -> list[Part]:
+        return [
+            (can_replay, partial(run, list(some)))
+            for can_replay, some in groupby(steps, partial(_can_replay, net))
+        ]
+
+    return Replay(net.ops, partial(run, steps), parts)
 
 
 def _can_replay(net: Net, step: Step) -> bool:

@@ -13,7 +13,7 @@ from caffepy.core.errors import DeviceError
 from caffepy.device.cuda import CudaDevice, CudaGraph
 from caffepy.net import Net
 from caffepy.net.fusion import Step
-from caffepy.net.replay import Replay
+from caffepy.net.replay import replay_of_pass
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +73,9 @@ class GraphRunner:
         self._parts: dict[str, _Part] = {}
         self._captured = self._replayed = 0
         self._gpu = cast(CudaDevice, net.device)  # as far as anything is captured
-        self._forward = Replay(net, steps, lambda some: net.forward(steps=some))
         learning = [step for step in steps[::-1] if net.nodes[step.last].need_backward]
-        self._backward = Replay(net, learning, lambda some: net.backward(steps=some[::-1]))
+        self._forward = replay_of_pass(net, steps, lambda some: net.forward(steps=some))
+        self._backward = replay_of_pass(net, learning, lambda some: net.backward(steps=some[::-1]))
 
     def reasons_not_capturable(self, capture: bool = True) -> list[str]:
         """Return every reason why this pass runs layer by layer on a GPU; none: it is captured.

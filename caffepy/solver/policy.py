@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 Policy = Callable[[SolverParameter, int, int], float]
 policies: Registry[Policy] = Registry("lr_policy")
 
+LARGEST = float(np.finfo(np.float32).max)
+
 FIELDS = {
     "step": ("gamma", "stepsize"),
     "exp": ("gamma",),
@@ -115,17 +117,24 @@ def advance(param: SolverParameter, iteration: int, step: int) -> int:
     return moved
 
 
+def _as_float32(value: float) -> float:
+    """Round to float32; infinity beyond its range."""
+    if abs(value) < LARGEST:
+        return float(np.float32(value))
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
 def rate(param: SolverParameter, iteration: int, step: int, factor: float = 1.0) -> float:
     """Return the learning rate times `factor`, a float32 number as in Caffe; infinity if the
     formula overflows.
     """
     try:
-        with np.errstate(over="ignore"):
-            value = _beginning(param, iteration)
-            if value is None:
-                value = policies[param.lr_policy](param, iteration, step)
-            if param.HasField("min_lr"):
-                value = max(value, param.min_lr)
-            return float(np.float32(factor * value))
+        value = _beginning(param, iteration)
+        if value is None:
+            value = policies[param.lr_policy](param, iteration, step)
+        if param.HasField("min_lr"):
+            value = max(value, param.min_lr)
+        return _as_float32(factor * value)
     except (OverflowError, ZeroDivisionError):  # the latter: 0 to a negative power
         return float("inf")

@@ -5,7 +5,7 @@ averages gradients over solvers) and `update`. `runners.py` has the two ways to 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from caffepy.device.blob import Array, Blob
 from caffepy.device.device import Device
 from caffepy.net import Net
 from caffepy.net.gradients import large_products
+from caffepy.net.replay import Replay
 from caffepy.ops.update_state import Limits, Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.capture import GraphRunner
@@ -116,6 +117,7 @@ class Step:
         self._added_to = self.params.without(self._large)
         self.fused = device.is_cuda  # on the CPU a command asks for it
         self.graphs = self._new_graphs()
+        self._rule_replay = Replay(net.ops, self.apply_rule, lambda: [(True, self.apply_rule)])
         self._looked_ahead = False
 
     def fuse(self, fuse: bool) -> None:
@@ -158,9 +160,12 @@ class Step:
             getattr(callback, "adds_nothing", False) for callback in called
         )
 
-    @contextmanager
-    def overwrite_gradients(self) -> Iterator[None]:
+    def overwrite_gradients(self) -> AbstractContextManager[None]:
         """With iter_size 1, let layers overwrite (beta = 0) large gradients instead of adding."""
+        return self._overwriting() if self._large else nullcontext()
+
+    @contextmanager
+    def _overwriting(self) -> Iterator[None]:
         try:
             self._set_overwrites(self.param.iter_size == 1 and self.gradients_untouched)
             yield
@@ -235,7 +240,10 @@ class Step:
         self.update_state.check_and_scale(self.params.diff)
         if self._updates:
             self.whole = False
-            self.apply_rule()
+            if self.capture and not self.device.is_cuda:
+                self._rule_replay.run()
+            else:
+                self.apply_rule()
             self.whole = True
         self.begun = False
         self.phase_timer.mark("update")

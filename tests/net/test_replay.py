@@ -143,9 +143,9 @@ def test_layers(case: str) -> None:
         assert not net_of(definition_of(case)).layers[-1].can_replay
         return
     runner = compare(definition_of(case))
-    replays = runner.net.layers[-1].can_replay
-    for replay in (runner._forward, runner._backward):
-        assert replay.replays == (replays and bool(replay._steps))
+    last = runner.net.nodes[-1]
+    assert runner._forward.replays == last.layer.can_replay
+    assert runner._backward.replays == (last.layer.can_replay and last.need_backward)
 
 
 def test_all_types_that_can_be_replayed_are_compared() -> None:

@@ -248,6 +248,9 @@ class HDF5Rows:
 
 def _gather(array: Array, rows: Array, out: Array) -> None:
     """out = array[rows], by all threads, without the copy that indexing would make."""
+    if out.nbytes < GRAIN:
+        array.take(rows, 0, out, "clip")
+        return
 
     def gather(lo: int, hi: int) -> None:
         np.take(array, rows[lo:hi], axis=0, out=out[lo:hi], mode="clip")

@@ -1,7 +1,8 @@
 """Update rules over flat parameter arrays, one fused pass each: normalize, regularize, update.
 
 Each writes `w` and its history in place and leaves in `g` what it subtracted from `w`. Loops run
-over slices: the compiler vectorizes only indices that cannot be negative.
+over slices: the compiler vectorizes only indices that cannot be negative. Numbers are arrays
+without axes, which a kernel reads, so that a call with other ones is the same call.
 """
 
 from collections.abc import Sequence
@@ -9,29 +10,48 @@ from functools import partial
 from math import sqrt
 from typing import Any
 
+import numpy as np
+
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
-from caffepy.ops.cpu.compiler import inlined, kernel
+from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
 from caffepy.ops.update_state import Number, Segments
 
 GRAIN = 1 << 16  # elements for which one more thread pays
 
 
+@partial(inlined, fastmath=EXACT)
+def _times(number: Any, factor: Any) -> Any:
+    return number * factor
+
+
 @inlined
-def _regularized(w: Any, g: Any, decay: Any, segments: Segments) -> Any:
+def _rate(w: Array, segments: Segments, s: int) -> Any:
+    return _times(w.dtype.type(segments.rate[()]), segments.rates[s])
+
+
+@inlined
+def _decay(w: Array, segments: Segments, s: int) -> Any:
+    return _times(w.dtype.type(segments.decay[()]), segments.decays[s])
+
+
+@inlined
+def _regularized(w: Any, g: Any, scale: Any, decay: Any, l1: bool) -> Any:
     one, zero = type(w)(1), type(w)(0)
     sign = (one if w > 0 else zero) - (one if w < 0 else zero)
-    return segments.scale * g + decay * (sign if segments.l1 else w)
+    return scale * g + decay * (sign if l1 else w)
 
 
 @kernel
 def _sgd(w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int, hi: int) -> None:
-    momentum = numbers[0]
+    number = w.dtype.type
+    scale = number(segments.scale[()])
+    momentum = number(numbers[0][()])
     for s in range(segments.ends.size):
-        end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
+        end, rate, decay = min(segments.ends[s], hi), _rate(w, segments, s), _decay(w, segments, s)
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
         for i in range(w_.size):
-            h_[i] = momentum * h_[i] + rate * _regularized(w_[i], g_[i], decay, segments)
+            h_[i] = momentum * h_[i] + rate * _regularized(w_[i], g_[i], scale, decay, segments.l1)
             g_[i] = h_[i]
             w_[i] -= h_[i]
         lo = max(lo, end)
@@ -41,13 +61,15 @@ def _sgd(w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int
 def _nesterov(
     w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int, hi: int
 ) -> None:
-    momentum, one = numbers[0], w.dtype.type(1)
+    number = w.dtype.type
+    scale = number(segments.scale[()])
+    momentum, one = number(numbers[0][()]), number(1)
     for s in range(segments.ends.size):
-        end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
+        end, rate, decay = min(segments.ends[s], hi), _rate(w, segments, s), _decay(w, segments, s)
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
         for i in range(w_.size):
             before = h_[i]
-            h_[i] = momentum * before + rate * _regularized(w_[i], g_[i], decay, segments)
+            h_[i] = momentum * before + rate * _regularized(w_[i], g_[i], scale, decay, segments.l1)
             g_[i] = (one + momentum) * h_[i] - momentum * before
             w_[i] -= g_[i]
         lo = max(lo, end)
@@ -55,12 +77,14 @@ def _nesterov(
 
 @kernel
 def _rms(w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int, hi: int) -> None:
-    keep, take, delta = numbers
+    number = w.dtype.type
+    scale = number(segments.scale[()])
+    keep, take, delta = number(numbers[0][()]), number(numbers[1][()]), number(numbers[2][()])
     for s in range(segments.ends.size):
-        end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
+        end, rate, decay = min(segments.ends[s], hi), _rate(w, segments, s), _decay(w, segments, s)
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
         for i in range(w_.size):
-            d = _regularized(w_[i], g_[i], decay, segments)
+            d = _regularized(w_[i], g_[i], scale, decay, segments.l1)
             h_[i] = keep * h_[i] + take * d * d
             g_[i] = rate * d / (sqrt(h_[i]) + delta)
             w_[i] -= g_[i]
@@ -71,13 +95,15 @@ def _rms(w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int
 def _adadelta(
     w: Array, g: Array, h: Array, u: Array, segments: Segments, numbers: Any, lo: int, hi: int
 ) -> None:
-    momentum, delta = numbers
-    take = w.dtype.type(1) - momentum
+    number = w.dtype.type
+    scale = number(segments.scale[()])
+    momentum, delta = number(numbers[0][()]), number(numbers[1][()])
+    take = number(1) - momentum
     for s in range(segments.ends.size):
-        end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
+        end, rate, decay = min(segments.ends[s], hi), _rate(w, segments, s), _decay(w, segments, s)
         w_, g_, h_, u_ = w[lo:end], g[lo:end], h[lo:end], u[lo:end]
         for i in range(w_.size):
-            d = _regularized(w_[i], g_[i], decay, segments)
+            d = _regularized(w_[i], g_[i], scale, decay, segments.l1)
             h_[i] = momentum * h_[i] + take * d * d
             v = d * sqrt((u_[i] + delta) / (h_[i] + delta))
             u_[i] = momentum * u_[i] + take * v * v
@@ -90,14 +116,16 @@ def _adadelta(
 def _adam(
     w: Array, g: Array, m: Array, v: Array, segments: Segments, numbers: Any, lo: int, hi: int
 ) -> None:
-    beta1, beta2, delta, correction = numbers
-    one = w.dtype.type(1)
+    number = w.dtype.type
+    scale = number(segments.scale[()])
+    beta1, beta2, delta = number(numbers[0][()]), number(numbers[1][()]), number(numbers[2][()])
+    correction, one = number(numbers[3][()]), number(1)
     for s in range(segments.ends.size):
-        end, decay = min(segments.ends[s], hi), segments.decays[s]
-        rate = segments.rates[s] * correction
+        end, decay = min(segments.ends[s], hi), _decay(w, segments, s)
+        rate = _times(_rate(w, segments, s), correction)
         w_, g_, m_, v_ = w[lo:end], g[lo:end], m[lo:end], v[lo:end]
         for i in range(w_.size):
-            d = _regularized(w_[i], g_[i], decay, segments)
+            d = _regularized(w_[i], g_[i], scale, decay, segments.l1)
             m_[i] = beta1 * m_[i] + (one - beta1) * d
             v_[i] = beta2 * v_[i] + (one - beta2) * d * d
             g_[i] = rate * m_[i] / (sqrt(v_[i]) + delta)
@@ -113,14 +141,15 @@ def update_params(
 ) -> None:
     if not segments.go:
         return
-    real = arrays[0].dtype.type
-    typed = segments._replace(
-        rates=real(segments.rate) * segments.rates,
-        decays=real(segments.decay) * segments.decays,
-        scale=real(segments.scale),
-        rate=1.0,  # in `rates` by now, as the decay
-        decay=1.0,
+    read = segments._replace(
+        scale=_readable(segments.scale),
+        rate=_readable(segments.rate),
+        decay=_readable(segments.decay),
         go=1.0,
     )
-    run = partial(RULES[rule], *arrays, typed, tuple(map(real, numbers)))
+    run = partial(RULES[rule], *arrays, read, tuple(map(_readable, numbers)))
     parallel(run, arrays[0].size, GRAIN)
+
+
+def _readable(number: Number) -> Array:
+    return np.asarray(number, np.float64)

@@ -13,20 +13,22 @@ from caffepy.ops.update_state import Limits, StepResult, StepStatus
 
 
 def _loss(losses: Sequence[Blob]) -> float:
+    if len(losses) == 1 and losses[0].count == 1 and losses[0].diff.item() == 1:
+        return float(losses[0].data.item())
     return float(sum(np.dot(b.data.reshape(-1), b.diff.reshape(-1)) for b in losses))
 
 
 class UpdateState(objects.UpdateState):
     def __init__(self, limits: Limits, losses: Sequence[Blob], device: Device) -> None:
         self._limits, self._losses = limits, losses
-        self.rate = self.decay = self.correction = 0.0
-        self.scale = self.go = self.loss_scale = 1.0
+        self.rate, self.decay, self.correction, self.scale = (np.zeros(()) for _ in range(4))
+        self.go = self.loss_scale = 1.0
         self._total = self._last = 0.0
         self._results: list[StepResult] = []
         self._saved: list[Array] = []
 
     def set_hyperparams(self, rate: float, decay: float, correction: float) -> None:
-        self.rate, self.decay, self.correction = rate, decay, correction
+        self.rate[()], self.decay[()], self.correction[()] = rate, decay, correction
 
     def begin(self, diffs: Sequence[Array]) -> None:
         for diff in diffs:
@@ -65,7 +67,7 @@ class UpdateState(objects.UpdateState):
         if self.needs_norm:
             norm = sqrt(dot(diff, diff))
             factor = 1.0 if norm <= self._limits.clip else self._limits.clip / norm
-        self.scale = factor / self._limits.passes
+        self.scale[()] = factor / self._limits.passes
         self._results.append(
             StepResult(self._total / self._limits.passes, norm, factor, 1.0, StepStatus.DONE)
         )
