@@ -20,10 +20,17 @@ from caffepy.commands.safetensors import (
 from caffepy.core.errors import CaffeError, ConfigError, UsageError
 from caffepy.core.files import written
 from caffepy.device.blob import Array, shape_string
-from caffepy.net.weights import new_hdf5, open_hdf5, write_layers
+from caffepy.net.target_units import make_plain
+from caffepy.net.weights import (
+    new_hdf5,
+    open_hdf5,
+    read_units,
+    write_layers,
+    write_units,
+)
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
-from caffepy.proto.fork_wire import CAFFE, fork_named
+from caffepy.proto.fork_wire import CAFFE, OWN, fork_named
 from caffepy.proto.upgrade import upgrade_net
 from caffepy.report.text import columns, number, printable
 
@@ -137,9 +144,10 @@ def convert(source: str, target: str, fork: str | None = None, names: str | None
     The target is of the same fork of Caffe as the source, or of `fork`, which also tells what the
     source is of if it does not show it; ConfigError names the forks if nothing does. Old formats
     are upgraded, and NVCaffe's raw bytes become floats. Stored gradients are kept, but not as
-    tensors. Tensors have the names in the map at the path `names`, if it is given. ConfigError for
-    a file without weights, or with some that the other form cannot hold; UsageError for one that
-    cannot be written.
+    tensors. Weights of normalized targets become those of targets in tensors and files of forks.
+    Tensors have the names in the map at the path `names`, if it is given. ConfigError for a file
+    without weights, or with some that the other form cannot hold; UsageError for one that cannot be
+    written.
     """
     wanted = fork_named(fork) if fork else None
     ending, kind = target.lower(), binary.sniff(source)
@@ -151,6 +159,8 @@ def convert(source: str, target: str, fork: str | None = None, names: str | None
         _write_hdf5(target, _net(source, names), source)
     elif ending.endswith(".safetensors"):
         net = read_weights(source)
+        for layer in net.layer:
+            make_plain(layer)
         layers = ((x.name, x.type, _modern_arrays(source, x)) for x in net.layer if x.blobs)
         tensors = to_tensors(layers, read_map(names) if names else Map())
         with written(target) as temporary:
@@ -162,6 +172,9 @@ def convert(source: str, target: str, fork: str | None = None, names: str | None
         else:
             net, shown = _net(source, names), CAFFE
         binary.drop_raw(net, source)
+        if {wanted, shown} - {None, CAFFE, OWN} or wanted == CAFFE:
+            for layer in net.layer:
+                make_plain(layer)
         try:
             with written(target) as temporary:
                 remedy = "give a file name in .h5"
@@ -235,6 +248,8 @@ def read_weights(path: str) -> NetParameter:
                 if arrays:
                     blobs, known = net.layer.add(name=name).blobs, diffs.get(name, {})
                     blobs.extend(binary.array_to_blob(x, known.get(i)) for i, x in arrays.items())
+                    if units := read_units(file["data"][name]):
+                        net.layer[-1].target_units.CopyFrom(units)
             return net
     raise ConfigError(is_state)
 
@@ -284,6 +299,8 @@ def _write_hdf5(path: str, net: NetParameter, source: str) -> None:
                 raise ConfigError(
                     f'two layers are named "{layer.name}", which HDF5 cannot tell apart', source
                 )
+            if layer.HasField("target_units"):
+                write_units(group, layer.target_units)
             for i, array in enumerate(_modern_arrays(source, layer)):
                 group.create_dataset(str(i), data=array)
                 diff = binary.blob_to_diff(layer.blobs[i])

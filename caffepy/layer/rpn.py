@@ -9,7 +9,7 @@ defaults are those of faster_rcnn_end2end.yml.
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,14 @@ def read_settings(text: str) -> dict[str, Any]:
     return {key.lower(): value for key, value in found.items()}
 
 
+class Normalized(NamedTuple):
+    """A top whose deltas are less `means`, divided by `stds`: four numbers each, for each box."""
+
+    top: int
+    means: Sequence[float]
+    stds: Sequence[float]
+
+
 class RcnnLayer:
     """Base: settings from param_str, tops that are shaped in forward, no gradient."""
 
@@ -72,6 +80,10 @@ class RcnnLayer:
             if value is None:
                 raise ConfigError(f"param_str of {type(self).__name__} needs '{key}'")
         self.started = False
+
+    def normalized(self) -> "Normalized | None":
+        """Which top has normalized deltas, if any."""
+        return None
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Give the tops shapes until the first forward, which knows how many boxes there are."""
@@ -246,6 +258,12 @@ class AnchorTargetLayer(RcnnLayer):
         if weight >= 1:
             raise ConfigError(f"param_str: rpn_positive_weight must be under 1, not {weight}")
 
+    def normalized(self) -> Normalized | None:
+        settings = self.settings
+        if not settings["rpn_normalize_targets"]:
+            return None
+        return Normalized(1, settings["rpn_normalize_means"], settings["rpn_normalize_stds"])
+
     def first_shapes(self, bottom: Blobs) -> Sequence[tuple[int, ...]]:
         check_one_image(bottom[0], len(self.anchors))
         (h, w), count = bottom[0].shape[2:], len(self.anchors)
@@ -333,6 +351,12 @@ class ProposalTargetLayer(RcnnLayer):
         "bbox_normalize_means": (0.0, 0.0, 0.0, 0.0),
         "bbox_normalize_stds": (0.1, 0.1, 0.2, 0.2),
     }
+
+    def normalized(self) -> Normalized | None:
+        settings = self.settings
+        if not settings["bbox_normalize_targets_precomputed"]:
+            return None
+        return Normalized(2, settings["bbox_normalize_means"], settings["bbox_normalize_stds"])
 
     def first_shapes(self, bottom: Blobs) -> Sequence[tuple[int, ...]]:
         boxes = 4 * self.settings["num_classes"]

@@ -15,8 +15,9 @@ from caffepy.core.hdf5 import check_contents
 from caffepy.device.blob import Blob, shape_string
 from caffepy.net import nvcaffe
 from caffepy.net.net import Net
+from caffepy.net.target_units import change_units, units_of
 from caffepy.proto import binary
-from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, TargetUnits
 from caffepy.proto.fork_wire import CAFFE
 from caffepy.proto.sniff import mismatch
 from caffepy.proto.text import locate_layer
@@ -37,7 +38,8 @@ def load_weights(net: Net, path: str) -> set[str]:
     """Copy the weights of a caffemodel (binary or HDF5, by content) into the layers of the same
     names.
 
-    Returns the names of these layers. ConfigError names the file and the layer whose blobs do not
+    Returns the names of these layers. Weights that learned normalized targets are changed for a net
+    that makes none (`target_units`). ConfigError names the file and the layer whose blobs do not
     fit.
     """
     source = None if binary.sniff(path) == "HDF5" else binary.read_net(path)
@@ -88,6 +90,8 @@ def copy_trained(net: Net, source: NetParameter) -> set[str]:
             if diff is not None:
                 blob.host_diff[...] = diff.reshape(shape)
         filled.add(layer.name)
+    stored = {x.name: x.target_units for x in source.layer if x.HasField("target_units")}
+    change_units(net, stored, units_of(net))
     return filled
 
 
@@ -97,10 +101,13 @@ def to_proto(net: Net, diff: bool = False) -> NetParameter:
 
 
 def _layers(net: Net, diff: bool) -> Iterator[LayerParameter]:
+    units = units_of(net)
     for layer in net.layers:
         saved = LayerParameter()
         saved.CopyFrom(layer.param)
         del saved.blobs[:]
+        if layer.param.name in units:
+            saved.target_units.CopyFrom(units[layer.param.name])
         saved.blobs.extend(
             binary.array_to_blob(b.host_data, b.host_diff if diff else None) for b in layer.blobs
         )
@@ -210,12 +217,15 @@ def write_hdf5(net: Net, path: str, diff: bool = False) -> None:
     """
     check_names(net, hdf5=True)
     owners = {(param.layer, param.index) for param in net.learnable}
+    units = units_of(net)
     with new_hdf5(path) as file:
         for i, (name, layer) in enumerate(zip(net.layer_names, net.layers, strict=True)):
             group = file.require_group(f"data/{name}")
             for j, blob in enumerate(layer.blobs):
                 if (i, j) in owners:
                     group.create_dataset(str(j), data=blob.host_data)
+            if name in units:
+                write_units(group, units[name])
             if diff:
                 group = file.require_group(f"diff/{name}")
                 for j, blob in enumerate(layer.blobs):
@@ -237,7 +247,23 @@ def load_hdf5(net: Net, path: str) -> set[str]:
                 _load_layer(file["data"][name], net.layers[i].blobs, name, indices)
         for name in sorted(stored - set(net.layer_names)):
             log.info("Ignoring source layer %s", name)
-        return stored & set(net.layer_names)
+        filled = stored & set(net.layer_names)
+        held = ((name, read_units(file["data"][name])) for name in filled)
+        change_units(net, {name: units for name, units in held if units}, units_of(net))
+        return filled
+
+
+def write_units(group: h5py.Group, units: TargetUnits) -> None:
+    """Write the units of a layer's predictions as attributes of its group in an HDF5 file."""
+    group.attrs["target_mean"], group.attrs["target_std"] = units.mean, units.std
+
+
+def read_units(group: h5py.Group) -> TargetUnits | None:
+    """Return what `write_units` wrote, or None."""
+    attributes = group.attrs
+    if not {"target_mean", "target_std"} <= set(attributes):
+        return None
+    return TargetUnits(mean=attributes["target_mean"], std=attributes["target_std"])
 
 
 def check_hdf5(path: str) -> None:

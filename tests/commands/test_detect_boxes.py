@@ -5,6 +5,7 @@ middle of each red cell (class 1) and blue cell (class 2).
 """
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import cv2
@@ -171,6 +172,49 @@ def test_regions(outputs: int) -> None:
             np.reshape(found, (-1, 5)), np.reshape(sorted(expected), (-1, 5)), atol=1e-3
         )
         assert all(box.score > 0.99 for box in image.boxes)
+
+
+LEARNING = """
+layer { name: "truth" type: "Input" top: "gt_boxes" input_param { shape { dim: 2 dim: 5 } } }
+layer { name: "roi-data" type: "Python" bottom: "rois" bottom: "gt_boxes"
+  top: "chosen" top: "labels" top: "bbox_targets" top: "inside" top: "outside"
+  python_param { module: "rpn.proposal_target_layer" layer: "ProposalTargetLayer"
+  param_str: "'num_classes': 3" } }
+layer { name: "loss" type: "SmoothL1Loss" bottom: "bbox_pred" bottom: "bbox_targets"
+  bottom: "inside" bottom: "outside" top: "loss" loss_weight: 1 }
+"""
+
+
+def test_regions_of_a_net_as_it_was_trained() -> None:
+    """Its targets are divided by their standard deviations, which published weights are not."""
+    text = RCNN.replace("OUT", "12")
+    Path("rcnn.prototxt").write_text(text)
+    pooled = 'bottom: "cells" bottom: "rois" top: "pool"'
+    assert pooled in text
+    start = text.index('layer { name: "pool"')
+    chosen = text[start:].replace(pooled, pooled.replace("rois", "chosen"))
+    roi_data, loss = LEARNING.split('layer { name: "loss"')
+    Path("train.prototxt").write_text(
+        text[:start] + roi_data + chosen + 'layer { name: "loss"' + loss
+    )
+    trained, published = (
+        caffepy.Net(f"{name}.prototxt", phase)
+        for name, phase in (("train", caffepy.TRAIN), ("rcnn", caffepy.TEST))
+    )
+    deltas = np.linspace(-0.3, 0.2, 12)
+    for net, stds in (trained, (0.1, 0.1, 0.2, 0.2)), (published, (1, 1, 1, 1)):
+        for name in ("scores", "bbox_pred", "rpn_d", "rpn_p"):
+            net.params[name][0].data[...] = 0
+        net.params["scores"][1].data[...] = 0, 10, 8
+        net.params["bbox_pred"][1].data[...] = deltas / np.tile(stds, 3)
+        net.save("rcnn.caffemodel")
+        found = [image.boxes for image in found_by("rcnn", sides=(32, 64), threshold=0.1).images]
+        if net is trained:
+            learned = found
+    assert [len(boxes) for boxes in learned] == [len(boxes) for boxes in found] != [0, 0, 0]
+    for one, other in zip(chain(*learned), chain(*found), strict=True):
+        assert one.number == other.number
+        np.testing.assert_allclose(one.sides, other.sides, atol=1e-3)
 
 
 def test_the_best_comes_first_and_those_below_the_threshold_not() -> None:

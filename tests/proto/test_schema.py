@@ -194,6 +194,8 @@ OWN |= {
     for name in names.split()
 }
 """Those of CTC's forks, of DeconvNet, of soeaver's Interp and of MobileNet-YOLO's label maps."""
+OWN |= {("LayerParameter", "target_units"), ("TargetUnits", "mean"), ("TargetUnits", "std")}
+"""Those that only caffepy writes."""
 OTHER_TYPE = {("UpsampleParameter", "scale"): "int32"}
 """SegNet's is uint32."""
 NOT_TAKEN = {
