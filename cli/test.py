@@ -17,10 +17,11 @@ from caffepy.cli import options
 @options.iterations
 @click.option(
     "--ap-version",
-    type=click.Choice(["Integral", "MaxIntegral", "11point", "101point"]),
+    type=click.Choice(["Integral", "MaxIntegral", "11point", "101point", "COCO"]),
     default="Integral",
     show_default=True,
-    help="How DetectionEvaluate's precision is averaged: as it is, VOC 2012, VOC 2007, COCO.",
+    help="How DetectionEvaluate's precision is averaged: as it is, VOC 2012, VOC 2007, over 101 "
+    "points, COCO's mean of ten overlaps.",
 )
 @options.max_bad_records
 @options.decode

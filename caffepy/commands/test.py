@@ -6,8 +6,8 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,8 @@ from caffepy.collectives.rank_group import DEADLINES, RankGroup
 from caffepy.commands.devices import choose_for_test
 from caffepy.commands.inference import checked, definition, load_all
 from caffepy.commands.nodes import gpus_of_process, nodes, threads_of_process
-from caffepy.core.average_precision import VERSIONS, mean_average_precision
+from caffepy.core import coco
+from caffepy.core.average_precision import COCO, VERSIONS, mean_average_precision
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.events import Output
 from caffepy.data.decoders import THREADS, decoding
@@ -38,20 +39,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Score:
-    """Mean loss and mean outputs (name, values, loss weight) of a net over `iterations` batches."""
+    """Mean loss and mean outputs (name, values, loss weight) of a net over `iterations` batches;
+    COCO's figures of detections, by the name of their output, if they were asked for.
+    """
 
     iterations: int
     loss: float
     outputs: Sequence[Output]
+    coco: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
     def table(self) -> str:
         """Return one line a scalar, as Caffe prints it."""
         return "\n".join(scalars(self.outputs))
 
     def json(self) -> str:
-        """Return iterations, loss, and outputs by name as an object; values not finite are null."""
+        """Return iterations, loss, and outputs by name as an object, and `coco` if there is any;
+        values not finite are null.
+        """
         outputs = {name: np.asarray(values).tolist() for name, values, _ in self.outputs}
-        return as_json({"iterations": self.iterations, "loss": self.loss, "outputs": outputs})
+        content = {"iterations": self.iterations, "loss": self.loss, "outputs": outputs}
+        return as_json(content | ({"coco": self.coco} if self.coco else {}))
 
 
 def test(
@@ -108,7 +115,7 @@ def test(
         def make(rank: int) -> EvalWorker:
             net = Net(param, device=devices[rank], path=model, root_net=root.net if rank else None)
             turns.share(net, rank, batches=iterations)
-            worker = EvalWorker(net)
+            worker = EvalWorker(net, ap_version, alone=len(devices) == 1 and not world)
             if rank:
                 with net.device.scope():
                     for mine, theirs in zip(net.params, root.net.params, strict=True):
@@ -163,8 +170,8 @@ Batch = tuple[float, list[Array]]
 class EvalWorker:
     """A net on a device that runs test batches, on a GPU as CUDA graphs if they can be captured."""
 
-    def __init__(self, net: Net) -> None:
-        self.net = net
+    def __init__(self, net: Net, ap_version: str, alone: bool) -> None:
+        self.net, self.evaluations = net, evaluations(net, ap_version, sizes=alone)
         self._run = GraphRunner(net, True, "The net runs")
 
     def batch(self) -> Batch:
@@ -173,7 +180,11 @@ class EvalWorker:
         with net.device.scope(), net.ops.blas_scope():
             self._run.forward()
             net.device.check_errors()
-            return net.loss(), [net.blobs[name].host_data.copy() for name in net.outputs]
+            rows = self.evaluations
+            return net.loss(), [
+                rows[name].rows() if name in rows else net.blobs[name].host_data.copy()
+                for name in net.outputs
+            ]
 
     def close(self) -> None:
         """Stop the threads of data layers and release files."""
@@ -187,7 +198,7 @@ class _Totals:
     """
 
     def __init__(
-        self, names: Sequence[str], evaluations: Sequence[str], numbers: Iterable[int]
+        self, names: Sequence[str], evaluations: Collection[str], numbers: Iterable[int]
     ) -> None:
         self.names, self.evaluations = names, evaluations
         self._waiting: dict[int, Batch] = {}
@@ -211,12 +222,12 @@ class _Totals:
         """Add a batch, or the sums of another node; DataError if shapes differ."""
         self.loss += loss
         self.outputs = self.outputs or [
-            np.zeros((0, 5) if name in self.evaluations else values.shape)
+            np.zeros((0, values.shape[1]) if name in self.evaluations else values.shape)
             for name, values in zip(self.names, outputs, strict=True)
         ]
         for k, (name, total, x) in enumerate(zip(self.names, self.outputs, outputs, strict=True)):
             if name in self.evaluations:
-                self.outputs[k] = np.concatenate([total.reshape(-1, 5), x.reshape(-1, 5)])
+                self.outputs[k] = np.concatenate([total, x])
                 continue
             if x.shape != total.shape:
                 raise DataError(
@@ -232,7 +243,7 @@ def _run(root: EvalWorker, workers: Workers[EvalWorker], iterations: int, ap_ver
     group, world = workers.group, workers.group.world
     rounds = range(world.first_rank, iterations, world.size)
     mine = [range(first, min(first + group.size, iterations)) for first in rounds]
-    names = root.net.outputs, evaluations(root.net)
+    names = root.net.outputs, root.evaluations
     totals = _Totals(*names, (k for of_round in mine for k in of_round))
 
     def run(worker: EvalWorker, k: int) -> None:
@@ -248,16 +259,18 @@ def _run(root: EvalWorker, workers: Workers[EvalWorker], iterations: int, ap_ver
         totals = _of_all_nodes(totals, group)
     loss_weights = root.net.blob_loss_weights
     count = iterations or math.nan
-    outputs = list[Output]()
+    outputs, of_coco = list[Output](), dict[str, dict[str, float | None]]()
     for name, total in zip(root.net.outputs, totals.outputs, strict=iterations > 0):
         mean = total / count
         if name in totals.evaluations:
+            if ap_version == COCO:
+                of_coco[name] = coco.summarize(total)
             mean = np.asarray(mean_average_precision(total, ap_version, show=True))
         outputs.append((name, mean.astype(np.float32), loss_weights[name]))
     log.info("Loss: %s", number(totals.loss / count))
     for line in scalars(outputs):
         log.info(line)
-    return Score(iterations, totals.loss / count, outputs)
+    return Score(iterations, totals.loss / count, outputs, of_coco)
 
 
 def _of_all_nodes(own: _Totals, group: RankGroup) -> _Totals:

@@ -6,12 +6,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.core import coco
+
 log = logging.getLogger(__name__)
 
-VERSIONS = ("Integral", "MaxIntegral", "11point", "101point")
+COCO = "COCO"
+VERSIONS = ("Integral", "MaxIntegral", "11point", "101point", COCO)
 """Integral: the sum of precision times step of recall. MaxIntegral: the area under the precision
 made monotone (VOC 2012). 11point, 101point: the mean of the best precision at so many recalls
-(VOC 2007, COCO).
+(VOC 2007, and COCO for one overlap). COCO: as that, the mean over ten overlaps.
 """
 
 
@@ -36,8 +39,15 @@ def average_precision(scores: NDArray[Any], true: NDArray[Any], count: int, vers
 
 def mean_average_precision(rows: NDArray[Any], version: str, show: bool = False) -> float:
     """Return the mean over classes of the average precision of rows (D, 5) of DetectionEvaluate, of
-    any number of batches; with `show` log that of each class.
+    any number of batches; with `show` log that of each class. For COCO rows are those of `coco`,
+    all figures are logged, and without true boxes the mean is 0.
     """
+    if version == COCO:
+        figures = coco.summarize(rows)
+        for name, value in figures.items():
+            if value is not None:
+                log.info("%s: %g", name, value)
+        return figures["AP"] or 0.0
     table = rows.reshape(-1, 5)
     heads, found = table[table[:, 0] == -1], table[table[:, 0] != -1]
     found = found[(found[:, 3] != 0) | (found[:, 4] != 0)]  # others are of difficult boxes

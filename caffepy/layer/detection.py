@@ -1,7 +1,10 @@
 """What a single-shot detector finds, and which of it is true (Liu et al. 2016, SSD)."""
 
+from collections.abc import Callable
+
 import numpy as np
 
+from caffepy.core import coco
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, layer
@@ -151,6 +154,20 @@ class DetectionEvaluate(Layer):
     always_reshape = stops_gradient = True
     bottoms = 2
     images: Images | None = None
+    _sizes: Images | None = None
+    coco_rows: Array | None = None
+    """Of the last batch, see `core.coco`, once `keep_coco_rows` was called."""
+
+    def keep_coco_rows(self, images: Callable[[], int] | None) -> None:
+        """Also make the rows that COCO's figures are made of, from now on.
+
+        `images` returns the number of images of a batch; None: up to the last with a box. With it
+        and a name_size_file boxes have sizes.
+        """
+        self.coco_rows = np.zeros((0, coco.COLUMNS))
+        self._images_of_batch = images
+        sized = images and self.images
+        self._sizes = Images(self.settings.name_size_file, self.path) if sized else None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.settings = self.param.detection_evaluate_param
@@ -184,6 +201,8 @@ class DetectionEvaluate(Layer):
             for label in np.unique(of_image[of_image[:, 1] >= 0, 1]):
                 own = of_image[of_image[:, 1] == label]
                 rows.append(self.judge(own, known[known[:, 1] == label], size))
+        if self.coco_rows is not None:
+            self.coco_rows = self.match_as_coco(found, truths)
         all_rows = np.concatenate(rows)
         top[0].reshape((1, 1, len(all_rows), 5))
         top[0].data[0, 0] = all_rows
@@ -194,6 +213,30 @@ class DetectionEvaluate(Layer):
         known = (labels >= 0) & (labels < param.num_classes)
         if len(wrong := labels[~(known & (labels != param.background_label_id))]):
             raise no_class(wrong[0], param.num_classes, param.background_label_id)
+
+    def match_as_coco(self, found: Array, truths: Array) -> Array:
+        """Return COCO's rows of a batch; difficult boxes are crowds, as SSD writes COCO's."""
+        last = max((int(np.max(rows[:, 0])) for rows in (found, truths) if len(rows)), default=-1)
+        count = self._images_of_batch() if self._images_of_batch else last + 1
+        param = self.settings
+        labels = [c for c in range(param.num_classes) if c != param.background_label_id]
+        rows = [np.zeros((0, coco.COLUMNS))]
+        for image in range(max(count, last + 1)):
+            size = self._sizes.take()[1:] if self._sizes else None
+            ours, theirs = found[found[:, 0] == image], truths[truths[:, 0] == image]
+            corners = [boxes.astype(np.float64) for boxes in (ours[:, 3:], theirs[:, 3:7])]
+            if size:
+                resize = param.resize_param if param.HasField("resize_param") else None
+                corners = [to_pixels(boxes, size, resize) for boxes in corners]
+            scored = np.column_stack([ours[:, 2], corners[0]])
+            for label in labels:
+                own, known = ours[:, 1] == label, theirs[:, 1] == label
+                if own.any() or known.any():
+                    crowd = theirs[known, 7] != 0
+                    rows.append(
+                        coco.match(label, scored[own], corners[1][known], crowd, bool(size))
+                    )
+        return np.concatenate(rows)
 
     def judge(self, found: Array, truths: Array, size: tuple[float, float] | None) -> Array:
         """Return the rows of the detections of an image and class; `size` is (height, width) of the

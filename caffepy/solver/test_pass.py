@@ -1,17 +1,18 @@
 """TestPass: a test net and its mean outputs over batches, or of detections their precision."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from caffepy import ops
-from caffepy.core.average_precision import VERSIONS, mean_average_precision
+from caffepy.core.average_precision import COCO, VERSIONS, mean_average_precision
 from caffepy.core.errors import DataError
 from caffepy.core.events import Output
 from caffepy.device.blob import Array, shape_string
 from caffepy.layer.detection import DetectionEvaluate
 from caffepy.net import Net
+from caffepy.net.node import Node
 from caffepy.solver.capture import GraphRunner
 from caffepy.solver.step import losses
 
@@ -28,15 +29,37 @@ class Totals(NamedTuple):
     loss: float
 
 
-def evaluations(net: Net) -> list[str]:
-    """Return the outputs of a net that DetectionEvaluate layers made."""
-    made = {
-        name
+class Evaluation:
+    """An output of a DetectionEvaluate layer, and what is averaged of it: its rows, or COCO's."""
+
+    def __init__(self, net: Net, node: Node, version: str, sizes: bool) -> None:
+        self._top, self._layer = node.tops[0], cast(DetectionEvaluate, node.layer)
+        if version == COCO:
+            made_by = {name: other for other in net.nodes for name in other.top_names}
+            maker = made_by[node.bottom_names[0]]
+            while maker.layer.type == "Split":
+                maker = made_by[maker.bottom_names[0]]
+            known = sizes and maker.layer.type == "DetectionOutput"
+            self._layer.keep_coco_rows((lambda: maker.bottoms[0].shape[0]) if known else None)
+
+    def rows(self) -> Array:
+        """Return those of the last batch, (R, columns)."""
+        if self._layer.coco_rows is not None:
+            return self._layer.coco_rows
+        return self._top.host_data.reshape(-1, 5).copy()
+
+
+def evaluations(net: Net, version: str, sizes: bool = False) -> dict[str, Evaluation]:
+    """Return the outputs of a net that DetectionEvaluate layers made; `sizes`: the net sees all
+    batches in their order, so that a name_size_file tells COCO's sizes of boxes.
+    """
+    return {
+        name: Evaluation(net, node, version, sizes)
         for node in net.nodes
         if isinstance(node.layer, DetectionEvaluate)
         for name in node.top_names
+        if name in net.outputs
     }
-    return [name for name in net.outputs if name in made]
 
 
 class TestPass:
@@ -54,7 +77,8 @@ class TestPass:
         show_classes: bool = False,
     ) -> None:
         self.net = net
-        self._evaluations, self._version, self._show = evaluations(net), ap_version, show_classes
+        self._evaluations = evaluations(net, ap_version)
+        self._version, self._show = ap_version, show_classes
         self._names = [name for name in net.outputs if name not in self._evaluations]
         self.graphs = GraphRunner(net, fuse, what)
         with net.device.scope():
@@ -77,7 +101,7 @@ class TestPass:
         """Run a batch, captured if `replay`; DataError if the shape of an output changes."""
         self.graphs.forward(replay)
         for name, rows in self._rows.items():
-            rows.append(self.net.blobs[name].host_data.reshape(-1, 5).copy())
+            rows.append(self._evaluations[name].rows())
         shapes = [self.net.blobs[name].shape for name in self._names]
         if not self._batches:
             self._shapes = shapes

@@ -271,6 +271,51 @@ def test_json_of_what_is_not_finite() -> None:
     assert "NaN" not in result.json()
 
 
+DETECTIONS = """
+import numpy as np
+
+class Found:
+    batches = 0
+    def reshape(self, bottom, top):
+        top[0].reshape(1, 1, 3, 7), top[1].reshape(1, 1, 2, 8)
+    def forward(self, bottom, top):
+        move = 0.011 * self.batches
+        top[0].data[0, 0] = [
+            [0, 1, 0.9, 0.1, 0.1, 0.5, 0.5 + move], [0, 1, 0.8, 0.2, 0.6, 0.4, 0.9],
+            [1, 1, 0.5, 0.5, 0.5, 0.9, 0.9 + 10 * move]]
+        top[1].data[0, 0] = [[0, 1, 0, 0.1, 0.1, 0.5, 0.5, 0], [1, 1, 0, 0.5, 0.5, 0.9, 0.9, 0]]
+        self.batches += 1
+"""
+EVALUATED = """
+layer { name: "f" type: "Python" top: "found" top: "truth"
+  python_param { module: "found" layer: "Found" share_in_parallel: true } }
+layer { name: "e" type: "DetectionEvaluate" bottom: "found" bottom: "truth" top: "eval"
+  detection_evaluate_param { num_classes: 2 } }
+"""
+
+
+@pytest.mark.parametrize("cpu", [None, 3])
+def test_cocos_figures_of_all_batches(cpu: int | None, tmp_path: Path) -> None:
+    (tmp_path / "found.py").write_text(DETECTIONS)
+    (tmp_path / "net.prototxt").write_text(EVALUATED)
+    result = score(str(tmp_path / "net.prototxt"), [], iterations=4, cpu=cpu, ap_version="COCO")
+    said = json.loads(result.json())
+    figures = said["coco"]["eval"]
+    assert said["outputs"] == {"eval": pytest.approx(figures["AP"])}
+    # eight true boxes; of scores 0.9 all four are true up to an overlap of 0.9, then four are false,
+    # then those of 0.5 with overlaps 1, 0.78, 0.65, 0.55
+    for name, true in (("AP50", 4), ("AP75", 2)):
+        ends = [(4 + k) / (8 + k) for k in range(1, true + 1)]
+        curve = [1.0] * 51 + [
+            max(ends[k:]) for level in range(51, 101) if (k := -(-level * 8 // 100) - 5) < true
+        ]
+        assert figures[name] == pytest.approx(sum(curve) / 101)
+    assert figures["AR_1"] == pytest.approx(np.mean([8, 7, 7, 6, 6, 6, 5, 5, 5, 3]) / 8)
+    assert figures["AP_small"] is None
+    one = score(str(tmp_path / "net.prototxt"), [], iterations=4, ap_version="101point")
+    assert "coco" not in json.loads(one.json())
+
+
 def test_a_data_layer_that_is_not_shared_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
+from caffepy.core import coco
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Blob
 from caffepy.device.cuda import CudaDevice
@@ -249,3 +250,36 @@ def test_shapes_of_evaluations_are_checked():
         Single(EVALUATE + "}", FOUND, FOUND)
     with pytest.raises(ConfigError, match="needs num_classes"):
         Single('type: "DetectionEvaluate"', FOUND, TRUE)
+
+
+@pytest.mark.parametrize("mode", ["", "resize_param { height: 300 width: 300 resize_mode: WARP }"])
+def test_rows_for_cocos_figures(mode: str, tmp_path: Path):
+    """Difficult boxes are crowds; boxes lie in the pixels of each image of the file, in turn."""
+    (tmp_path / "sizes").write_text("a 300 200\nb 100 50\nc 80 80\n")
+    single = Single(EVALUATE + f'name_size_file: "{tmp_path}/sizes" {mode} }}', FOUND, TRUE)
+    for known in (True, False):
+        single.layer.keep_coco_rows((lambda: 2) if known else None)
+        single.forward()
+        sizes = [np.array([200, 300, 200, 300]), np.array([50, 100, 50, 100])]
+        want = []
+        for image in range(2):
+            for label in (1, 2):
+                found = [row for row in FOUND[0, 0] if (row[0], row[1]) == (image, label)]
+                truths = [row for row in TRUE[0, 0, :3] if (row[0], row[1]) == (image, label)]
+                boxes = np.reshape([[f[2], *f[3:] * sizes[image]] for f in found], (-1, 5))
+                corners = np.reshape([t[3:7] * sizes[image] for t in truths], (-1, 4))
+                crowd = np.array([t[7] for t in truths], bool)
+                want.append(coco.match(label, boxes, corners, crowd, known))
+        np.testing.assert_allclose(single.layer.coco_rows, np.concatenate(want), rtol=1e-6)
+    assert coco.summarize(single.layer.coco_rows)["AP50"] == pytest.approx(51 / 101)
+
+
+def test_each_image_has_its_size_whether_or_not_it_has_boxes(tmp_path: Path):
+    (tmp_path / "sizes").write_text("a 10 10\nb 10 10\nc 10 10\nd 500 500\n")
+    text = EVALUATE + f'name_size_file: "{tmp_path}/sizes" }}'
+    single = Single(text, np.full((1, 1, 1, 7), -1.0), TRUE[:, :, :1])
+    single.layer.keep_coco_rows(lambda: 3)  # the last two have no boxes
+    single.forward()
+    assert single.layer.coco_rows[:, 3:7].tolist() == [[1, 1, 0, 0]]
+    single.forward()
+    assert single.layer.coco_rows[:, 3:7].tolist() == [[1, 0, 0, 1]]
