@@ -14,6 +14,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     flow,
     inner_product,
     loss,
+    meanfield,
     metric_loss,
     multibox_loss,
     neuron,

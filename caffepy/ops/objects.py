@@ -229,6 +229,17 @@ class Stopwatch(Protocol):
         """Wait for the marks, remove them and return the milliseconds from each to the next."""
 
 
+class Lattice(Protocol):
+    """A filter of points (P, d) by a Gaussian of standard deviation 1, up to a factor, on a
+    permutohedral lattice (Adams, Baek and Davis 2010).
+    """
+
+    def filter(self, x: Array, y: Array, transposed: bool = False) -> None:
+        """Write y (C, P), each row that of x (C, P) blurred; with `transposed` add it to y, blurred
+        along the axes in the other order, which is the transpose.
+        """
+
+
 class Staging(Protocol):
     """Arrays on their way to where layers compute: `room`, fill, `send` in one thread; `take`,
     `done` in another.

@@ -109,6 +109,9 @@ class Ops(Protocol):
     def Stopwatch(self) -> objects.Stopwatch:
         """Make a stopwatch of operations."""
 
+    def Lattice(self, features: Array, device: Any) -> objects.Lattice:
+        """Make the permutohedral lattice of points (P, d), which lie on the host."""
+
     def Staging(self) -> objects.Staging:
         """Make buffers for batches on their way to the device."""
 

@@ -194,6 +194,18 @@ OWN |= {
     for name in names.split()
 }
 """Those of CTC's forks, of DeconvNet, of soeaver's Interp and of MobileNet-YOLO's label maps."""
+OWN |= {
+    (message, name)
+    for message, names in {
+        "LayerParameter": "multi_stage_meanfield_param",
+        "MultiStageMeanfieldParameter": "compatibility_mode threshold theta_alpha theta_beta "
+        "theta_gamma num_iterations spatial_filter_weight bilateral_filter_weight "
+        "forced_spatial_filter_weight forced_bilateral_filter_weight",
+        "V1LayerParameter": "multi_stage_meanfield_param",
+    }.items()
+    for name in names.split()
+}
+"""Those of CRF-as-RNN."""
 OWN |= {("LayerParameter", "target_units"), ("TargetUnits", "mean"), ("TargetUnits", "std")}
 """Those that only caffepy writes."""
 OTHER_TYPE = {("UpsampleParameter", "scale"): "int32"}
@@ -244,7 +256,9 @@ def test_enums_are_those_of_the_tables() -> None:
     taken = {(enum, name) for enum, name in values if enum not in NOT_TAKEN}
     unnumbered = {("VideoDataParameter.Modality", name) for name in ("RGB", "FLOW")}
     unnumbered |= {("UnpoolingParameter.UnpoolMethod", name) for name in ("MAX", "AVE", "TILE")}
-    unnumbered |= {("V1LayerParameter.LayerType", "UNPOOLING")}
+    unnumbered |= {("MultiStageMeanfieldParameter.Mode", "POTTS")}
+    own_types = ("UNPOOLING", "MULTI_STAGE_MEANFIELD")
+    unnumbered |= {("V1LayerParameter.LayerType", name) for name in own_types}
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in C3D.split()}
     assert {(enum, name) for enum, name, _ in ours - known} - unnumbered == taken - {
         (enum, name) for enum, name, _ in known

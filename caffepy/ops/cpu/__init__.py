@@ -93,6 +93,7 @@ from caffepy.ops.cpu.normalization import (
     norm_backward,
     norm_forward,
 )
+from caffepy.ops.cpu.permutohedral import Lattice
 from caffepy.ops.cpu.pooling import (
     ave_pool_backward,
     ave_pool_forward,

@@ -106,6 +106,7 @@ from caffepy.ops.cuda.normalization import (
     scale_backward,
     scale_forward,
 )
+from caffepy.ops.cuda.permutohedral import Lattice
 from caffepy.ops.cuda.pooling import (
     ave_pool_backward,
     ave_pool_forward,

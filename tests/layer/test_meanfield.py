@@ -1,0 +1,216 @@
+"""MultiStageMeanfield, and the filter on a permutohedral lattice, against loops point by point,
+numerical gradients, and a GPU.
+"""
+
+from math import sqrt
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caffepy import ops
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.device.device import Device
+
+from .harness import Single, check_gradient, random
+from .on_gpu import check_plain_on_gpu
+
+
+def naive_filter(features, x):
+    """Splat, blur and slice with dictionaries; each corner is the tuple of its d + 1 parts."""
+    points, d = features.shape
+    placed, corners = [], {}
+    for k in range(points + -points % 4):
+        f = features[k].astype(np.float64) if k < points else np.zeros(d)
+        scaled = [f[j] * sqrt(2 / 3) * (d + 1) / sqrt((j + 1) * (j + 2)) for j in range(d)]
+        raised = [sum(scaled[i:]) - (i * scaled[i - 1] if i else 0) for i in range(d + 1)]
+        base = [round(v / (d + 1)) * (d + 1) for v in raised]
+        # bring the sum of the nearest multiples back to 0, where that costs least
+        off = sum(base) // (d + 1)
+        lean = sorted(range(d + 1), key=lambda i: -(raised[i] - base[i]))
+        for i in lean[d + 1 - off :] if off > 0 else lean[: max(-off, 0)]:
+            base[i] -= (d + 1) * np.sign(off)
+        lean = sorted(range(d + 1), key=lambda i: -(raised[i] - base[i]))
+        rest = sorted((raised[i] - base[i] for i in range(d + 1)), reverse=True)
+        shares = [0.0] * (d + 1)
+        for r in range(1, d + 1):
+            shares[r] = (rest[d - r] - rest[d - r + 1]) / (d + 1)
+        shares[0] = 1 - sum(shares)
+        at = []
+        for r in range(d + 1):
+            key = list(base)
+            for place, i in enumerate(lean):
+                key[i] += r if place <= d - r else r - (d + 1)
+            corners.setdefault(tuple(key), 0.0)
+            at.append((tuple(key), shares[r]))
+        if k < points:
+            placed.append(at)
+    for value, at in zip(x, placed, strict=True):
+        for key, share in at:
+            corners[key] += share * value
+    for axis in range(d + 1):
+        old = dict(corners)
+        for key in old:
+            for sign in (1, -1):
+                other = [v - sign for v in key]
+                other[axis] += sign * (d + 1)
+                corners[key] += old.get(tuple(other), 0.0) / 2
+    return [sum(share * corners[key] for key, share in at) / (1 + 2.0**-d) for at in placed]
+
+
+@pytest.mark.parametrize(("points", "d"), [(1, 1), (30, 2), (33, 3), (40, 5)])
+def test_filter_against_dictionaries(points, d):
+    features, x = 1.5 * random(points, d, seed=1), random(2, points, seed=2)
+    lattice, y = ops.backend(Device()).Lattice(features, Device()), np.empty_like(x)
+    lattice.filter(x, y)
+    want = [naive_filter(features.astype(np.float32), row) for row in x]
+    np.testing.assert_allclose(y, want, rtol=2e-4, atol=2e-5)
+
+
+def test_filter_is_a_gaussian():
+    """An impulse in the middle of a plane; the lattice's kernel is a Gaussian, to some percent."""
+    places = np.indices((41, 41)).reshape(2, -1).T / 4
+    lattice = ops.backend(Device()).Lattice(places, Device())
+    x, y = np.zeros((1, 41 * 41)), np.empty((1, 41 * 41))
+    x[0, 20 * 41 + 20] = 1
+    lattice.filter(x, y)
+    distances = np.sum((places - 5) ** 2, axis=1)
+    want = np.exp(-distances / 2)
+    np.testing.assert_allclose(
+        y[0] / y.sum(), want / want.sum(), atol=0.12 * want.max() / want.sum()
+    )
+
+
+@pytest.mark.parametrize("d", [2, 5])
+def test_transposed_filter(d):
+    features, x, z = random(50, d, seed=3), random(3, 50, seed=4), random(3, 50, seed=5)
+    lattice = ops.backend(Device()).Lattice(features, Device())
+    y, back = np.empty_like(x), 7 * np.ones_like(x)
+    lattice.filter(x, y)
+    lattice.filter(z, back, transposed=True)
+    np.testing.assert_allclose(np.sum(y * z), np.sum(x * (back - 7)), rtol=1e-9)
+
+
+N, C, H, W = 2, 3, 4, 5
+TEXT = (
+    'type: "MultiStageMeanfield" multi_stage_meanfield_param { num_iterations: 3 theta_alpha: 4 '
+    "theta_beta: 6 theta_gamma: 2 spatial_filter_weight: 1.5 bilateral_filter_weight: 2 }"
+)
+
+
+def given():
+    image = np.round(random(N, 3, H, W, seed=7) * 6).astype(np.float32).astype(np.float64)
+    return random(N, C, H, W, seed=8), random(N, C, H, W, seed=9), image
+
+
+def naive(unary, q, image, spatial, bilateral, compatibility):
+    result = np.empty_like(unary)
+    places = [(x, y) for y in range(H) for x in range(W)]
+    for n in range(N):
+        colours = image[n].reshape(3, -1).T
+        near = np.array(places) / 2
+        alike = np.hstack([np.array(places) / 4, colours / 6])
+        now, own = q[n].reshape(C, -1), unary[n].reshape(C, -1)
+        for _ in range(3):
+            p = np.exp(now) / np.exp(now).sum(axis=0)
+            message = np.zeros_like(p)
+            for weights, features in ((spatial, near), (bilateral, alike)):
+                features = features.astype(np.float32)
+                ones = np.array(naive_filter(features, np.ones(H * W)))
+                message += weights @ np.array([naive_filter(features, row) / ones for row in p])
+            now = own - compatibility @ message
+        result[n] = now.reshape(C, H, W)
+    return result
+
+
+def filled(dtype=np.float64):
+    single = Single(TEXT, *given(), dtype=dtype)
+    for k, blob in enumerate(single.layer.blobs):
+        blob.data[0, 0] += 0.3 * random(C, C, seed=20 + k)
+    return single
+
+
+def test_against_a_loop():
+    single = filled()
+    (y,) = single.forward()
+    want = naive(*given(), *(blob.data[0, 0] for blob in single.layer.blobs))
+    np.testing.assert_allclose(y, want, rtol=2e-4, atol=2e-4)
+
+
+def test_gradient():
+    check_gradient(TEXT, *given(), propagate_down=[True, True, False])
+
+
+def test_gradients_are_added_and_the_image_has_none():
+    single = filled()
+    (y,) = single.forward()
+    dy = random(*y.shape, seed=11)
+    (first, second, image), once = single.backward([dy])
+    assert first.any()
+    assert second.any()
+    np.testing.assert_array_equal(image, 0)
+    for blob, gradient in zip(single.layer.blobs, once, strict=True):
+        blob.diff[...] = gradient
+    single.top[0].diff[...] = dy
+    single.layer.backward(single.top, [True] * 3, single.bottom)
+    for blob, gradient in zip(single.layer.blobs, once, strict=True):
+        np.testing.assert_allclose(blob.diff, 2 * gradient, rtol=1e-9)
+
+
+@pytest.mark.gpu
+def test_on_gpu():
+    check_plain_on_gpu(TEXT, *given(), propagate_down=[True, True, True])
+
+
+def test_weights_to_begin_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+    def begun():
+        return [blob.data[0, 0] for blob in Single(TEXT, *given()).layer.blobs]
+
+    for got, diagonal in zip(begun(), ([1.5] * 3, [2] * 3, [-1] * 3), strict=True):
+        np.testing.assert_array_equal(got, np.diag(diagonal))
+    (tmp_path / "spatial.par").write_text("3 4 5 6\n")
+    (tmp_path / "bilateral.par").write_text("1\n2\n.5")
+    for got, diagonal in zip(begun(), ([3, 4, 5], [1, 2, 0.5], [-1] * 3), strict=True):
+        np.testing.assert_array_equal(got, np.diag(diagonal))
+    for text, message in (("3 4", "has 2 numbers; 3 classes"), ("a b c", "'a'")):
+        (tmp_path / "spatial.par").write_text(text)
+        with pytest.raises(ConfigError, match=f"spatial.par: .*{message}"):
+            begun()
+
+
+def test_a_plane_of_another_size_has_a_lattice_of_its_own():
+    single = filled()
+    single.forward()
+    unary, q, image = (np.ascontiguousarray(b[:, :, :3, :]) for b in given())
+    for blob, values in zip(single.bottom, (unary, q, image), strict=True):
+        blob.reshape(values.shape)
+        blob.data[...] = values
+    single.layer.reshape(single.bottom, single.top)
+    single.layer.forward(single.bottom, single.top)
+    other = Single(TEXT, unary, q, image)
+    for blob, mine in zip(other.layer.blobs, single.layer.blobs, strict=True):
+        blob.data[...] = mine.data
+    np.testing.assert_array_equal(single.top[0].data, other.forward()[0])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("num_iterations: 3", "", "num_iterations must be 2 or more, not 1"),
+        ("theta_beta: 6", "theta_beta: 0", "must be above 0, not 4, 0, 2"),
+    ],
+)
+def test_settings_that_are_refused(old: str, new: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        Single(TEXT.replace(old, new), *given())
+
+
+def test_bottoms_that_are_refused():
+    unary, q, image = given()
+    with pytest.raises(ConfigError, match=r"not \[2, 3, 4, 5\], \[2, 3, 4, 5\] and \[2, 1, 4, 5\]"):
+        Single(TEXT, unary, q, image[:, :1])
+    image[0, 0, 0, 0] = np.nan
+    with pytest.raises(DataError, match="not finite"):
+        Single(TEXT, unary, q, image).forward()
