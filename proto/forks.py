@@ -96,8 +96,10 @@ _FIELDS = {
     "caffe-yolov2": {
         "DetectionOutputParameter": "coords",
     },
+    "Sophgo": {
+        "TransposeParameter": "order",
+    },
     "CTPN": {
-        "LayerParameter": "transpose_param",
         "SolverParameter": "stepearly",
     },
     "soeaver's": {
@@ -162,7 +164,6 @@ _LAYERS = {
     "PSANet": "PointwiseSpatialAttention",
     "Frcnn": "FrcnnProposal",
     "CaffeOnSpark": "CoSData",
-    "CTPN": "Transpose",
     "happynear": "ChannelScale InnerDistance",
     "SSD with focal loss": "MultiBoxFocalLoss",
     "Temporal Segment Networks": "BatchReduction Scatter SegData SyncBN",

@@ -197,12 +197,12 @@ def concat(site: Site) -> None:
     site.finish("Concat", *site.bottoms, axis=site.layer.axis)
 
 
-@writers("Permute")
+@writers("Permute", "Transpose")
 def permute(site: Site) -> None:
     site.finish("Transpose", site.bottoms[0], perm=site.layer.order)
 
 
-@writers("Flip")
+@writers("Flip", "Reverse")
 def flip(site: Site) -> None:
     """Slice from the last element to the first, of the axes that turn."""
     (x,), axes = site.bottoms, site.layer.axes

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
+import numpy as np
+
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Array, shape_string
+from caffepy.device.blob import Array, Blob, shape_string
 from caffepy.layer.base import Blobs, Layer, layer
 
 log = logging.getLogger(__name__)
@@ -186,11 +188,15 @@ class Recurrent(Layer):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Begin the next batch with these states, whatever their number of streams."""
-        for blob, array in zip(self.last, state.get("last", ()), strict=True):
-            shape = blob.shape
-            blob.reshape(array.shape)
-            blob.host_data[...] = array
-            blob.reshape(shape)
+        _refill(self.last, state)
+
+
+def _refill(last: Sequence[Blob], state: Mapping[str, Any]) -> None:
+    for blob, array in zip(last, state.get("last", ()), strict=True):
+        shape = blob.shape
+        blob.reshape(array.shape)
+        blob.host_data[...] = array
+        blob.reshape(shape)
 
 
 @layer("LSTM")
@@ -334,3 +340,136 @@ class ContinuationIndicator(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         top[0].data[:1] = 0
         top[0].data[1:] = 1
+
+
+@layer("Lstm")
+class Lstm(Layer):
+    """x (T, N, ...), perhaps cont (T, N) -> h (T, N, H), an LSTM as `LSTM` but for its parameters
+    W_x (4H, D), W_h (4H, H), b (4H) (junhyukoh's, CTPN).
+
+    Bottoms of two axes, and all with a batch_size, are (T * N, ...), as is then the top, with N =
+    batch_size. Without cont each batch begins with states of 0, with it where the last one ended.
+    Gradients of the gates of each step are cut to +-clipping_threshold, unless that is 0.
+    """
+
+    on_gpu = True
+    bottoms = (1, 2)
+    backward_reads_top = False
+    constant_bottoms: Mapping[int, str] = {
+        1: "Cannot backpropagate to sequence indicators (bottom 1); they need propagate_down: false"
+    }
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param, shape = self.param.lstm_param, bottom[0].shape
+        if param.num_output < 1 or not param.clipping_threshold >= 0:
+            raise ConfigError(
+                "lstm_param: num_output must be 1 or more and clipping_threshold 0 or more, not "
+                f"{param.num_output} and {param.clipping_threshold:g}"
+            )
+        if len(shape) < 2:
+            raise ConfigError(f"Lstm needs (T, N, ...) or (T * N, ...), not {list(shape)}")
+        self.flat = len(shape) == 2 or param.HasField("batch_size")
+        self.size, self.inputs = param.num_output, prod(shape[1 if self.flat else 2 :])
+        rows = 4 * self.size
+        shapes = {"W_x": (rows, self.inputs), "W_h": (rows, self.size), "b": (rows,)}
+        fillers = param.weight_filler, param.weight_filler, param.bias_filler
+        self.make_params(shapes, fillers)
+        self.sums, self.kept, self.h, self.c = (self.buffer() for _ in range(4))
+        self.first, self.last = ([self.buffer((0, self.size)) for _ in range(2)] for _ in range(2))
+        self.cont, self.step = self.buffer(), self.buffer()
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape, param = bottom[0].shape, self.param.lstm_param
+        if self.flat and shape[0] % param.batch_size:
+            raise ConfigError(
+                f"{shape[0]} items cannot be divided into sequences of a batch of "
+                f"{param.batch_size}"
+            )
+        self.steps, self.streams = (
+            (shape[0] // param.batch_size, param.batch_size) if self.flat else shape[:2]
+        )
+        if prod(shape[1 if self.flat else 2 :]) != self.inputs:
+            raise ConfigError(f"the weights are for {self.inputs} inputs, not {list(shape)}")
+        if len(bottom) > 1 and bottom[1].count != self.steps * self.streams:
+            raise ConfigError(
+                f"{self.steps} steps of {self.streams} sequences need as many indicators, not "
+                f"{list(bottom[1].shape)}"
+            )
+        whole = (self.steps, self.streams, self.size)
+        top[0].reshape((shape[0], self.size) if self.flat else whole)
+        self.sums.reshape((*whole[:2], 4 * self.size))
+        for blob in (self.kept, self.h, self.c):
+            blob.reshape(whole)
+        for blob in (*self.first, *self.last):
+            blob.reshape(whole[1:])
+        self.cont.reshape(whole[:2])
+        self.step.reshape(whole[1:])
+        self.loop = self.ops.LSTM(*whole, self.dtype)
+
+    def indicators(self, bottom: Blobs) -> Array:
+        """Return cont (T, N); without one 0 in the first step, 1 in the others."""
+        if len(bottom) > 1:
+            given: Array = bottom[1].data.reshape(self.steps, self.streams)
+            return given
+        self.cont.data[:1] = 0
+        self.cont.data[1:] = 1
+        return self.cont.data
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        w_x, w_h, bias = (blob.data for blob in self.blobs)
+        for first, last in zip(self.first, self.last, strict=True):
+            if len(bottom) > 1:
+                self.ops.copy(last.data, first.data)
+            else:
+                first.data.fill(0)
+        sums = self.sums.data
+        rows = sums.reshape(-1, 4 * self.size)
+        self.ops.matmul(bottom[0].data.reshape(-1, self.inputs), w_x.T, rows)  # (T N, D) @ (D, 4H)
+        self.ops.add_bias(rows, bias)
+        begun = [blob.data for blob in self.first]
+        h, c = self.h.data, self.c.data
+        self.loop.forward(sums, w_h, self.indicators(bottom), begun, self.kept.data, h, c)
+        for last, state in zip(self.last, (h, c), strict=True):
+            self.ops.copy(state[-1], last.data)
+        self.ops.copy(h.reshape(top[0].shape), top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        self.refuse_constants(propagate_down)
+        a, da, dy = self.sums.data, self.sums.diff, top[0].diff.reshape(self.h.shape)
+        cont, w_h, c_first = self.indicators(bottom), self.blobs[1].data, self.first[1].data
+        if self.param.lstm_param.clipping_threshold:
+            self.cut_gradients(cont, dy)
+        else:
+            self.loop.backward(a, w_h, cont, c_first, self.c.data, dy, da)
+        rows, wanted = da.reshape(-1, 4 * self.size), self.param_propagate_down
+        x = bottom[0].data.reshape(-1, self.inputs)
+        for i, read in enumerate((x, self.kept.data.reshape(-1, self.size))):
+            if wanted[i]:  # (4H, T N) @ (T N, D or H)
+                self.ops.matmul(rows.T, read, self.blobs[i].diff, accumulate=True)
+        if wanted[2]:
+            self.ops.bias_gradient(rows, self.blobs[2].diff)
+        if propagate_down[0]:
+            dx = bottom[0].diff.reshape(-1, self.inputs)
+            self.ops.matmul(rows, self.blobs[0].data, dx)  # (T N, 4H) @ (4H, D)
+
+    def cut_gradients(self, cont: Array, dy: Array) -> None:
+        """Compute the gradients of the sums, step by step, each cut before it goes on."""
+        most = self.param.lstm_param.clipping_threshold
+        dc, dh, back = self.c.diff[-1], self.h.diff[-1], self.step.data
+        dc.fill(0)
+        back.fill(0)
+        for t in range(self.steps - 1, -1, -1):
+            np.add(dy[t], back, out=dh)
+            da = self.sums.diff[t]
+            before = self.c.data[t - 1] if t else self.first[1].data
+            self.ops.lstm_unit_backward(self.sums.data[t], before, self.c.data[t], dh, dc, da)
+            np.clip(da, -most, most, out=da)
+            self.ops.matmul(da, self.blobs[1].data, back)  # (N, 4H) @ (4H, H)
+            back *= cont[t][:, None]
+
+    def state(self) -> dict[str, Any]:
+        return {"last": [blob.host_data.copy() for blob in self.last]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Begin the next batch with these states, whatever their number of sequences."""
+        _refill(self.last, state)

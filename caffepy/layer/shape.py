@@ -93,16 +93,20 @@ class Permute(Layer):
     can_recompute = True
     backward_reads_bottom = backward_reads_top = False
 
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        given, shape = list(self.param.permute_param.order), bottom[0].shape
-        axes = len(shape)
+    def order_of(self, shape: Sequence[int]) -> list[int]:
+        """Return which axis of the bottom each axis of the top is; ConfigError if that is none."""
+        given, axes = list(self.param.permute_param.order), len(shape)
         if len({*given}) < len(given) or any(axis >= axes for axis in given):
             raise ConfigError(
                 f"permute_param: order {given} must name axes of the {axes} of {list(shape)}, each "
                 "once"
             )
-        self.order = [*given, *(axis for axis in range(axes) if axis not in given)]
-        self.inverse = [self.order.index(axis) for axis in range(axes)]
+        return [*given, *(axis for axis in range(axes) if axis not in given)]
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape = bottom[0].shape
+        self.order = self.order_of(shape)
+        self.inverse = [self.order.index(axis) for axis in range(len(shape))]
         self.changes = self.order != sorted(self.order)
         top[0].reshape([shape[axis] for axis in self.order])
         if not self.changes:
@@ -118,22 +122,35 @@ class Permute(Layer):
             self.ops.copy(top[0].diff.transpose(self.inverse), bottom[0].diff)
 
 
-@layer("Flip")
-class Flip(Layer):
-    """(N, C, H, W) with its columns (`flip_width`) and its rows (`flip_height`) the other way round
-    (happynear). Axes that are not there have size 1.
+@layer("Transpose")
+class Transpose(Permute):
+    """The axes in another order: axis i of the top is axis dim[i] of the bottom; all are named
+    (CTPN).
     """
+
+    def order_of(self, shape: Sequence[int]) -> list[int]:
+        order = list(self.param.transpose_param.dim)
+        if sorted(order) != list(range(len(shape))):
+            raise ConfigError(
+                f"transpose_param: dim {order} must name each axis of {list(shape)} once"
+            )
+        return order
+
+
+class Turning(Layer):
+    """Base of layers whose top is the bottom with `axes` the other way round."""
 
     on_gpu = True
     can_recompute = True
     backward_reads_bottom = backward_reads_top = False
 
+    def axes_of(self, shape: Sequence[int]) -> list[int]:
+        """Return the axes that turn; ConfigError if the bottom does not have them."""
+        raise NotImplementedError
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        shape, param = bottom[0].shape, self.param.flip_param
-        if len(shape) > 4:
-            raise ConfigError(f"a bottom has at most 4 axes, not {list(shape)}")
-        turned = {2: param.flip_height, 3: param.flip_width}
-        self.axes = [axis for axis, turns in turned.items() if turns and axis < len(shape)]
+        shape = bottom[0].shape
+        self.axes = self.axes_of(shape)
         steps = [-1 if axis in self.axes else 1 for axis in range(len(shape))]
         self.order = tuple(slice(None, None, step) for step in steps)
         top[0].reshape_like(bottom[0])
@@ -144,6 +161,32 @@ class Flip(Layer):
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
             self.ops.copy(top[0].diff[self.order], bottom[0].diff)
+
+
+@layer("Flip")
+class Flip(Turning):
+    """(N, C, H, W) with its columns (`flip_width`) and its rows (`flip_height`) the other way round
+    (happynear). Axes that are not there have size 1.
+    """
+
+    def axes_of(self, shape: Sequence[int]) -> list[int]:
+        if len(shape) > 4:
+            raise ConfigError(f"a bottom has at most 4 axes, not {list(shape)}")
+        turned = {2: self.param.flip_param.flip_height, 3: self.param.flip_param.flip_width}
+        return [axis for axis, turns in turned.items() if turns and axis < len(shape)]
+
+
+@layer("Reverse")
+class Reverse(Turning):
+    """The bottom with one `axis` the other way round, by default the first: sequences backward
+    (CTPN).
+    """
+
+    def axes_of(self, shape: Sequence[int]) -> list[int]:
+        axis = self.param.reverse_param.axis
+        if not 0 <= axis < len(shape):
+            raise ConfigError(f"reverse_param: {list(shape)} has no axis {axis}")
+        return [axis]
 
 
 @layer("Slice")

@@ -26,6 +26,7 @@ OTHERWISE = {
     "Filter": "gives as many items as its data say",
     "AngularMargin": "adds a margin at the labels, for training",
     "Local": "has no operator",
+    "Lstm": "is not written yet; LSTM is",
     "MultiStageMeanfield": "has no operator",
     "MarginInnerProduct": "adds a margin at the labels, for training",
     "PSROIAlign": "has no operator",

@@ -393,3 +393,117 @@ def test_indicators_of_whole_sequences():
 @pytest.mark.gpu
 def test_indicators_on_gpu():
     check_plain_on_gpu(INDICATORS % "time_step: 3", propagate_down=[])
+
+
+def lstm_text(extra="", size=H):
+    return f'type: "Lstm" lstm_param {{ num_output: {size} {FILLERS} {extra} }}'
+
+
+LSTMS = {
+    "steps and streams": ("", (T, N, 2, 3)),
+    "flat": (f"batch_size: {N}", (T * N, 6)),
+    "flat, more axes": (f"batch_size: {N}", (T * N, 2, 3)),
+    "flat, one stream": ("", (T * N, 6)),
+}
+
+
+@pytest.mark.parametrize("pattern", [None, *PATTERNS])
+@pytest.mark.parametrize("form", LSTMS)
+def test_lstm_of_ctpn_against_a_loop(form, pattern):
+    extra, shape = LSTMS[form]
+    steps, streams = (T * N, 1) if form == "flat, one stream" else (T, N)
+    flags = cont(pattern or "batches", steps, streams)
+    bottoms = [random(*shape)] + ([flags] if pattern else [])
+    single = Single(lstm_text(extra), *bottoms)
+    w_x, w_h, bias = single.params
+    states = [np.zeros((streams, H))] * 2
+    for batch in range(2):
+        (y,) = single.forward()
+        x = bottoms[0].reshape(steps, streams, 6)
+        want, states = naive("LSTM", [w_x, bias, w_h], x, flags, None, states)
+        assert y.shape == ((T * N, H) if form.startswith("flat") else (T, N, H)), batch
+        np.testing.assert_allclose(y.reshape(want.shape), want, atol=1e-12)
+        if not pattern:
+            states = [np.zeros((streams, H))] * 2
+
+
+@pytest.mark.parametrize("pattern", [None, "batches", "inside", "never"])
+@pytest.mark.parametrize("form", LSTMS)
+@pytest.mark.parametrize("bound", ["", "clipping_threshold: 1e6"])
+def test_lstm_of_ctpn_gradient(form, pattern, bound):
+    extra, shape = LSTMS[form]
+    steps, streams = (T * N, 1) if form == "flat, one stream" else (T, N)
+    bottoms = [random(*shape)] + ([cont(pattern, steps, streams)] if pattern else [])
+    wanted = [True, False][: len(bottoms)]
+    check_gradient(lstm_text(f"{extra} {bound}"), *bottoms, propagate_down=wanted)
+
+
+@pytest.mark.parametrize("pattern", [None, "inside"])
+def test_gradients_of_gates_are_cut_in_each_step(pattern):
+    """A loop backward, with a bound that many gradients reach."""
+    most, flags = float(np.float32(0.02)), cont(pattern or "batches")
+    x, dy = random(T, N, 6), random(T, N, H, seed=3)
+    bottoms = [x] + ([flags] if pattern else [])
+    single = Single(lstm_text(f"clipping_threshold: {most}"), *bottoms)
+    (h,) = single.forward()
+    w_x, w_h, bias = single.params
+    wanted = [True, False][: len(bottoms)]
+    (dx, *_), gradients = single.backward([dy], propagate_down=wanted)
+    before, c, gates = np.zeros((N, H)), np.zeros((T + 1, N, H)), []
+    for t in range(T):
+        now = flags[t][:, None]
+        a = (x[t] @ w_x.T + bias + (now * before) @ w_h.T).reshape(N, 4, H)
+        i, f, o, g = *(sigmoid(a[:, k]) for k in range(3)), np.tanh(a[:, 3])
+        f = f * now
+        c[t + 1] = f * c[t] + i * g
+        before = o * np.tanh(c[t + 1])
+        gates.append((i, f, o, g))
+    dc, dh, all_da, reached = np.zeros((N, H)), np.zeros((N, H)), np.zeros((T, N, 4 * H)), 0
+    for t in range(T - 1, -1, -1):
+        i, f, o, g = gates[t]
+        dh, tanh = dh + dy[t], np.tanh(c[t + 1])
+        dc = dc + dh * o * (1 - tanh**2)
+        parts = dc * g * i * (1 - i), dc * c[t] * f * (1 - f), dh * tanh * o * (1 - o)
+        da = np.hstack([*parts, dc * i * (1 - g**2)])
+        reached += np.sum(np.abs(da) > most)
+        all_da[t] = np.clip(da, -most, most)
+        dc = dc * f
+        dh = flags[t][:, None] * (all_da[t] @ w_h)
+    kept = np.concatenate([np.zeros((1, N, H)), h[:-1]]) * flags[..., None]
+    assert 10 < reached < all_da.size
+    np.testing.assert_allclose(dx, all_da @ w_x, atol=1e-12)
+    for got, want in zip(
+        gradients,
+        (
+            np.einsum("tng,tnd->gd", all_da, x),
+            np.einsum("tng,tnh->gh", all_da, kept),
+            all_da.sum(axis=(0, 1)),
+        ),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bound", ["", "clipping_threshold: 0.05"])
+@pytest.mark.parametrize("pattern", [None, "inside"])
+def test_lstm_of_ctpn_on_gpu(pattern, bound):
+    bottoms = [random(T, N, D)] + ([cont(pattern)] if pattern else [])
+    wanted = [True, False][: len(bottoms)]
+    check_plain_on_gpu(lstm_text(bound), *bottoms, propagate_down=wanted)
+
+
+@pytest.mark.parametrize(
+    ("extra", "shapes", "message"),
+    [
+        ("clipping_threshold: -1", [(T, N, D)], "clipping_threshold 0 or more, not 2 and -1"),
+        ("batch_size: 5", [(T * N, D)], "12 items cannot be divided into sequences"),
+        ("", [(T,)], r"needs \(T, N, ...\)"),
+        ("", [(T, N, D), (T, N + 1)], "4 steps of 3 sequences need as many indicators"),
+    ],
+)
+def test_lstms_that_are_refused(extra, shapes, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(lstm_text(extra), *(random(*shape) for shape in shapes))
+    with pytest.raises(ConfigError, match="num_output must be 1 or more"):
+        Single(lstm_text(size=0), random(T, N, D))

@@ -348,6 +348,46 @@ def test_axes_that_cannot_be_permuted(order):
         Single(f'type: "Permute" permute_param {{ {order} }}', random(2, 3, 4, 5))
 
 
+@pytest.mark.parametrize("order", [(3, 2, 0, 1), (2, 3, 1, 0), (0, 1, 2, 3)], ids=str)
+def test_transposed_axes(order):
+    text = 'type: "Transpose" transpose_param {' + "".join(f" dim: {a}" for a in order) + " }"
+    x = random(2, 3, 4, 5)
+    (y,) = Single(text, x).forward()
+    np.testing.assert_array_equal(y, x.transpose(order))
+    check_gradient(text, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["dim: 3 dim: 2 dim: 0 dim: 1", "dim: 2 dim: 3 dim: 1 dim: 0"])
+def test_transpose_on_gpu(text):
+    text = f'type: "Transpose" transpose_param {{ {text} }}'
+    check_plain_on_gpu(text, random(2, 3, 4, 5), propagate_down=[True])
+
+
+@pytest.mark.parametrize("dims", ["", "dim: 0 dim: 1 dim: 2", "dim: 0 dim: 1 dim: 1 dim: 2"])
+def test_axes_that_cannot_be_transposed(dims):
+    with pytest.raises(ConfigError, match=r"must name each axis of \[2, 3, 4, 5\] once"):
+        Single(f'type: "Transpose" transpose_param {{ {dims} }}', random(2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_reversed_axis(axis):
+    text, x = f'type: "Reverse" reverse_param {{ axis: {axis} }}', random(4, 3, 5)
+    (y,) = Single(text, x).forward()
+    np.testing.assert_array_equal(y, np.stack(list(reversed(np.moveaxis(x, axis, 0))), axis))
+    check_gradient(text, x)
+
+
+@pytest.mark.gpu
+def test_reverse_on_gpu():
+    check_plain_on_gpu('type: "Reverse"', random(4, 3, 5), propagate_down=[True])
+
+
+def test_an_axis_that_is_not_there():
+    with pytest.raises(ConfigError, match=r"\[4, 3\] has no axis 2"):
+        Single('type: "Reverse" reverse_param { axis: 2 }', random(4, 3))
+
+
 FLIPS = {
     "width": "",
     "height": "flip_param { flip_width: false flip_height: true }",

@@ -206,6 +206,17 @@ OWN |= {
     for name in names.split()
 }
 """Those of CRF-as-RNN."""
+OWN |= {
+    (message, name)
+    for message, names in {
+        "LayerParameter": "transpose_param reverse_param lstm_param",
+        "LSTMParameter": "num_output clipping_threshold weight_filler bias_filler batch_size",
+        "ReverseParameter": "axis",
+        "TransposeParameter": "dim",
+    }.items()
+    for name in names.split()
+}
+"""Those of CTPN."""
 OWN |= {("LayerParameter", "target_units"), ("TargetUnits", "mean"), ("TargetUnits", "std")}
 """Those that only caffepy writes."""
 OTHER_TYPE = {("UpsampleParameter", "scale"): "int32"}
