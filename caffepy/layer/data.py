@@ -15,6 +15,7 @@ from caffepy.data.datum import COLOR, GRAY
 from caffepy.data.loader import Loader, SequentialLoader
 from caffepy.data.reader import Reader, Turn
 from caffepy.data.sources import open_source
+from caffepy.data.sources.base import Source
 from caffepy.data.sources.databases import Database
 from caffepy.data.sources.hdf5 import HDF5Rows, append_rows, new_file
 from caffepy.data.sources.image_list import ImageList
@@ -261,19 +262,27 @@ class DenseImageData(Prefetching):
 
 @layer("VideoData")
 class VideoData(Prefetching):
-    """-> (N, 3, h, w) and labels (N,) of 0: the frames of a video file, endlessly (SSD's)."""
+    """-> (N, 3, h, w) and labels (N,) of 0: the frames of a video file or of a camera, endlessly
+    (SSD's).
+    """
 
     def open(self) -> Loader:
         from caffepy.data.annotated_loader import VideoLoader  # here, since it loads numba
-        from caffepy.data.sources.video import VideoFrames
+        from caffepy.data.sources.video import CameraFrames, VideoFrames
 
         param = self.param.video_data_param
         _check_fields(self.param.data_param, "data_param")
         if param.HasField("source"):
             raise ConfigError("video_data_param: lists of videos, as C3D has them, are not read")
-        if param.video_type != VideoDataParameter.VIDEO or not param.video_file:
-            raise ConfigError("video_data_param needs video_type: VIDEO and a video_file")
-        source = VideoFrames(locate(param.video_file, self.path), param.skip_frames)
+        source: Source
+        if param.video_type == VideoDataParameter.WEBCAM:
+            if param.video_file:
+                raise ConfigError("video_data_param: a video_file needs video_type: VIDEO")
+            source = CameraFrames(param.device_id, param.skip_frames)
+        elif param.video_file:
+            source = VideoFrames(locate(param.video_file, self.path), param.skip_frames)
+        else:
+            raise ConfigError("video_data_param: video_type: VIDEO needs a video_file")
         return VideoLoader(source, self.param, self.phase, self.device, self.path)
 
 

@@ -462,9 +462,58 @@ def test_frames_of_a_video(film):
         one.layer.close()
 
 
+class Camera:
+    """Stands in for OpenCV's: its frames are grey 20, 40, ... and end after some."""
+
+    def __init__(self, number):
+        self.number, self.shown, self.open = number, 0, number < 3
+
+    def isOpened(self):  # noqa: N802 # OpenCV's name
+        return self.open
+
+    def grab(self):
+        self.shown += 1
+        return True
+
+    def read(self):
+        self.grab()
+        return self.shown < 12, np.full((24, 32, 3), 20 * self.shown, np.uint8)
+
+    def release(self):
+        self.open = False
+
+
+def camera(more="", **other):
+    text = (
+        'layer { type: "VideoData" data_param { batch_size: 2 } '
+        f"video_data_param {{ {more} }} }}"
+    )
+    return Feed(text, **other)
+
+
+def test_frames_of_a_camera(monkeypatch):
+    made = []
+    monkeypatch.setattr(cv2, "VideoCapture", lambda number: made.append(Camera(number)) or made[-1])
+    feed = camera("device_id: 2")
+    assert (made[0].number, feed.layer.length, feed.top[0].shape) == (2, None, (2, 3, 24, 32))
+    assert greys(feed, 2) == [1, 2, 3, 4]
+    state = feed.layer.state()
+    feed.layer.close()
+    assert not made[0].open
+    every_third = camera("video_type: WEBCAM skip_frames: 2")
+    every_third.layer.set_state(state)  # it goes on with what the camera shows
+    assert greys(every_third, 1) == [3, 6]
+    with pytest.raises(CaffeError, match="camera 0 gives no frame after 3"):
+        greys(every_third, 1)
+    every_third.layer.close()
+    with pytest.raises(CaffeError, match="camera 3 cannot be opened by OpenCV"):
+        camera("device_id: 3")
+
+
 def test_videos_refused(film):
     for old, new, message in (
-        ("video_type: VIDEO", "", "needs video_type: VIDEO and a video_file"),
+        ("video_type: VIDEO", "", "a video_file needs video_type: VIDEO"),
+        ('video_file: "video.avi"', "", "video_type: VIDEO needs a video_file"),
         ("video_file", "source", "lists of videos, as C3D has them, are not read"),
     ):
         text = f'layer {{ type: "VideoData" data_param {{ batch_size: 2 }} {VIDEO} }}'

@@ -1,4 +1,4 @@
-"""The frames of a video file, as OpenCV reads them, one after the other."""
+"""The frames of a video file or a camera, as OpenCV reads them, one after the other."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import cv2
 
 from caffepy.core.errors import DataError
-from caffepy.data.sources.base import Array, Items, NumberedSource
+from caffepy.data.sources.base import Array, Items, NumberedSource, Source, State
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,72 @@ class Frames(Sequence[Any]):
         if isinstance(i, int):
             return self._frames[i]
         return Frames(self._frames[i] if isinstance(i, slice) else [self._frames[k] for k in i])
+
+
+class CameraFrames(Source):
+    """What camera `number` shows, without an end: each frame, or each behind `skip` others. It has
+    no place to go back to: frames that are skipped, or were before a run is resumed, are not read.
+    """
+
+    kind = "camera"
+    layer = "VideoData"
+    take_is_cheap = False
+    state_keys = frozenset[str]()
+    length = None
+
+    def __init__(self, number: int, skip: int = 0) -> None:
+        self.path, self._skip = f"camera {number}", skip
+        self._camera = cv2.VideoCapture(number)
+        if not self._camera.isOpened():
+            raise DataError(f"{self.path} cannot be opened by OpenCV")
+        self._taken = 0
+        self._peeked: Frame | None = None
+        log.info("Opened %s", self.path)
+
+    def extent(self) -> str:
+        return self.path
+
+    def peek(self) -> Frame:
+        if self._peeked is None:
+            for _ in range(self._skip):
+                self._camera.grab()
+            good, image = self._camera.read()
+            if not good:
+                raise DataError(f"{self.path} gives no frame after {self._taken}")
+            self._peeked = self._taken, image
+        return self._peeked
+
+    def take(self, count: int) -> Items:
+        frames = []
+        for _ in range(count):
+            frames.append(self.peek())
+            self._peeked = None
+            self._taken += 1
+        return Frames(frames)
+
+    def skip(self, count: int) -> None:
+        self._taken += count
+
+    def decode(self, item: Frame) -> tuple[Array, int]:
+        return item[1].transpose(2, 0, 1), 0
+
+    def key(self, item: Frame) -> str:
+        return f"frame {item[0]}"
+
+    def place(self, items: Items, i: int) -> str:
+        return f"number {items[i][0]}"
+
+    def join(self, parts: Sequence[Any]) -> Frames:
+        return Frames([frame for part in parts for frame in part])
+
+    def state(self) -> State:
+        return {}
+
+    def set_state(self, state: State) -> None:
+        pass
+
+    def close(self) -> None:
+        self._camera.release()
 
 
 class VideoFrames(NumberedSource):
