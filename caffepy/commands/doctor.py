@@ -1,12 +1,9 @@
 """`caffepy doctor`: the requirements of a GPU, whether they are met, and what to do if not."""
 
-import importlib
 import importlib.util
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +12,7 @@ from numpy.typing import NDArray
 
 from caffepy import ops
 from caffepy.core.errors import DeviceError
-from caffepy.device import gpus
+from caffepy.device import cublas, cudnn, gpus
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 
@@ -63,7 +60,7 @@ class Health:
 
 def examine() -> Health:
     """Run all checks, the GPUs last; raise nothing."""
-    parts = (_kernel_cache, _driver, _cupy, _cuda, _cudnn, _nvmath, _nccl)
+    parts = (_kernel_cache, _driver, _cupy, _cuda, _cudnn, _cublas, _nccl)
     return Health([finding for part in parts for finding in part()] + list(_gpus()))
 
 
@@ -111,24 +108,19 @@ def _cuda() -> Iterator[Finding]:
 
 def _cudnn() -> Iterator[Finding]:
     try:
-        frontend = importlib.import_module("cudnn")
-        number = int(frontend.backend_version())
-    except Exception as error:  # whatever the search for libcudnn ends with
-        yield from (_failed(name, "cudnn", error) for name in ("cuDNN", "cuDNN frontend"))
-        return
-    yield Finding("cuDNN", OK, _dotted(number))
-    yield Finding("cuDNN frontend", OK, str(frontend.__version__))
+        yield Finding("cuDNN", OK, _dotted(cudnn.version()))
+    except DeviceError as error:
+        if cudnn.wheel():
+            yield Finding("cuDNN", WRONG, str(error.__cause__), gpus.INSTALL)
+        else:
+            yield Finding("cuDNN", MISSING, "not installed", FOR_GPUS)
 
 
-def _nvmath() -> Iterator[Finding]:
-    name, told = "cuBLAS (nvmath)", "of an unknown version"
+def _cublas() -> Iterator[Finding]:
     try:
-        importlib.import_module("nvmath.bindings.cublas")
-        with suppress(PackageNotFoundError):
-            told = version("nvmath-python")
-        yield Finding(name, OK, told)
-    except Exception as error:
-        yield _failed(name, "nvmath", error)
+        yield Finding("cuBLAS", OK, cublas.version())
+    except DeviceError as error:
+        yield _failed("cuBLAS", "cupy", error.__cause__ or error)
 
 
 def _nccl() -> Iterator[Finding]:

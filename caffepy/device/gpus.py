@@ -48,6 +48,17 @@ def import_cupy() -> Any:
     return cupy
 
 
+def cuda_library(name: str) -> ctypes.CDLL:
+    """Return a library of CUDA, such as "cublas", as CuPy finds it; OSError without it."""
+    import_cupy()
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        return ctypes.CDLL(load_nvidia_dynamic_lib(name).abs_path)
+    except (ImportError, RuntimeError) as error:  # not found
+        raise OSError(last_line(error)) from None
+
+
 def last_line(error: BaseException) -> str:
     """Return the last line of an error's text that has words in it."""
     lines = [line.strip() for line in str(error).splitlines() if re.search(r"\w", line)]

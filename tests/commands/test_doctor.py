@@ -1,10 +1,12 @@
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
 from caffepy.commands import doctor
 from caffepy.commands.doctor import MISSING, OK, WRONG, Finding, Health, examine
+from caffepy.device import cublas, cudnn
 from tests import fake_cupy
 
 
@@ -14,9 +16,7 @@ def findings() -> dict[str, Finding]:
 
 def test_a_machine_without_gpu_software_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setitem(sys.modules, "cudnn", None)
-    monkeypatch.setitem(sys.modules, "nvmath", None)
-    monkeypatch.setitem(sys.modules, "nvmath.bindings.cublas", None)
+    monkeypatch.setattr(cudnn, "wheel", lambda: "")
     monkeypatch.setattr(doctor.gpus, "cuda_of_driver", lambda: 0)
     found = findings()
     assert found.pop("CPU kernel cache").state in (OK, MISSING)
@@ -26,8 +26,7 @@ def test_a_machine_without_gpu_software_is_well(monkeypatch: pytest.MonkeyPatch)
         "CuPy",
         "CUDA runtime",
         "cuDNN",
-        "cuDNN frontend",
-        "cuBLAS (nvmath)",
+        "cuBLAS",
         "NCCL",
         "GPUs",
     ]
@@ -68,19 +67,22 @@ def test_each_gpu_is_told_of_and_tested(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_library_that_is_installed_and_cannot_be_loaded_is_wrong(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(name: str) -> None:
-        raise OSError("some lines\n  libcudnn.so.9: cannot open shared object file\n")
+        raise OSError("libcublas.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(doctor.importlib, "import_module", fail)
+    damaged = tmp_path / "libcudnn.so.9"
+    damaged.write_text("?")
+    monkeypatch.setattr(cudnn, "wheel", lambda: str(damaged))
+    monkeypatch.setattr(cudnn, "library", cudnn.library.__wrapped__)
+    monkeypatch.setattr(cublas, "cuda_library", fail)
+    monkeypatch.setattr(cublas, "library", cublas.library.__wrapped__)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    frontend = next(f for f in doctor._cudnn() if f.name == "cuDNN frontend")
-    assert (frontend.state, frontend.told) == (
-        WRONG,
-        "libcudnn.so.9: cannot open shared object file",
-    )
-    assert next(doctor._nvmath()).state == WRONG
+    for part, told in ((doctor._cudnn, str(damaged)), (doctor._cublas, "cannot open shared")):
+        found = next(part())
+        assert found.state == WRONG
+        assert told in found.told
 
 
 def test_no_place_for_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ graph to cuDNN's name of the fastest plan, and the name of a choice between cand
 of one.
 """
 
+import atexit
 import logging
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -26,9 +28,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.core.cache import cache_file, keep, read
-from caffepy.device import math_mode
-from caffepy.ops.cuda.compiler import kernel, looks_ahead
-from caffepy.ops.cuda.context import import_cudnn, lock
+from caffepy.device import cudnn, math_mode
+from caffepy.ops.cuda.compiler import compile_ahead, kernel, looks_ahead
+from caffepy.ops.cuda.context import lock
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +43,16 @@ BETTER = 0.95
 SPIN, SPIN_EACH = 200_000, 100_000
 """Clock cycles of the device before a timing and for each call in it: the host is ahead then."""
 
+SECONDS_BETWEEN_WRITES = 1.0
+
 Run = Callable[..., Any]
 Make = Callable[[], Run | None]
 
 _autotune = os.environ.get("CAFFEPY_AUTOTUNE", "1") != "0"
 seconds_spent = 0.0  # by the timings of this process
 _loaded: dict[Path, dict[str, Any]] = {}
+_unwritten: defaultdict[Path, dict[str, Any]] = defaultdict(dict)
+_written = 0.0  # when, of time.perf_counter
 
 
 def is_on() -> bool:
@@ -75,7 +81,7 @@ def full_name(name: str, dtype: DTypeLike) -> str:
 @cache
 def _machine(device: int) -> str:
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
-    return f"{import_cudnn().backend_version()}-{re.sub(r'[^A-Za-z0-9]+', '-', name)}"
+    return f"{cudnn.version()}-{re.sub(r'[^A-Za-z0-9]+', '-', name)}"
 
 
 def path() -> Path:
@@ -92,10 +98,23 @@ def tuned_plans() -> dict[str, Any]:
 
 
 def remember(name: str, fastest: Any) -> None:
-    """Add an entry; where no file can be written, each process times for itself."""
-    plans = tuned_plans()
-    plans[name] = fastest
-    keep(path(), plans)
+    """Add an entry; where no file can be written, each process times for itself.
+
+    Files are written once a second at most, and at the end of the process.
+    """
+    global _written
+    tuned_plans()[name] = fastest
+    _unwritten[path()][name] = fastest
+    if time.perf_counter() - _written > SECONDS_BETWEEN_WRITES:
+        write()
+        _written = time.perf_counter()
+
+
+@atexit.register
+def write() -> None:
+    """Write the entries that are not in their files yet."""
+    for file in list(_unwritten):
+        keep(file, _unwritten.pop(file))
 
 
 def fastest(
@@ -104,15 +123,27 @@ def fastest(
     """Return the candidate that takes the least time with these arguments, and its index.
 
     Each candidate is a call that makes it, or returns None if there is none; None if none can be
-    made. The result is remembered like a plan.
+    made, and in a block of `compile_ahead`, where what a candidate needs begins to be made. So it
+    is called more than once, and must keep nothing of what it made. The result is remembered like a
+    plan.
     """
-    assert not looks_ahead()  # candidates are kept
     full = full_name(name, dtype)
     with lock:
-        known: Any = tuned_plans().get(full) if is_on() else None
-        if known in range(len(candidates)) and (run := candidates[known]()) is not None:
-            return known, run
         timing = may_time()
+        known: Any = tuned_plans().get(full) if is_on() else None
+        if known not in range(len(candidates)):
+            known = None
+        if looks_ahead():
+            wanted = candidates if known is None else candidates[known : known + 1]
+            for make in wanted if timing else wanted[:1]:
+                make()
+            return None
+        if known is not None and (run := candidates[known]()) is not None:
+            return known, run
+        if timing:
+            with compile_ahead():
+                for make in candidates:
+                    make()
         made: list[tuple[int, Run]] = []
         for i, make in enumerate(candidates):
             if (run := make()) is not None:

@@ -1,14 +1,11 @@
-"""Matrix products by cuBLAS; small ones by product.cu if it is faster; by cuDNN without nvmath."""
+"""Matrix products by cuBLAS; small ones by product.cu if it is faster."""
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from typing import Any
 
 import numpy as np
 
-from caffepy.core.errors import DeviceError
-from caffepy.device import math_mode
-from caffepy.ops.cuda import autotune, plans
+from caffepy.device import cublas, math_mode
+from caffepy.ops.cuda import autotune
 from caffepy.ops.cuda.compiler import kernel, looks_ahead, prefetch
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import BLOCKS, THREADS, Array, c_type, launch_blocks
@@ -22,16 +19,6 @@ _DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "uint16": 14}  # cudaDa
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
 
 
-@cache
-def _import_cublas() -> Any:
-    """Return nvmath's bindings, or None."""
-    try:
-        from nvmath.bindings import cublas
-    except ImportError:
-        return None
-    return cublas
-
-
 def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0) -> None:
     assert a.shape[1] == b.shape[0]
     assert out.shape == (a.shape[0], b.shape[1])
@@ -43,17 +30,10 @@ def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: floa
         if not accumulate:
             out.fill(0)
         return
-    cublas = _import_cublas()
-    if cublas is None:
-        if not looks_ahead():
-            _multiply_by_cudnn(a, b, out, accumulate, scale)
-    elif looks_ahead():
-        if scale == 1 and _is_small(a, b, out):
-            prefetch("product", [_small_product(a, out)])
-    elif scale == 1 and _is_small(a, b, out) and _ours_is_faster(cublas, a, b, out, accumulate):
+    if scale == 1 and _is_small(a, b, out) and _ours_is_faster(a, b, out, accumulate):
         _multiply_small(a, b, out, accumulate)
-    else:
-        _multiply(cublas, a, b, out, accumulate, scale)
+    elif not looks_ahead():
+        _multiply(a, b, out, accumulate, scale)
 
 
 def _layout(x: Array) -> tuple[bool, int]:
@@ -67,9 +47,7 @@ def _layout(x: Array) -> tuple[bool, int]:
     return True, rows if columns == 1 else across
 
 
-def _multiply(
-    cublas: Any, a: Array, b: Array, out: Array, accumulate: bool, scale: float = 1.0
-) -> None:
+def _multiply(a: Array, b: Array, out: Array, accumulate: bool, scale: float = 1.0) -> None:
     turned, ldc = _layout(out)
     if turned:
         a, b, out = b.T, a.T, out.T
@@ -83,8 +61,8 @@ def _multiply(
     sizes = (int(tb), int(ta), n, m, k)
     factors = (b.data.ptr, kind, ldb, a.data.ptr, kind, lda)
     result = (out.data.ptr, _DATA_TYPES[out.dtype.name], ldc)
-    handle, how = context().cublas(cublas), _compute_type(a)
-    cublas.gemm_ex(handle, *sizes, alpha.ctypes.data, *factors, beta, *result, how, -1)
+    handle, how = context().cublas, _compute_type(a)
+    cublas.gemm(handle, *sizes, alpha.ctypes.data, *factors, beta, *result, how)
 
 
 def _compute_type(a: Array) -> int:
@@ -103,11 +81,18 @@ def _is_small(a: Array, b: Array, out: Array) -> bool:
     )
 
 
-def _ours_is_faster(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool) -> bool:
+def _ours_is_faster(a: Array, b: Array, out: Array, accumulate: bool) -> bool:
+    """Return True if product.cu is; in a block of `compile_ahead` False."""
     factors = f"{a.shape} {a.strides} {b.shape} {b.strides}"
     name = f"product {factors} {out.strides} {out.dtype.name} {accumulate}"
     there = context().array("product", out.shape, out.dtype) if autotune.may_time() else out
-    candidates: list[autotune.Make] = [lambda: partial(_multiply, cublas), lambda: _multiply_small]
+    small = _small_product(a, out)
+
+    def make() -> autotune.Run:
+        prefetch("product", [small])
+        return _multiply_small
+
+    candidates: list[autotune.Make] = [lambda: _multiply, make]
     found = autotune.fastest(name, a.dtype, candidates, (a, b, there, accumulate))
     return found is not None and found[0] == 1
 
@@ -123,37 +108,6 @@ def _multiply_small(a: Array, b: Array, out: Array, accumulate: bool) -> None:
     kernel("product", _small_product(a, out))(
         (-(-n // TILE), -(-m // TILE)), (THREADS,), (a, b, out, *numbers)
     )
-
-
-def _multiply_by_cudnn(a: Array, b: Array, out: Array, accumulate: bool, scale: float) -> None:
-    adds = accumulate or scale != 1
-    target = context().array("product", out.shape, out.dtype) if adds else out
-
-    def build(cudnn: Any, graph: Any) -> Any:
-        x, y = (
-            graph.tensor(dim=[1, *t.shape], stride=[t.size, *(s // t.itemsize for s in t.strides)])
-            for t in (a, b)
-        )
-        z = graph.matmul(x, y)
-        kind = graph.context.io_data_type if target.dtype == a.dtype else cudnn.data_type.FLOAT
-        z.set_output(True).set_data_type(kind).set_dim([1, *out.shape])
-        z.set_stride([out.size, *(s // out.itemsize for s in target.strides)])
-        return x, y, z
-
-    name = f"matmul {a.shape} {a.strides} {b.shape} {b.strides} {target.strides}"
-    if target.dtype != a.dtype:
-        name += f" {target.dtype.name}"
-    plan = plans.find(name, a.dtype, build, (a, b, target))
-    if plan is None:
-        raise DeviceError(
-            f"cuDNN has no plan for a product of {a.shape} and {b.shape}: pip install nvmath-python"
-        )
-    plan.run(a, b, target)
-    if adds:
-        assert out.flags.c_contiguous
-        if not accumulate:
-            out.fill(0)
-        add_into(target, out, scale)
 
 
 def add_into(x: Array, out: Array, scale: float = 1.0) -> None:

@@ -11,8 +11,10 @@ A kernel's scalar arguments must have the C type that the kernel declares: numpy
 numpy.float32(x) for float; a Python int is passed as long long, a Python float as double.
 """
 
+import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,11 +28,16 @@ from caffepy.device.threads import cores
 Kernel = Callable[..., None]  # (grid, block, arguments)
 Key = tuple[int, str, str]  # device, file, name
 
+log = logging.getLogger(__name__)
+
 FOLDER = Path(__file__).parent / "kernels"
 OPTIONS = ("-std=c++17",)
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
+LOG_SECONDS = 2.0
+
+_logged = time.perf_counter()
 _kernels: dict[Key, Kernel] = {}
 _jobs: dict[Key, Future[Kernel]] = {}
 _lock = threading.Lock()
@@ -64,7 +71,16 @@ def kernel(file: str, name: str) -> Kernel:
         job = _job(key)
         waits_for_a_thread = job.cancel()
         found = _kernels[key] = _compile(*key) if waits_for_a_thread else job.result()
+        log_progress("%d of %d kernels compiled", len(_kernels), len(_jobs))
     return found
+
+
+def log_progress(text: str, *numbers: int) -> None:
+    """Log how far the start of a process is, every LOG_SECONDS while it lasts."""
+    global _logged
+    if time.perf_counter() - _logged > LOG_SECONDS:
+        log.info(text, *numbers)
+        _logged = time.perf_counter()
 
 
 def prefetch(file: str, names: Iterable[str]) -> None:
@@ -79,11 +95,11 @@ def compile_ahead() -> Iterator[None]:
 
     For calls that do nothing but launch kernels, which do not keep what `kernel` returned.
     """
-    _thread.ahead = True
+    before, _thread.ahead = _thread.ahead, True
     try:
         yield
     finally:
-        _thread.ahead = False
+        _thread.ahead = before
 
 
 def looks_ahead() -> bool:

@@ -6,7 +6,10 @@ Memory that a captured graph may have seen is never freed.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache, partial
+from itertools import product
 from math import prod
 from threading import RLock
 from typing import Any
@@ -15,7 +18,8 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.core.errors import DeviceError, install
+from caffepy.core.errors import DeviceError
+from caffepy.device import cublas, cudnn
 from caffepy.device.streams import is_layer_stream
 
 LARGEST_WORKSPACE = 256 << 20
@@ -54,7 +58,7 @@ class Context:
         self.stream = stream
         self.workspace = Workspace()
         self._scratch: defaultdict[str, Workspace] = defaultdict(Workspace)
-        self._cudnn: Any = None
+        self._cudnn = 0
         self._cublas = 0
 
     def array(self, purpose: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
@@ -70,28 +74,27 @@ class Context:
             runtime.memcpyAsync(*pointers, to.nbytes, runtime.memcpyDeviceToDevice, self.stream)
 
     @property
-    def cudnn(self) -> Any:
+    def cudnn(self) -> int:
         """The stream's cuDNN handle."""
-        if self._cudnn is None:
-            cudnn = import_cudnn()
+        if not self._cudnn:
             try:
-                handle = _handle("cudnn", cudnn.create_handle)
-                cudnn.set_stream(handle=handle, stream=self.stream)
-            except RuntimeError as error:
+                self._cudnn = _handle("cudnn")
+                cudnn.set_stream(self._cudnn, self.stream)
+            except cudnn.CudnnError as error:
                 raise DeviceError(f"cuDNN cannot be used on this GPU ({error})") from error
-            self._cudnn = handle
         return self._cudnn
 
-    def cublas(self, cublas: Any) -> int:
-        """Return the stream's cuBLAS handle.
+    @property
+    def cublas(self) -> int:
+        """The stream's cuBLAS handle.
 
         Its stream and workspace are set once: to set the stream again would drop the workspace.
         """
         if not self._cublas:
-            handle = _handle("cublas", cublas.create)
-            cublas.set_stream(handle, self.stream)
+            handle = _handle("cublas")
             size = CUBLAS_SIDE if is_layer_stream(self.stream) else CUBLAS
-            cublas.set_workspace(handle, self.array("cublas", (size,), np.uint8).data.ptr, size)
+            workspace = self.array("cublas", (size,), np.uint8).data.ptr
+            cublas.set_stream(handle, self.stream, workspace, size)
             self._cublas = handle
         return self._cublas
 
@@ -99,11 +102,37 @@ class Context:
 lock = RLock()
 """Held while a handle is made or a plan chosen: timings of two threads would disturb each other."""
 
+CREATE: dict[str, Callable[[], int]] = {
+    "cudnn": partial(cudnn.create_handle, 0),
+    "cublas": cublas.create_handle,
+}
+
 _contexts: dict[tuple[int, int], Context] = {}
-_handle_pool: dict[tuple[int, str], Any] = {}
+_handle_pool: dict[tuple[int, str], Future[int]] = {}
 
 
-def _handle(kind: str, create: Callable[[], Any]) -> Any:
+def _create(device: int, kind: str) -> int:
+    with cupy.cuda.Device(device):
+        return CREATE[kind]()
+
+
+@cache
+def _prepare(device: int) -> None:
+    pool = ThreadPoolExecutor(len(CREATE), "caffepy-handles")
+    with lock:
+        for key in product([device], CREATE):
+            _handle_pool.setdefault(key, pool.submit(_create, *key))
+    pool.shutdown(wait=False)
+
+
+def prepare_handles() -> None:
+    """Begin to load cuDNN and cuBLAS and to create a handle of each for this device, in a thread;
+    once.
+    """
+    _prepare(cupy.cuda.runtime.getDevice())
+
+
+def _handle(kind: str) -> int:
     """Return a handle from the pool.
 
     No handle can be created during a capture, but a capture may need the first one of a new stream:
@@ -111,9 +140,11 @@ def _handle(kind: str, create: Callable[[], Any]) -> Any:
     """
     key = (cupy.cuda.runtime.getDevice(), kind)
     with lock:
-        handle = _handle_pool.pop(key, None) or create()
+        ahead = _handle_pool.pop(key, None)
+        handle = ahead.result() if ahead else CREATE[kind]()
         if not cupy.cuda.get_current_stream().is_capturing():
-            _handle_pool[key] = create()
+            _handle_pool[key] = Future()
+            _handle_pool[key].set_result(CREATE[kind]())
     return handle
 
 
@@ -139,13 +170,3 @@ def temporary_workspace() -> Iterator[None]:
         here.workspace = kept
         if large and not cupy.cuda.get_current_stream().is_capturing():
             cupy.get_default_memory_pool().free_all_blocks()
-
-
-def import_cudnn() -> Any:
-    """Import the cuDNN frontend; DeviceError if that fails."""
-    try:
-        import cudnn
-    except Exception as error:  # it raises whatever its search for libcudnn ends with
-        remedy = f"{install('cuda13')}, or cuda12"
-        raise DeviceError(f"the cuDNN frontend cannot be used ({error}): {remedy}") from error
-    return cudnn

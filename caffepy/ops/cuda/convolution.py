@@ -40,7 +40,7 @@ from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
 from caffepy.ops.cuda.blas import add_into
 from caffepy.ops.cuda.columns import Columns
 from caffepy.ops.cuda.compiler import looks_ahead
-from caffepy.ops.cuda.context import context
+from caffepy.ops.cuda.context import context, prepare_handles
 from caffepy.ops.cuda.copies import convert
 from caffepy.ops.cuda.filters import Blocks, Filters, dense_filters, plain_filters, suits_blocks
 from caffepy.ops.cuda.graphs import Geometry
@@ -57,7 +57,7 @@ DENSE = 4
 class Convolution:
     """A convolution; its arrays may have any layout in any call.
 
-    In a block of `compile_ahead` a call begins to compile kernels, and chooses nothing.
+    In a block of `compile_ahead` a call begins to compile kernels and to build cuDNN's plans.
     """
 
     can_replay = False
@@ -82,15 +82,14 @@ class Convolution:
             missing + dilation,
         )
         self._made: dict[Any, _Plain | _ChannelsLast] = {}
+        prepare_handles()
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
         if y.size:
-            made = self._for(x, y)
-            if not looks_ahead():
-                made.forward(x, w, b, self._shaped(y), relu)
+            self._for(x, y).forward(x, w, b, self._shaped(y), relu)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        if not dx.size or looks_ahead():
+        if not dx.size:
             return
         if dy.size:
             self._for(dx, dy).backward_data(dy, w, dx)
@@ -98,7 +97,7 @@ class Convolution:
             dx.fill(0)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
-        if not dy.size or looks_ahead():
+        if not dy.size:
             return
         dy = self._shaped(dy)
         if dw is not None:
@@ -142,10 +141,10 @@ class _Arrangement:
         self.filters: Any = filters
 
     def image(self, x: Array) -> Array:
-        return x if self.blocks is None else self.blocks.take(x)
+        return x if self.blocks is None or looks_ahead() else self.blocks.take(x)
 
     def weights(self, w: Array, b: Array | None = None) -> tuple[Array, Array | None]:
-        return (w, b) if self.filters is None else self.filters.take(w, b)
+        return (w, b) if self.filters is None or looks_ahead() else self.filters.take(w, b)
 
     def plan(self, what: str, arrays: Sequence[Array]) -> Run | None:
         """Return what runs cuDNN's plan; without one None, or im2col in Caffe's layout."""
@@ -153,7 +152,7 @@ class _Arrangement:
         plan = graphs.find(what, self.geometry, last, arrays)
         if plan is not None:
             return plan.run
-        if last or "bias" in what:
+        if last or "bias" in what or looks_ahead():
             return None
         message = "cuDNN has no plan for %s of %s: it runs as im2col and matrix products"
         log.warning(message, what, self.geometry)
@@ -196,13 +195,12 @@ class _Plain:
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         self._cudnn = _Arrangement(dtype, geometry)
-        self._runs: dict[Any, Run | None] = {}
+        self._runs: dict[Any, Run] = {}
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
-        key = b is not None, relu
-        if key not in self._runs:
-            self._runs[key] = self._cudnn.plan_forward(x, w, b, y, relu)
-        self._run(key, x, w, b, y)
+        arrays = x, w, b, y
+        make = partial(self._cudnn.plan_forward, *arrays, relu)
+        _run(self._runs, ("forward", b is not None, relu), make, arrays)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         self._run("backward_data", dy, w, dx)
@@ -214,11 +212,16 @@ class _Plain:
         if db is not None:
             relu_bias_backward(None, dy, db)
 
-    def _run(self, what: Any, *arrays: Array | None) -> None:
-        if what not in self._runs:
-            self._runs[what] = self._cudnn.plan(what, arrays)
-        run = self._runs[what]
+    def _run(self, what: str, *arrays: Array) -> None:
+        _run(self._runs, what, partial(self._cudnn.plan, what, arrays), arrays)
+
+
+def _run(runs: dict[Any, Run], what: Any, make: Make, arrays: Sequence[Array | None]) -> None:
+    """Run what is kept under this name; make it first if it is not there."""
+    run = runs.get(what) or make()
+    if not looks_ahead():
         assert run is not None
+        runs[what] = run
         run(*arrays)
 
 
@@ -265,41 +268,42 @@ class _ChannelsLast:
         self._plain = _Plain(geometry, np.float32)
 
     def _begin_to_compile(self) -> None:
-        """Compile the kernels of candidates while others are timed."""
-        if self._own in (small_convolution, depthwise) and autotune.may_time():
-            self._own.prefetch(self.geometry, self.dtype)
+        """Compile the kernels that candidates of cuDNN need."""
         kind = TYPES[self.dtype.name]
         names = "bias_relu", "relu_bias_rows", "add_shares"
         compiler.prefetch("bias_relu", [f"{name}<{kind}>" for name in names])
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
-        key = b is not None, relu
-        if key not in self._runs:
+        arrays = x, w, b, y
+
+        def make() -> Run | None:
             what = _with_bias(relu) if b is not None else "forward"
-            cudnn = partial(self._cudnn_forward, x, w, b, y, relu)
             own = self._own_way("forward")
-            make = own and partial(own, relu=relu)
-            self._runs[key] = self._cudnn_or_own(what, cudnn, make, (x, w, b, y))
+            cudnn = partial(self._cudnn_forward, *arrays, relu)
+            return self._cudnn_or_own(what, cudnn, own and partial(own, relu=relu), arrays)
+
         self._last_forward = None
-        self._runs[key](x, w, b, y)
+        _run(self._runs, ("forward", b is not None, relu), make, arrays)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        key = "backward_data"
-        if key not in self._runs:
-            arrays = dy, w, dx
+        what, arrays = "backward_data", (dy, w, dx)
+
+        def make() -> Run | None:
             cudnn = partial(self._cudnn_backward_data, *arrays)
-            own = self._own_way(key)
-            self._runs[key] = self._cudnn_or_own(key, cudnn, own, arrays)
-        self._runs[key](dy, w, dx)
+            return self._cudnn_or_own(what, cudnn, self._own_way(what), arrays)
+
+        _run(self._runs, what, make, arrays)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
-        key = "backward_weight bias" if db is not None else "backward_weight"
-        if key not in self._runs:
+        what = "backward_weight bias" if db is not None else "backward_weight"
+
+        def make() -> Run | None:
             own = self._own_way("backward_weight")
-            scratch = [None if a is None else cupy.zeros_like(a) for a in (dw, db)]
+            scratch = [a if a is None or looks_ahead() else cupy.zeros_like(a) for a in (dw, db)]
             cudnn = partial(self._cudnn_backward_weight, x, dy)
-            self._runs[key] = self._cudnn_or_own(key, cudnn, own, (x, dy, *scratch))
-        self._runs[key](x, dy, dw, db)
+            return self._cudnn_or_own(what, cudnn, own, (x, dy, *scratch))
+
+        _run(self._runs, what, make, (x, dy, dw, db))
 
     def _own_way(self, what: str) -> Callable[..., list[Make]] | None:
         """Return what lists our own candidates for a pass; None without any."""
@@ -311,13 +315,12 @@ class _ChannelsLast:
         cudnn: Make,
         own: Callable[..., list[Make]] | None,
         arguments: Sequence[Any],
-    ) -> Run:
-        """Return the fastest of cuDNN and the kernels of our own, if they suit."""
+    ) -> Run | None:
+        """Return the fastest of cuDNN and the kernels of our own, if they suit; None ahead."""
         candidates = [cudnn, *(own(self.geometry, self.dtype) if own else [])]
         name = f"{what} {self._kind} {self.geometry}"
         found = autotune.fastest(name, self.dtype, candidates, arguments)
-        assert found is not None
-        return found[1]
+        return found and found[1]
 
     def _fastest(
         self,
@@ -330,8 +333,9 @@ class _ChannelsLast:
         name, plans = f"{what} ways {self.geometry}", [partial(plan, way) for way in ways]
         found = autotune.fastest(name, self.dtype, plans, arguments)
         if found is None:
-            message = "cuDNN has no plan for %s of %s with the channels last: arrays are converted"
-            log.debug(message, what, self.geometry)
+            if not looks_ahead():
+                missing = "cuDNN has no plan for %s of %s with the channels last, but by conversion"
+                log.debug(missing, what, self.geometry)
             return None
         self._used.append(ways[found[0]])
         for way in self._ways:

@@ -10,7 +10,6 @@ from math import gcd, prod
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.ops.cuda import compiler
 from caffepy.ops.cuda.autotune import Make, Run
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
@@ -84,15 +83,6 @@ def _sizes(
 ) -> tuple[int, ...]:
     n, c, height, width = target
     return (n, height, width, c, *source[2:], *pads, run)
-
-
-def prefetch(geometry: Geometry, dtype: DTypeLike) -> None:
-    """Begin to compile all kernels."""
-    width, stride = _width(geometry.x[1]), geometry.stride[0]
-    turned = ("depthwise", width, 1, 1) if stride == 1 else ("depthwise_spread", width)
-    needed = ("depthwise", width, stride, 0), turned, ("depthwise_gradient", width, stride)
-    names = [_name(name, dtype, *numbers) for name, *numbers in needed]
-    compiler.prefetch("depthwise", [*names, "add_depthwise"])
 
 
 def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Make]:

@@ -142,6 +142,7 @@ class Blocks:
         pad, before = (p - q for p, q in zip(geometry.padding, padding, strict=True))
         line = geometry.x[3] * c
         self._sizes = (geometry.x[2], line, down, across * c, pad, before * c, *size, depth)
+        prefetch("filters", [f"gather_blocks<{TYPES[self.dtype.name]}>"])
         self.forget()
 
     def forget(self) -> None:

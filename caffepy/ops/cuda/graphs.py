@@ -5,9 +5,11 @@ which weights are (O, *kernel, C). A convolution over one axis is one over two f
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from caffepy.device import cudnn
 from caffepy.ops.cuda import plans
 from caffepy.ops.cuda.launch import Array
 
@@ -53,36 +55,30 @@ def find(what: str, geometry: Geometry, last: bool, arrays: Sequence[Array]) -> 
 
     operation, *after = what.split()
     x, w, y = geometry[:3]
-    how = {name: list(getattr(geometry, name)) for name in ("stride", "padding", "dilation")}
+    kind = cudnn.DATA_TYPES[arrays[0].dtype.name]
+    inside = cudnn.DOUBLE if kind == cudnn.DOUBLE else cudnn.FLOAT
+    shapes = {"backward_data": (y, w, x), "backward_weight": (x, y, w)}.get(operation, (x, w, y))
 
-    def layout(shape: Shape) -> dict[str, list[int]]:
+    def tensor(uid: int, shape: Shape, virtual: bool = False) -> cudnn.Descriptor:
         pixel = shape[1] if last else 1
         spatial = [prod(shape[a + 1 :]) * pixel for a in range(2, len(shape))]
         stride = [prod(shape[1:]), 1 if last else prod(shape[2:]), *spatial]
-        return {"dim": list(shape), "stride": stride}
+        return cudnn.tensor(uid, shape, stride, inside if virtual else kind, virtual)
 
-    def lying(tensor: Any, shape: Shape) -> Any:
-        """Return the tensor with its layout set; by default cuDNN takes channels last."""
-        lies = layout(shape)
-        return tensor.set_dim(lies["dim"]).set_stride(lies["stride"])
-
-    def build(cudnn: Any, graph: Any) -> list[Any]:
-        kind = graph.context.io_data_type
-        shapes = {"backward_data": [y, w], "backward_weight": [x, y]}.get(operation, [x, w])
-        tensors = [graph.tensor(**layout(shape), data_type=kind) for shape in shapes]
-        if operation == "backward_data":
-            result, shape = graph.conv_dgrad(loss=tensors[0], filter=tensors[1], **how), x
-        elif operation == "backward_weight":
-            result, shape = graph.conv_wgrad(image=tensors[0], loss=tensors[1], **how), w
-        else:
-            result, shape = graph.conv_fprop(image=tensors[0], weight=tensors[1], **how), y
-        if "bias" in after:
-            shapes.append((1, y[1], *[1] * len(geometry.stride)))
-            tensors.append(graph.tensor(**layout(shapes[2]), data_type=kind))
-            result = graph.bias(lying(result, shape), tensors[2])
-        if "relu" in after:
-            result = graph.relu(lying(result, shape))
-        return [*tensors, lying(result.set_output(True).set_data_type(kind), shape)]
+    def build() -> list[cudnn.Descriptor]:
+        """Return the operations; what is not in memory has the numbers from 10 on."""
+        output = tensor(2 + ("bias" in after), shapes[2])
+        passed = [tensor(10 + i, shapes[2], virtual=True) for i in range(len(after))] + [output]
+        tensors = (tensor(0, shapes[0]), tensor(1, shapes[1]), passed[0])
+        window = geometry.stride, geometry.padding, geometry.dilation
+        made = [cudnn.convolution(operation, window, inside, tensors)]
+        for step, (before, result) in zip(after, pairwise(passed), strict=True):
+            if step == "bias":
+                bias = tensor(2, (1, y[1], *[1] * len(geometry.stride)))
+                made.append(cudnn.addition(inside, before, bias, result))
+            else:
+                made.append(cudnn.relu(inside, before, result))
+        return made
 
     candidates = plans.MORE_CANDIDATES if geometry.operations > LARGE else plans.CANDIDATES
     name = f"{what} {geometry}{' channels last' * last}"

@@ -1,19 +1,23 @@
 """Plans of cuDNN graphs: made at the first call with their shapes, then run.
 
-The backend's heuristics rank the plans of a graph. With tuning on, the first CANDIDATES of them are
-timed with the arrays of that call, and the fastest is taken:
+The backend's heuristics rank the engines of a graph. With tuning on, the plans of the first
+CANDIDATES of them are timed with the arrays of that call, and the fastest is taken:
 
-    find -> in _plans?                          -> Plan
-         -> in tuned_plans (disk)?  rebuild     -> Plan
-         -> make: plans of each heuristic mode, first those built without run-time compilation
-                   choose: time them, or take the first that can be built
-                   -> Plan, remembered in tuned_plans if it was timed
+    find -> in _plans?                                             -> Plan
+         -> a _Search: in tuned_plans (disk)?  build that one      -> Plan
+                       else ask heuristics, build CANDIDATES
+         -> choose: time them, or take the first                   -> Plan, remembered if timed
+
+Searches ask and build in threads of a pool, if the calls are made in a block of `compile_ahead`
+before.
 """
 
 import logging
-import re
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -21,15 +25,11 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.device import math_mode
+from caffepy.device import cudnn, math_mode
+from caffepy.device.threads import cores
 from caffepy.ops.cuda import autotune
-from caffepy.ops.cuda.context import (
-    LARGEST_WORKSPACE,
-    context,
-    import_cudnn,
-    lock,
-    temporary_workspace,
-)
+from caffepy.ops.cuda.compiler import log_progress, looks_ahead
+from caffepy.ops.cuda.context import LARGEST_WORKSPACE, context, lock, temporary_workspace
 
 log = logging.getLogger(__name__)
 
@@ -39,20 +39,21 @@ CANDIDATES, MORE_CANDIDATES = 6, 10
 SECONDS_EACH = 0.05
 """No further plan is timed once this much time, for each of the candidates, is gone."""
 
-ALIGNED = 16
+HEURISTICS = cudnn.HEURISTIC_A, cudnn.HEURISTIC_FALLBACK
 
-Build = Callable[[Any, Any], Sequence[Any]]
-"""(cudnn, graph) -> the graph's tensors in the order of the arguments of `Plan.run`."""
+DECLINED = cudnn.CudnnError, cupy.cuda.memory.OutOfMemoryError
+"""What is raised for graphs and plans that are not supported."""
+
+Build = Callable[[], Sequence[cudnn.Descriptor]]
+"""Return the operations of a graph; the arguments of `Plan.run` are its tensors 0, 1, ..."""
 
 
 class Plan:
-    """A graph with one plan chosen. The last of its tensors is the output."""
+    """A plan that runs with arrays, the last of which is the output."""
 
-    def __init__(self, graph: Any, tensors: Sequence[Any], index: int) -> None:
-        graph.build_plan_at_index(index)
-        self.graph, self.tensors = graph, tensors
-        self.workspace = int(graph.get_workspace_size())
-        context().workspace.reserve(self.workspace)
+    def __init__(self, built: cudnn.Plan) -> None:
+        self._built = built
+        context().workspace.reserve(built.workspace)
 
     def run(self, *arrays: Any) -> None:
         """Execute on the current stream.
@@ -63,9 +64,9 @@ class Plan:
         """
         here = context()
         pointers = [array.data.ptr for array in arrays]
-        if any(pointer % ALIGNED for pointer in pointers):
+        if any(pointer % cudnn.ALIGNED for pointer in pointers):
             copies = [
-                here.array(f"copy {i}", a.shape, a.dtype) if a.data.ptr % ALIGNED else a
+                here.array(f"copy {i}", a.shape, a.dtype) if a.data.ptr % cudnn.ALIGNED else a
                 for i, a in enumerate(arrays)
             ]
             for array, copy in zip(arrays[:-1], copies, strict=False):
@@ -73,8 +74,8 @@ class Plan:
             self.run(*copies)
             here.copy(copies[-1], arrays[-1])
             return
-        to = dict(zip(self.tensors, pointers, strict=True))
-        self.graph.execute(to, here.workspace.reserve(self.workspace), handle=here.cudnn)
+        workspace = here.workspace.reserve(self._built.workspace)
+        self._built.execute(here.cudnn, pointers, workspace)
 
 
 INEXACT = {("backward_weight", 17)}
@@ -82,136 +83,175 @@ INEXACT = {("backward_weight", 17)}
 CaffeNet): they round more than float32 does without a numerical note that says so.
 """
 
-_plans: dict[tuple[int, str], Plan | None] = {}
+Key = tuple[int, str]  # device, full name
+
+_plans: dict[Key, Plan | None] = {}
+_searches: dict[Key, Future["_Search"]] = {}
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(cores(), "caffepy-plans")
 
 
 def find(
     name: str, dtype: DTypeLike, build: Build, arrays: Sequence[Any], candidates: int = CANDIDATES
 ) -> Plan | None:
-    """Return the plan for a graph, None if cuDNN has none.
+    """Return the plan for a graph, None if cuDNN has none; None, too, in a block of
+    `compile_ahead`, where the search for it begins.
 
     The name says all that the graph and its arrays depend on. The dtype is that of the graph's
-    arrays unless `build` says otherwise; up to `candidates` plans are timed.
+    arrays; up to `candidates` plans are timed.
     """
     full = autotune.full_name(name, dtype)
     key = (cupy.cuda.runtime.getDevice(), full)
+    if looks_ahead():
+        if key not in _plans and key not in _searches:
+            search = _Search(key, np.dtype(dtype), build, candidates)
+            _searches[key] = _pool().submit(search.begin_aside)
+        return None
     with lock:
         if key not in _plans:
-            _plans[key] = _Search(full, np.dtype(dtype), build).make(arrays, candidates)
+            begun = _searches.pop(key, None)
+            if begun is None or begun.cancel():
+                search = _Search(key, np.dtype(dtype), build, candidates).begin(context().cudnn)
+            else:
+                search = begun.result()
+            _plans[key] = search.choose(arrays)
+            log_progress("%d plans of cuDNN chosen", len(_plans))
         return _plans[key]
 
 
+class _Thread(threading.local):
+    """cuDNN's handles of this thread, by device: no two threads may use one at a time."""
+
+    def __init__(self) -> None:
+        self.handles: dict[int, int] = {}
+
+
+_thread = _Thread()
+
+
+def _handle(device: int) -> int:
+    if device not in _thread.handles:
+        _thread.handles[device] = cudnn.create_handle(0)
+    return _thread.handles[device]
+
+
 class _Search:
-    def __init__(self, name: str, dtype: np.dtype[Any], build: Build) -> None:
-        self.name, self.dtype, self.build = name, dtype, build
-        self.cudnn = cudnn = import_cudnn()
-        self.handle = context().cudnn  # an unusable library raises here, not as a missing plan
-        self.modes = cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK
-        # What the frontend raises for graphs and plans that are not supported.
-        unsupported = (cudnn.cudnnGraphNotSupportedError, NotImplementedError)
-        out_of_memory = cupy.cuda.memory.OutOfMemoryError
-        self.declined = (*unsupported, RuntimeError, ValueError, out_of_memory)
+    """The plans of a graph to choose from: that which was the fastest before, or the first ones
+    that can be built.
+    """
 
-    def make(self, arrays: Sequence[Any], candidates: int) -> Plan | None:
-        timing = autotune.may_time()
-        if autotune.is_on() and (known := autotune.tuned_plans().get(self.name)):
-            plan = self.rebuild(known)
-            if plan is not None:
-                return plan
-        # Plans with run-time compilation take long to build: only if there is no other.
-        compiled = [self.cudnn.behavior_note.RUNTIME_COMPILATION]
-        for without, mode in product((compiled, []), self.modes):
-            try:
-                graph, tensors = self.graph(mode)
-                graph.deselect_workspace_greater_than(LARGEST_WORKSPACE)
-                graph.deselect_numeric_notes(self.excluded())
-                graph.deselect_behavior_notes(without)
-            except self.declined as error:
-                log.debug("%s: cuDNN has no plan (%s)", self.name, error)
+    def __init__(self, key: Key, dtype: np.dtype[Any], build: Build, candidates: int) -> None:
+        self.device, self.name = key
+        self.build = build
+        self.known = autotune.tuned_plans().get(self.name) if autotune.is_on() else None
+        self.count = candidates if autotune.may_time() else 1
+        self.excluded = _excluded_notes(dtype)
+        self.plans: list[tuple[cudnn.Engine | None, cudnn.Plan]] = []
+
+    def begin_aside(self) -> "_Search":
+        """Ask cuDNN and build in another thread."""
+        with cupy.cuda.Device(self.device):
+            return self.begin(_handle(self.device))
+
+    def begin(self, handle: int) -> "_Search":
+        """Ask cuDNN and build."""
+        self.handle = handle
+        if not self._rebuild():
+            # Plans with run-time compilation take long to build: only if there is no other.
+            for without, heuristic in product(([cudnn.RUNTIME_COMPILATION], []), HEURISTICS):
+                self._build(heuristic, without)
+                if self.plans:
+                    break
+        return self
+
+    def _rebuild(self) -> bool:
+        """Build the plan that was the fastest before, if it can still be built."""
+        if not isinstance(self.known, str):
+            return False
+        try:
+            config = self._graph().config(self.known)
+            self.plans = [(None, cudnn.Plan(self.handle, config))]
+        except DECLINED as error:
+            log.debug("a tuned plan cannot be built: %s", error)
+            self.known = None
+        return bool(self.plans)
+
+    def _graph(self) -> cudnn.Graph:
+        return cudnn.Graph(self.handle, self.build())
+
+    def _build(self, heuristic: int, without: Sequence[int]) -> None:
+        """Build the first plans of a heuristic that have none of these notes on behavior."""
+        try:
+            engines = self._graph().engines(heuristic)
+        except DECLINED as error:
+            log.debug("%s: cuDNN has no plan (%s)", self.name, error)
+            return
+        for engine in engines:
+            if self.excluded & set(engine.numerical_notes) or self._is_inexact(engine.number):
                 continue
-            with temporary_workspace():
-                chosen = self.choose(graph, tensors, arrays if timing else None, candidates)
-            if chosen is not None:
-                if timing:
-                    autotune.remember(self.name, graph.get_plan_name_at_index(chosen))
-                return Plan(graph, tensors, chosen)
-        return None
+            if len(self.plans) == self.count or set(without) & set(engine.behavior_notes):
+                continue
+            try:
+                plan = cudnn.Plan(self.handle, engine.config)
+            except DECLINED as error:
+                log.debug("%s: engine %d declined (%s)", self.name, engine.number, error)
+                continue
+            if plan.workspace <= LARGEST_WORKSPACE:
+                self.plans.append((engine, plan))
 
-    def graph(self, mode: Any) -> tuple[Any, Sequence[Any]]:
-        kinds = self.cudnn.data_type
-        outside = {
-            "float32": kinds.FLOAT,
-            "float64": kinds.DOUBLE,
-            "float16": kinds.HALF,
-            "uint16": kinds.BFLOAT16,
-        }
-        inside = kinds.DOUBLE if self.dtype == np.float64 else kinds.FLOAT
-        graph = self.cudnn.pygraph(
-            handle=self.handle,
-            io_data_type=outside[self.dtype.name],
-            intermediate_data_type=inside,
-            compute_data_type=inside,
-        )
-        tensors = self.build(self.cudnn, graph)
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([mode])
-        return graph, tensors
+    def _is_inexact(self, engine: int) -> bool:
+        return "float32 fp32" in self.name and (self.name.split()[0], engine) in INEXACT
 
-    def excluded(self) -> list[Any]:
-        note, mode = self.cudnn.numerical_note, math_mode.current()
-        excluded = [note.NONDETERMINISTIC] if mode.deterministic else []
-        if self.dtype == np.float32 and mode.precision == "fp32":
-            excluded += [note.TENSOR_CORE, note.DOWN_CONVERT_INPUTS]
-            excluded += [note.REDUCED_PRECISION_REDUCTION, note.FFT]
-            # Winograd's errors are 3e-3.
-            excluded += [getattr(note, name) for name in dir(note) if name.startswith("WINOGRAD")]
-        return excluded
-
-    def is_inexact(self, graph: Any, index: int) -> bool:
-        engine = re.match(r"eng(\d+)", graph.get_plan_name_at_index(index))
-        return engine is not None and (self.name.split()[0], int(engine[1])) in INEXACT
-
-    def choose(
-        self, graph: Any, tensors: Sequence[Any], arrays: Sequence[Any] | None, candidates: int
-    ) -> int | None:
-        """Return the index of the plan to take, or None: the fastest with these arrays, without
-        arrays the first that can be built.
+    def choose(self, arrays: Sequence[Any]) -> Plan | None:
+        """Return the plan to take, None without any: the fastest with these arrays, if they may be
+        timed now, else the first.
         """
-        start = time.perf_counter()
-        best, best_ms, tried = None, float("inf"), 0
-        if arrays is not None and not autotune.seconds_spent:
+        if not self.plans:
+            return None
+        if self.known or not autotune.may_time():
+            return Plan(self.plans[0][1])
+        if not autotune.seconds_spent:
             log.info("Timing cuDNN plans (once per shape and machine)")
-        for i in range(graph.get_execution_plan_count()):
-            late = time.perf_counter() - start > SECONDS_EACH * candidates
-            if tried and (tried == candidates or late):
+        wait(list(_searches.values()))  # busy threads would delay the launches that are timed
+        with temporary_workspace():
+            fastest = self._fastest(arrays)
+        if fastest is None:
+            return None
+        engine, plan = fastest
+        autotune.remember(self.name, engine.name)
+        return Plan(plan)
+
+    def _fastest(self, arrays: Sequence[Any]) -> tuple[cudnn.Engine, cudnn.Plan] | None:
+        start = time.perf_counter()
+        best, best_ms = None, float("inf")
+        for engine, built in self.plans:
+            assert engine is not None
+            late = time.perf_counter() - start > SECONDS_EACH * self.count
+            if best and late:
                 break
             try:
-                plan = Plan(graph, tensors, i)
-                if "float32 fp32" in self.name and self.is_inexact(graph, i):
-                    continue
-                if arrays is None:
-                    return i
+                plan = Plan(built)
                 ms = autotune.milliseconds(lambda run=plan.run: run(*arrays), best_ms)  # type: ignore[misc]
-            except self.declined as error:
-                log.debug("%s: plan %d declined (%s)", self.name, i, error)
+            except DECLINED as error:
+                log.debug("%s: engine %d declined (%s)", self.name, engine.number, error)
                 continue
-            tried += 1
             if ms < autotune.BETTER * best_ms:
-                best, best_ms = i, ms
+                best, best_ms = (engine, built), ms
         autotune.add_time(start)
-        if best is not None:
-            log.debug("%s: plan %d of %d takes %.3f ms", self.name, best, tried, best_ms)
+        if best:
+            log.debug("%s: %s takes %.3f ms", self.name, best[0].name, best_ms)
         return best
 
-    def rebuild(self, tuned: Any) -> Plan | None:
-        """Return the plan that was the fastest before, if it can still be built."""
-        for mode in self.modes:
-            try:
-                graph, tensors = self.graph(mode)
-                for i in range(graph.get_execution_plan_count()):
-                    if graph.get_plan_name_at_index(i) == tuned:
-                        return Plan(graph, tensors, i)
-            except self.declined as error:
-                log.debug("a tuned plan cannot be built: %s", error)
-        return None
+
+def _excluded_notes(dtype: np.dtype[Any]) -> set[int]:
+    """Return the numerical notes that plans may not have."""
+    mode = math_mode.current()
+    excluded = {cudnn.NONDETERMINISTIC} if mode.deterministic else set[int]()
+    if dtype == np.float32 and mode.precision == "fp32":
+        excluded |= {cudnn.TENSOR_CORE, cudnn.DOWN_CONVERT_INPUTS}
+        excluded |= {cudnn.REDUCED_PRECISION_REDUCTION, cudnn.FFT}
+        excluded |= set(cudnn.WINOGRAD)  # errors of 3e-3
+    return excluded

@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.device import math_mode
-from caffepy.ops.cuda import compiler
 from caffepy.ops.cuda.autotune import Make, Run
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
@@ -110,44 +109,36 @@ def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
 
 def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Make]:
     """Return candidates that run with x, w, b or None, y."""
-    correlation = _Correlation(geometry, dtype)
-    return [partial(correlation.plan, tiling, relu) for tiling in _best(correlation.tilings())]
+    ways = _best(cupy.cuda.runtime.getDevice(), _Correlation, geometry, np.dtype(dtype))
+    return [partial(work.plan, tiling, relu) for work, tiling in ways]
 
 
 def backward_data(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
     """Return candidates that run with dy, w, dx."""
-    correlation = _Correlation(geometry, dtype, backward=True)
+    ways = _best(cupy.cuda.runtime.getDevice(), _Correlation, geometry, np.dtype(dtype), True)
 
-    def make(tiling: Tiling) -> Run:
+    def make(correlation: _Correlation, tiling: Tiling) -> Run:
         run = correlation.plan(tiling, False)
         return lambda dy, w, dx: run(dy, w, None, dx)
 
-    return [partial(make, tiling) for tiling in _best(correlation.tilings())]
+    return [partial(make, *way) for way in ways]
 
 
 def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
     """Return candidates that run with x, dy, dw, db or None, and add to the last two."""
-    gradient = _WeightGradient(geometry, dtype)
-    return [partial(gradient.plan, tiling) for tiling in _best(gradient.tilings())]
+    ways = _best(cupy.cuda.runtime.getDevice(), _WeightGradient, geometry, np.dtype(dtype))
+    return [partial(work.plan, tiling) for work, tiling in ways]
 
 
-def prefetch(geometry: Geometry, dtype: DTypeLike) -> None:
-    """Begin to compile the kernels of all candidates."""
-    both = (_Correlation(geometry, dtype, backward) for backward in (False, True))
-    tilings = [tiling for each in both for tiling in _best(each.tilings())]
-    names = [_name("small_convolution", dtype, tiling) for tiling in tilings]
-    best = _best(_WeightGradient(geometry, dtype).tilings())
-    names += [_name("small_gradient", dtype, tiling) for tiling in best]
-    compiler.prefetch("small_convolution", [*names, "add_gradient"])
-
-
-def _best(tilings: Iterator[Tiling]) -> list[Tiling]:
-    """Return the best tilings, each with another `split`."""
+@cache
+def _best(device: int, kind: Any, *problem: Any) -> list[tuple[Any, Tiling]]:
+    """Return the work of a kind on a problem with its best tilings, each with another `split`."""
+    work = kind(*problem)
     best: dict[int, Tiling] = {}
-    for tiling in tilings:
+    for tiling in work.tilings():
         if tiling.split not in best or tiling < best[tiling.split]:
             best[tiling.split] = tiling
-    return sorted(best.values())[:CANDIDATES]
+    return [(work, tiling) for tiling in sorted(best.values())[:CANDIDATES]]
 
 
 def _divisions(outputs: int, most: int) -> Iterator[tuple[int, int, int, int]]:

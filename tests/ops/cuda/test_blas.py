@@ -53,16 +53,6 @@ def test_matmul(shape, transposed, exactness, by_cublas):
 
 
 @pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
-@pytest.mark.parametrize("shape", [(40, 300, 104), (64, 512, 16)], ids=str)
-def test_matmul_by_cudnn(shape, transposed, monkeypatch):
-    monkeypatch.setattr(blas, "_import_cublas", lambda: None)
-    check_matmul(shape, transposed, TOLERANCE["tf32"])
-    for kind in ("float16", "uint16"):
-        check_matmul(shape, transposed, ROUNDING[kind], kind, kind)
-        check_matmul(shape, transposed, ROUNDING["float32"], kind, "float32")
-
-
-@pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 800, 500), (33, 129, 65)], ids=str)
 @pytest.mark.parametrize(
     ("kind", "result"),

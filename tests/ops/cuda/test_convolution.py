@@ -292,22 +292,58 @@ def test_numbers_of_16_bits_in_the_order_of_the_axes_are_refused():
         conv.forward(x, cupy.zeros(w_shape, np.float32), None, y)
 
 
+def forget(monkeypatch):
+    """Forget what this process knows of plans."""
+    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(plans, "_searches", {})
+    monkeypatch.setattr(autotune, "_loaded", {})
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", ["basic", "group", "1x1 pad"])
+def test_ahead_plans_are_searched_for_and_nothing_runs(case, kind, monkeypatch):
+    forget(monkeypatch)
+    kind = KINDS[kind]
+    math_mode.default().precision = kind.precision
+    x_shape, w_shape, *window, group = CASES[case]
+    _, _, (x, w, b, dy, dw, db), (y, dx) = on_gpu(CASES[case], kind)
+    conv = cuda.Convolution(x_shape, w_shape, window, group, np.float32)
+    before = dw.copy(), db.copy()
+
+    def passes():
+        conv.forward(x, w, b, y)
+        conv.backward_data(dy, w, dx)
+        conv.backward_weight(x, dy, dw, db)
+
+    with cuda.compile_ahead():
+        passes()
+    begun = set(plans._searches)
+    assert not plans._plans
+    assert np.isnan(host(y)).all()
+    assert np.isnan(host(dx)).all()
+    for now, then in zip((dw, db), before, strict=True):
+        np.testing.assert_array_equal(now.get(), then.get())
+    passes()
+    assert plans._plans.keys() <= begun
+    assert any(name.startswith("backward_data") for _, name in plans._plans)
+    check(CASES[case], kind)
+
+
 @pytest.mark.parametrize("case", ["group", "stride of one axis"])
 def test_what_wins_is_kept(case, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(autotune, "_loaded", {})
+    forget(monkeypatch)
     monkeypatch.setattr(autotune, "seconds_spent", 0.0)
     monkeypatch.setattr(autotune, "_autotune", True)
     kind = KINDS["bf16"]
     check(CASES[case], kind)
+    autotune.write()
     (file,) = (tmp_path / "caffepy").iterdir()
     winners = json.loads(file.read_text())
     assert any("backward_data" in name for name in winners)
     assert any("apart" in name for name in winners)
 
-    monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(autotune, "_loaded", {})
+    forget(monkeypatch)
 
     def timed(*arguments):
         raise AssertionError("a winner was timed again")
@@ -318,13 +354,13 @@ def test_what_wins_is_kept(case, tmp_path, monkeypatch):
 
 def test_a_damaged_file_of_winners_is_written_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(autotune, "_loaded", {})
+    forget(monkeypatch)
     monkeypatch.setattr(autotune, "_autotune", True)
     path = autotune.path()
     path.parent.mkdir()
     path.write_text("{")
     check(CASES["basic"], KINDS["tf32"])
+    autotune.write()
     assert json.loads(path.read_text())
 
 
