@@ -5,7 +5,8 @@ Who calls what, on which thread:
 
 | thread | call | when |
 |---|---|---|
-| the layer's | `Reader.take` | at each forward; the first one starts the reading thread |
+| the layer's | `Reader.begin` | on a GPU, while kernels are compiled for the first forward |
+| | `Reader.take` | at each forward; the first one starts the reading thread, if none runs |
 | | `batch.staging.take`, `.done` | to get the batch on the device; when it was used |
 | | `Reader.give_back` | the batch may be filled again |
 | | `Reader.stop`, `set_state`, `skip`, `close` | to end the thread and drop what it read ahead |

@@ -211,7 +211,9 @@ _waits = count()
 
 
 class Reader:
-    """A Loader and the thread that keeps up to `depth` batches ready. `take` starts it."""
+    """A Loader and the thread that keeps up to `depth` batches ready, which `begin` or `take`
+    starts.
+    """
 
     def __init__(
         self, loader: Loader, depth: int, dtype: DTypeLike, staging: Callable[[], Staging]
@@ -257,12 +259,18 @@ class Reader:
         self.stop()
         self._turns, self._taken = turns, 0
 
-    def take(self) -> Batch:
-        """The next batch, for `give_back` after its use, or the error of making it."""
+    def begin(self) -> None:
+        """Start the thread, if it does not run."""
         if self._thread is None:
             self._start()
-        elif self._producer.full.empty() and next(_waits) % WAITS_PER_LINE == 0:
+
+    def take(self) -> Batch:
+        """The next batch, for `give_back` after its use, or the error of making it."""
+        self.begin()
+        waits = not self._first and self._producer.full.empty()
+        if waits and next(_waits) % WAITS_PER_LINE == 0:
             log.info("Waiting for data")
+        self._first = False
         batch = self._producer.full.get()
         if isinstance(batch, BaseException):
             self.stop()
@@ -316,6 +324,7 @@ class Reader:
         return True
 
     def _start(self) -> None:
+        self._first = True  # `take` is to wait for the first batch
         self._producer = _Producer(self._loader, self._batches, self._turns(self._taken))
         self._finalizer = weakref.finalize(self, self._producer.stop)
         self._finalizer.atexit = False

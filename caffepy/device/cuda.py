@@ -17,6 +17,7 @@ from caffepy.device.gpus import (
     gpu_properties,
     import_cupy,
     last_line,
+    open_ahead,
     translate_errors,
 )
 from caffepy.device.streams import NOT_READY, OF_CAPTURES, Streams
@@ -58,6 +59,7 @@ class CudaDevice(Device):
         self._host.random = self.random
         self.index = index
         self.math_mode = math_mode.new()
+        open_ahead(index)
         self._cupy = import_cupy()
         check_gpu(index)
         self._streams = Streams(self._cupy, index)

@@ -3,8 +3,10 @@
 import ctypes
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,24 @@ def gpu_numbers(gpus: str) -> list[int]:
     if not all(re.fullmatch(r"[0-9]+", token) for token in tokens):
         raise UsageError(f'{gpus!r} is neither "all" nor device numbers separated by commas')
     return [int(token) for token in tokens]
+
+
+@cache
+def open_ahead(index: int) -> None:
+    """Begin to open a GPU, in a thread: that takes the driver a quarter of a second, in which CuPy
+    is imported. What is wrong is left to whoever uses the GPU.
+    """
+
+    def open_it() -> None:
+        try:
+            cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if not cuda.cuInit(0) and not cuda.cuDeviceGet(ctypes.byref(device), index):
+            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+    threading.Thread(target=open_it, name="caffepy-open", daemon=True).start()
 
 
 def import_cupy() -> Any:

@@ -131,6 +131,9 @@ class Layer:
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Shape the tops and buffers by the bottoms' shapes; ConfigError if these do not fit."""
 
+    def begin(self) -> None:
+        """Begin, in a thread, what the first forward would wait for, such as reading data."""
+
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Compute the tops' data from the bottoms'."""
 

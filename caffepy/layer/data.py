@@ -113,6 +113,10 @@ class Prefetching(Feed):
         if self._reader:
             self._reader.lease(turns)
 
+    def begin(self) -> None:
+        if self._reader:
+            self._reader.begin()
+
     def begin_turn(self) -> None:
         """The reading thread skips."""
 

@@ -144,9 +144,13 @@ class Step:
                 hooks.append(_LayerHook(self, synchronizer))
 
     def compile_ahead(self) -> None:
-        """On a GPU, before the first iteration: begin to compile kernels, many at a time."""
+        """On a GPU, before the first iteration: begin to read data and to compile kernels, many at
+        a time.
+        """
         if self.device.is_cuda and not self._looked_ahead:
             self._looked_ahead = True
+            for _, node in self.net.own_nodes:
+                node.layer.begin()
             self.net.compile_ahead(self.graphs.eager_steps)
             with self.device.scope(), ops.backend(self.device).compile_ahead():
                 self.apply_rule()

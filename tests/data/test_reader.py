@@ -291,6 +291,17 @@ def test_a_forgotten_reader_ends_its_thread(ten):
     assert not thread.is_alive()
 
 
+def test_batches_are_read_before_the_first_is_taken(ten, monkeypatch):
+    r, other = reader(ten), reader(ten)
+    filling = threading.Event()
+    before_each_fill(monkeypatch, r, filling.set)
+    r.begin()
+    assert filling.wait(60)
+    same(take(r, 4), take(other, 4))
+    r.close()
+    other.close()
+
+
 def test_every_thousandth_wait_is_logged(ten, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "caffepy")
     gate = threading.Semaphore(
