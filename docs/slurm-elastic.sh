@@ -57,7 +57,7 @@ for ((faults = 0; faults <= RESTARTS; faults++)); do
     tell "start on $machines"
     # An error of one process ends the others, which it tells. If a process is killed, they may wait
     # for it: SLURM ends them a minute later.
-    srun --mpi=pmix --nodes="$count" --ntasks="$count" --nodelist="$machines" \
+    srun --overlap --mpi=pmix --nodes="$count" --ntasks="$count" --nodelist="$machines" \
         --kill-on-bad-exit=0 --wait=60 \
         caffepy train "$@" --nodes "$FEWEST:$MOST" --snapshot auto
     code=$?
