@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from caffepy import ops
+from caffepy.collectives.launch import check_single
 from caffepy.collectives.rank_group import DEADLINES
 from caffepy.collectives.synchronizer import FLOAT32
 from caffepy.collectives.world import World
@@ -163,6 +164,8 @@ def train(options: TrainOptions) -> TrainResult:
 
     Raises the errors of `caffepy.core.errors`: UsageError, ConfigError, DataError, ...
     """
+    if options.cluster:
+        check_single("caffepy train --cluster")
     signals = Signals(options.sigint_effect, options.sighup_effect, options.sigusr1_effect)
     monitor = Monitor(signals, options.grace, options.last_resort)
     deadlines = {**DEADLINES, **options.deadlines}
@@ -176,7 +179,7 @@ def train(options: TrainOptions) -> TrainResult:
 
 def _train_as_node(options: TrainOptions, monitor: Monitor, world: World | None) -> TrainResult:
     if options.cluster:
-        _check_cluster(options, options.cluster, world)
+        _check_cluster(options, options.cluster)
     elif options.nodes:
         check_number(world, options.nodes)
     if options.snapshot and options.weights and options.snapshot != AUTO:
@@ -361,11 +364,10 @@ def _go_on(solver: Solver, options: TrainOptions, attachment: Attachment) -> Non
     attachment.restore(solver, options.cluster.rule())
 
 
-def _check_cluster(options: TrainOptions, cluster: ClusterOptions, world: World | None) -> None:
+def _check_cluster(options: TrainOptions, cluster: ClusterOptions) -> None:
     """Raise UsageError unless the options go together with a parameter server."""
     cluster.rule()
     refused = {
-        "mpirun and srun": world is not None,
         "--bn-stats sync": options.bn_stats == "sync",
         "--batch-mode global": options.batch_mode == "global",
         "--on-divergence rollback": on_divergence(options.on_divergence) is not None,

@@ -62,3 +62,14 @@ def test_what_does_not_go_together_is_told(
 ) -> None:
     assert train(*given) == 2
     assert told in capsys.readouterr().err
+
+
+def test_it_is_for_one_process_of_a_launcher(
+    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")
+    assert train(*SERVED) == 2
+    assert (
+        "caffepy train --cluster is for one process, but this is one of 3 (SLURM_STEP_NUM_TASKS=3)"
+        in capsys.readouterr().err
+    )
