@@ -73,6 +73,9 @@ NOT_RUN = {
         NEEDS_MACHINES
     ),
     "pip install 'caffepy[ray]'": CREATES_ENVIRONMENT,
+    "sbatch slurm-servers.sh --solver solver.prototxt --gpu all --consistency ssp:4 --every 25": (
+        NEEDS_MACHINES
+    ),
     "caffepy train --solver digits --cluster local --nodes 4 --cpu 1 --consistency ssp:1 --every 5": NEEDS_RAY,
     "export NCCL_SOCKET_IFNAME=ib0": STARTS_SHELL,
     "export NCCL_DEBUG=INFO": STARTS_SHELL,
