@@ -124,9 +124,10 @@ def test_no_more_machines_than_it_may_take(tmp_path: Path) -> None:
     assert ended.last.endswith("--nodes 2:2 --snapshot auto")
 
 
-def test_shellcheck_finds_nothing() -> None:
+@pytest.mark.parametrize("script", sorted(SCRIPT.parent.glob("*.sh")), ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script: Path) -> None:
     found = shutil.which("shellcheck")
     if not found:
         pytest.skip("shellcheck is missing")
-    ended = subprocess.run([found, str(SCRIPT)], capture_output=True, text=True)
+    ended = subprocess.run([found, str(script)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -126,6 +126,20 @@ def test_why_a_run_cannot_join_a_cluster_is_told_at_once(
     assert train("--cluster", given or head.address, *SERVED, *SELDOM) == code
     *_, last = capfd.readouterr().err.splitlines()
     assert re.match(f"caffepy: error: --cluster {given or head.address}.*{told}", last)
+
+
+def test_a_name_that_no_name_server_has_is_enough(
+    head: Head, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    resolve, cluster = socket.getaddrinfo, head.address.replace("127.0.0.1", "head.invalid")
+
+    def of_hosts_file(host: str, *given: Any, **named: Any) -> Any:
+        return resolve("127.0.0.1" if host == "head.invalid" else host, *given, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", of_hosts_file)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
+    assert train("--cluster", cluster, *SERVED, *SELDOM) == 2
+    assert f"--cluster {cluster}: Ray refuses this process's token" in capfd.readouterr().err
 
 
 def test_gradients_give_the_bits_of_training_in_step_also_after_a_stop(

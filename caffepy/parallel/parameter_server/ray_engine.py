@@ -137,7 +137,9 @@ def _reach(cluster: str) -> str:
     try:
         address = str(ray._private.services.canonicalize_bootstrap_address(address))
         host, _, port = address.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), ANSWERS).close()
+        with socket.create_connection((host.strip("[]"), int(port)), ANSWERS) as connection:
+            host = connection.getpeername()[0]  # Ray asks a name server first of all
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     except socket.gaierror as error:
         raise SyncError(f"--cluster {cluster}: no host has the name {host}") from error
     except OSError as error:
