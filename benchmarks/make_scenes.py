@@ -56,13 +56,17 @@ def read_digits(split: str) -> tuple[Array, Array]:
 
 
 def enlarged(digit: Array, side: int) -> Array:
-    """The digit as (side, side), interpolated between the centres of its pixels."""
-    at = ((np.arange(side) + 0.5) * 8 / side - 0.5).clip(0, 7)
-    low = np.minimum(at.astype(int), 6)
-    weights = np.zeros((side, 8))
-    weights[np.arange(side), low] = 1 - (at - low)
-    weights[np.arange(side), low + 1] = at - low
-    return np.rint(weights @ digit @ weights.T).astype(np.int64)
+    """The digit as (side, side), interpolated between the centres of its pixels.
+
+    In whole numbers, so that a value in the middle of two is rounded alike by every processor.
+    """
+    whole = 2 * side  # parts of a pixel
+    at = ((2 * np.arange(side) + 1) * 8 - side).clip(0, 7 * whole)
+    low = np.minimum(at // whole, 6)
+    weights = np.zeros((side, 8), np.int64)
+    weights[np.arange(side), low] = (low + 1) * whole - at
+    weights[np.arange(side), low + 1] = at - low * whole
+    return np.rint(weights @ digit.astype(np.int64) @ weights.T / whole**2).astype(np.int64)
 
 
 def scenes(split: str) -> Iterator[Scene]:
