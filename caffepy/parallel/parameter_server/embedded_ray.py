@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from caffepy.core.errors import SyncError
 from caffepy.core.events import asked_to_end
@@ -123,11 +124,14 @@ def _start(folder: str, cpus: int, store: int) -> None:
     import ray._private.node as ray_node
     from ray._private import parameter, ray_constants
 
+    node_class: Any = ray_node.Node  # its types are not public, either
+    params_class: Any = parameter.RayParams
+
     # Ray's switch for systems on which it serves one host only: if off, it binds to 127.0.0.1
     ray_constants.ENABLE_RAY_CLUSTER = False
     # the autoscaler, who sends logs to drivers, and the server of the dashboard's data: nobody asks
-    ray_node.Node.start_api_server = lambda *arguments, **named: None
-    params = parameter.RayParams(
+    node_class.start_api_server = lambda *arguments, **named: None
+    params = params_class(
         num_cpus=cpus,
         object_store_memory=store,
         include_dashboard=False,
@@ -135,7 +139,7 @@ def _start(folder: str, cpus: int, store: int) -> None:
         no_monitor=True,
         temp_dir=folder,
     )
-    node = ray_node.Node(
+    node = node_class(
         params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True
     )
     out.write(f"{node.gcs_address}\n")
