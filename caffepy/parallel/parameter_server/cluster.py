@@ -404,7 +404,7 @@ def served(
             log.info("All %d workers have joined", len(client.view.members))
             yield
         seconds = time.monotonic() - begun
-        waits = workers.report.waits if workers.report else {}
+        waits = workers.reports.last.waits if workers.reports.last else {}
         for number, (clock, waited) in sorted(
             {0: (client.clock_of_run, workers.waited), **processes.end()}.items()
         ):

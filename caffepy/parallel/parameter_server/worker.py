@@ -17,32 +17,28 @@ their mean is pushed, of running statistics the mean of what each has.
 
 import copy
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from math import inf, prod
-from typing import Any, NamedTuple
-
-import numpy as np
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
+from typing import Any
 
 from caffepy.collectives.synchronizer import Synchronizer
-from caffepy.core.errors import CaffeError, SyncError, UsageError
-from caffepy.core.events import Served
+from caffepy.core.errors import SyncError, UsageError
 from caffepy.device.blob import Array
 from caffepy.layer import Layer
-from caffepy.layer.inner_product import InnerProduct
-from caffepy.layer.selection import Embed
 from caffepy.parallel.manager import P2PManager
-from caffepy.parallel.nodes import own_positions, shared
+from caffepy.parallel.nodes import shared
+from caffepy.parallel.parameter_server.beside import Beside
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.detached import Entrusted
 from caffepy.parallel.parameter_server.filters import Filters
 from caffepy.parallel.parameter_server.kept import Held, Kept, model_of
 from caffepy.parallel.parameter_server.leases import Leases
-from caffepy.parallel.parameter_server.messages import Report, Rule
-from caffepy.parallel.parameter_server.ranges import Blob, KeyRange, key_ranges
+from caffepy.parallel.parameter_server.messages import Rule
+from caffepy.parallel.parameter_server.server_reports import ServerReports
+from caffepy.parallel.parameter_server.worker_params import PulledStatistics, WorkerParams
+from caffepy.parallel.parameter_server.worker_state import WorkerState
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.solver import Action, Solver
 from caffepy.solver.iteration import due
@@ -50,64 +46,12 @@ from caffepy.solver.policy import next_step
 from caffepy.solver.positions import set_positions, take_positions
 from caffepy.solver.snapshot import State
 from caffepy.solver.statistics import mean
-from caffepy.solver.worker_group import GroupStatistics, OuterGroup, WorkerGroup
+from caffepy.solver.worker_group import OuterGroup
 
 log = logging.getLogger(__name__)
 
 _State = dict[str, Any]
-"""What a snapshot keeps of a worker: see `ServedWorkers.keep`."""
-
-REPORT = 5.0
-"""Seconds that the last report of the servers may take."""
-
-
-def ranges_of(solver: Solver, gradients: bool) -> list[KeyRange]:
-    """Return the key ranges of a solver's parameters, or of its gradients with the loss, and then
-    of its running statistics.
-    """
-    params, blobs = solver.params, list[Blob]()
-    statistics = solver.iterations.statistics
-    for learnable, (offset, count) in zip(solver.net.learnable, params.segments, strict=True):
-        if learnable.blob in statistics:
-            continue
-        node, shape = solver.net.nodes[learnable.layer], learnable.blob.shape
-        row = shape[1] if isinstance(node.layer, InnerProduct | Embed) and len(shape) == 2 else 0
-        blobs.append(Blob(f"{node.name}:{offset}", offset, count, row=row))
-    size = params.reduced_diff.size
-    if gradients:
-        blobs.append(Blob("metrics", params.data.size, size - params.data.size))
-    for k, array in enumerate(statistics.present):
-        blobs.append(Blob(f"statistics:{k}", size, array.size, is_mean=True))
-        size += array.size
-    return key_ranges(blobs)
-
-
-class PulledStatistics(GroupStatistics):
-    """The running statistics of all workers, as their means were pulled last."""
-
-    def __init__(self, solvers: Sequence[Solver], inner: WorkerGroup) -> None:
-        self.means: list[Array] = []
-        self._solvers, self._inner = solvers, inner
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """A block in which the solvers of this worker have the means, to test with."""
-        if not self.means:
-            with self._inner.statistics.averaged():
-                yield
-            return
-        self._inner.raise_worker_error()
-        with ExitStack() as stack:
-            for solver in self._solvers:
-                statistics = solver.iterations.statistics
-                statistics.hold()
-                stack.enter_context(statistics.replaced(self.means))
-            yield
-            self._inner.raise_worker_error()
-
-    def each(self, own: list[Array]) -> list[list[Array]]:
-        """Return the means, which a snapshot has, if there are some."""
-        return [self.means] if self.means else self._inner.statistics.each(own)
+"""A part of what a snapshot keeps."""
 
 
 class ServedWorkers(OuterGroup):
@@ -140,25 +84,24 @@ class ServedWorkers(OuterGroup):
         self.solver, self.client = solver, client
         self._node = solver.workers if isinstance(solver.workers, P2PManager) else None
         self.solvers: list[Solver] = [solver, *(self._node.workers if self._node else ())]
-        self.statistics: PulledStatistics = PulledStatistics(self.solvers, self.inner)
-        self.filters = filters or Filters()
+        self.filters = filters = filters or Filters()
+        self.params = WorkerParams(self.solvers, self.each, self.inner, filters, rule.gradients)
+        self.statistics: PulledStatistics = self.params.statistics
         self._rule, self._every, self._workers = rule, every, workers
         self._trainer, self._held = trainer, held
         self._before_last_pass: _State = {}  # of a sidecar before the pass of the last loss
-        self._ranges = ranges_of(solver, rule.gradients)
-        self._shapes = [array.shape for array in solver.iterations.statistics.present]
-        self._pulled = self._flat()
         self._since = 0  # iterations since the last push
         self._dealt = 0  # batches that the last cut has
         self._ahead = 0  # batches that a restored snapshot is ahead of the data
         self._update_states: _State = {}  # what the servers' update keeps of ranges, by name
-        self._keeping = threading.Lock()  # of what follows
-        self._kept: _State = {}  # see `keep`
-        self._history: list[Array] = []
-        self.report: Report | None = None  # the last of the servers
-        self._asked: tuple[int, Future[Report]] | None = None  # for the next, at an iteration
+        self._own_state = WorkerState(
+            self.solvers, filters, has_history=client.worker > 0 and not rule.gradients
+        )
+        self.reports = ServerReports(
+            client, filters, int(rule.slack > 0), lambda told: solver.reporter.served(told)
+        )
         self.waited = 0.0  # seconds for pushes and pulls in which the solver did not train
-        self._beside: _Beside | None = None
+        self._beside: Beside | None = None
         self._own: list[Array] = []  # parameters while the solver has those of a cut
 
     # begin and end
@@ -188,11 +131,11 @@ class ServedWorkers(OuterGroup):
         if gradients:
             self._synchronize()
         else:
-            self._take(client.pull())
+            self.params.take(client.pull())
             if self._rule.slack:
-                self._beside = _Beside(self)
+                self._beside = Beside(self.solvers, self.each, self.params, client)
         self.keep()
-        client.state = self._handed_in
+        client.state = self._own_state.at
         solver.join(self, solver.reporter)
         return self
 
@@ -200,7 +143,7 @@ class ServedWorkers(OuterGroup):
         if error is None and not self._rule.gradients:
             self._end_with_newest()
         if error is None and self.client.worker == 0:
-            self._tell(self.solver.iter, self.client.report())
+            self.reports.end(self.solver.iter, self.waited)
             if self._trainer:
                 state, sidecar = self.solver.resume_state.take()
                 self._leave_behind(state, {**sidecar, **self._before_last_pass}, ends=True)
@@ -224,9 +167,8 @@ class ServedWorkers(OuterGroup):
         if self._held:
             client.resume(state)
             return
-        values = [self._pulled[r.start : r.stop] for r in self._ranges]
-        updates = self._update_states if self._rule.update else {}
-        client.start(self._ranges, values, self._rule, state, updates)
+        params, updates = self.params, self._update_states if self._rule.update else {}
+        client.start(params.ranges, params.parts(params.pulled), self._rule, state, updates)
 
     def _kept_by_servers(
         self, of_snapshot: tuple[State, dict[str, Any]], position: int, clock: int
@@ -313,7 +255,7 @@ class ServedWorkers(OuterGroup):
         elif self._beside:
             self._beside.await_pull()
             if last and self.solver.iter < self.solver.param.max_iter:
-                self._take(self.client.pull(inf))
+                self.params.take(self.client.pull(inf))
 
     def _begin_state(self) -> Any:
         """Return what the other workers begin with, beside the values of the servers."""
@@ -327,7 +269,7 @@ class ServedWorkers(OuterGroup):
             "ahead": self._ahead,
             "control": solver.update_state.state(),
             "history": [device.on_host(flat).copy() for flat in solver.history],
-            "parameters": self._pulled if self._rule.gradients else None,
+            "parameters": self.params.pulled if self._rule.gradients else None,
         }
 
     def _restored(self) -> list[dict[str, Any]]:
@@ -398,7 +340,8 @@ class ServedWorkers(OuterGroup):
         self._since += 1
         self.client.poll()
         if self.client.worker == 0:
-            self._report(due(self.solver.iter, self.solver.param.display))
+            displays = due(self.solver.iter, self.solver.param.display)
+            self.reports.iterated(self.solver.iter, self.waited, displays)
         last = self.solver.iter == self.solver.param.max_iter
         if not self._rule.gradients and (self._since == self._every or last):
             self.solver.iterations.collect(wait=True)
@@ -408,29 +351,6 @@ class ServedWorkers(OuterGroup):
         if self._rule.gradients:
             self.inner.raise_worker_error()
             self.keep()
-
-    def _report(self, displays: bool) -> None:
-        """Report what the servers told that were asked at a display; ask them at this one."""
-        if self._asked and self._asked[1].done():
-            self._tell(*self._asked)
-            self._asked = None
-        if displays and not self._asked:
-            self._asked = self.solver.iter, self.client.report()
-
-    def _tell(self, iteration: int, answer: "Future[Report]") -> None:
-        try:
-            self.report = answer.result(REPORT)
-        except (CaffeError, TimeoutError):
-            return
-        filters, client = self.filters, self.client
-        sent, on_wire = (
-            filters.bytes_before + client.bytes_before,
-            filters.bytes_after + client.bytes_after,
-        )
-        pushes, missing, behind = self.report.clocks, self.report.staleness, self.report.behind
-        staleness = {n + bool(self._beside): count for n, count in missing.items()}
-        told = Served(iteration, pushes, staleness, sent, on_wire, self.waited, behind)
-        self.solver.reporter.served(told)
 
     def vote(self, action: Action) -> Action:
         """Return the action; stop when worker 0 has ended the run, or the servers end."""
@@ -443,27 +363,18 @@ class ServedWorkers(OuterGroup):
         """
         begun = time.perf_counter()
         if self._beside is None:
-            flat = self._flat()
-            self.push(flat - self._pulled, flat)
-            self._take(self.client.pull())
+            flat = self.params.flat()
+            self.client.push(self.params.payloads(flat - self.params.pulled, flat))
+            self.params.take(self.client.pull())
             self.keep()
         else:
-            self._beside.exchange()
+            self._beside.exchange(self.keep)
             if last:
                 self._beside.await_pull()
                 waits = self._rule.slack < inf and self.client.worker == 0
-                self._take(self.client.pull(slack=0 if waits else None))
+                self.params.take(self.client.pull(slack=0 if waits else None))
         self.waited += time.perf_counter() - begun
         self._since = 0
-
-    def push(self, changes: Array, means: Array) -> None:
-        """Push the ranges of these flat arrays, as the filters leave them."""
-        self.client.push(
-            [
-                self.filters.encode(i, r, (means if r.is_mean else changes)[r.start : r.stop])
-                for i, r in enumerate(self._ranges)
-            ]
-        )
 
     # tests and snapshots
 
@@ -479,7 +390,7 @@ class ServedWorkers(OuterGroup):
             try:
                 cut = self.client.cut()
                 self._dealt = cut.batches * len(self.solvers)
-                of_ranges = zip(self._ranges, cut.update_states, strict=True)
+                of_ranges = zip(self.params.ranges, cut.update_states, strict=True)
                 self._update_states = {r.name: own for r, own in of_ranges if own}
             except SyncError as error:
                 if phase == "test":
@@ -494,13 +405,11 @@ class ServedWorkers(OuterGroup):
             params, device = self.solver.params, self.solver.device
             with device.scope():
                 self._own = [device.on_host(params.data).copy()]
-                filled = self._filled(cut.values)
-                self.statistics.means = self._means(filled)
-                self._upload(filled)
+                self.params.upload(self.params.filled(cut.values))
                 try:
                     yield
                 finally:
-                    self._upload(self._own.pop())
+                    self.params.upload(self._own.pop())
 
     def state(self) -> dict[str, Any]:
         """Return how many batches the pushes of the last cut are ahead of this worker's data, which
@@ -520,44 +429,12 @@ class ServedWorkers(OuterGroup):
         if why:
             log.warning("The snapshot has no momentum of other workers: %s", why)
             return of_all
-        with self._keeping:
-            own = {**self._kept, "history": []}  # which Caffe's files have
+        own = self._own_state.at(0)  # without the momentum, which Caffe's files have
         return {**of_all, "workers": [own, *(states[number] for number in sorted(states))]}
 
     def keep(self) -> None:
-        """Keep what a snapshot needs of this worker at this clock, where all its solvers are idle.
-        Of gradients all workers have the same history.
-        """
-        solver = self.solver
-        positions = []
-        for each in self.solvers:
-            own = own_positions(take_positions([each.net], each.device), solver)
-            positions.append(copy.deepcopy(own))
-        with self._keeping:
-            if not self._rule.gradients and self.client.worker:
-                with solver.device.scope():
-                    self._history = self._history or [flat.copy() for flat in solver.history]
-                    for mine, flat in zip(self._history, solver.history, strict=True):
-                        mine[...] = flat
-                    solver.device.synchronize()
-            self._kept = {
-                "clock": self.client.clock,
-                "positions": positions,
-                "statistics": [each.iterations.statistics.present for each in self.solvers],
-                "rests": self.filters.rests,
-            }
-
-    def _handed_in(self, clock: int) -> _State | None:
-        """Return what is kept, with the history, if it is of this clock or a later one."""
-        with self._keeping:
-            if self._kept["clock"] < clock:
-                return None
-            history = []
-            for flat in self._history:
-                host = np.empty(flat.shape, flat.dtype)
-                self.solver.device.copy_beside(flat, host)
-                history.append(host)
-            return {**self._kept, "history": history}
+        """Keep what a snapshot needs of this worker now, where all its solvers are idle."""
+        self._own_state.keep(self.client.clock)
 
     @property
     def _taken(self) -> int:
@@ -572,13 +449,12 @@ class ServedWorkers(OuterGroup):
         statistics = self._gathered(rank, solver.iterations.statistics.present)
         diff = solver.params.reduced_diff
         if rank == 0:
-            flat = self._with_statistics(solver.device.on_host(diff), mean(statistics))
+            flat = self.params.with_statistics(solver.device.on_host(diff), mean(statistics))
             begun = time.perf_counter()
             with self._away():
-                self.push(flat, flat)
-                means = self._filled(self.client.pull())
+                self.client.push(self.params.payloads(flat, flat))
+                means = self.params.filled(self.client.pull())
             self.waited += time.perf_counter() - begun
-            self.statistics.means = self._means(means)
         (means, *_) = self._gathered(rank, means)
         if updates:
             solver.device.upload(means[: diff.size], diff)
@@ -586,66 +462,6 @@ class ServedWorkers(OuterGroup):
     def _gathered(self, rank: int, value: Any) -> list[Any]:
         """Return the values of all solvers of this worker, each of which calls it with its own."""
         return self._node.group.local_gather(rank, value) if self._node else [value]
-
-    # arrays
-
-    def _flat(self) -> Array:
-        """Return a copy of the parameters and statistics, on the host."""
-        solver = self.solver
-        flat = solver.device.on_host(solver.params.data_with_scale)
-        return self._with_statistics(flat, self.own_means())
-
-    @property
-    def size_of_flat(self) -> int:
-        """Elements of the flat array that the ranges are parts of."""
-        return self._pulled.size
-
-    def own_means(self) -> list[Array]:
-        """Return the mean of the running statistics of this worker's solvers, which are idle."""
-        return mean([solver.iterations.statistics.present for solver in self.solvers])
-
-    def _with_statistics(self, array: Array, statistics: Sequence[Array]) -> Array:
-        return np.concatenate([array, *(own.reshape(-1) for own in statistics)])
-
-    def _filled(self, values: Sequence[Array]) -> Array:
-        """Return a flat array with these values of the ranges."""
-        flat = self._pulled.copy()
-        self._fill(flat, values)
-        return flat
-
-    def _fill(self, flat: Array, values: Sequence[Array]) -> None:
-        for key_range, array in zip(self._ranges, values, strict=True):
-            flat[key_range.start : key_range.stop] = array
-
-    def fill_to_train(self, flat: Array, values: Sequence[Array]) -> None:
-        """Fill a flat array with these values of the ranges, and what the filters kept back of this
-        worker's changes. Any thread may call it.
-        """
-        self._fill(flat, [self.filters.add_rest(i, array) for i, array in enumerate(values)])
-        self.statistics.means = self._means(flat)
-
-    def _take(self, values: Sequence[Array]) -> None:
-        """Go on from these values; the running statistics stay the worker's own."""
-        self._pulled = self._pulled.copy()
-        self.fill_to_train(self._pulled, values)
-        self._upload(self._pulled)
-
-    def _upload(self, flat: Array) -> None:
-        """Give the solvers of this worker these parameters; each keeps its running statistics."""
-
-        def upload(solver: Solver, rank: int) -> None:
-            data = solver.params.data
-            with solver.iterations.statistics.kept(), solver.device.scope():
-                solver.device.upload(flat[: data.size], data)
-
-        self.each(upload)
-
-    def _means(self, flat: Array) -> list[Array]:
-        means, start = list[Array](), self.solver.params.reduced_diff.size
-        for shape in self._shapes:
-            means.append(flat[start : start + prod(shape)].reshape(shape).copy())
-            start += prod(shape)
-        return means
 
 
 @contextmanager
@@ -655,88 +471,6 @@ def _in_turn(layer: Layer) -> Iterator[None]:
         layer.begin_turn()
         yield
         layer.end_turn()
-
-
-class _Arrays(NamedTuple):
-    """What a solver of a worker has on its device, see `_Beside`."""
-
-    begun: Array
-    change: Array
-    pulled: Array
-
-
-class _Beside:
-    """Pushes and pulls of a worker beside its iterations. At a clock, on each solver's device:
-
-        change     = parameters - begun     what it has learned since the last push
-        parameters = pulled + change        pulled after the last push, which it contains
-        begun      = parameters
-        then, in a thread: push the change, pull
-
-    So what a worker trains on is a clock older than with a pull that it waits for; it pulls with a
-    slack smaller by one for that.
-    """
-
-    def __init__(self, workers: ServedWorkers) -> None:
-        self._workers = workers
-        self._arrays: dict[int, _Arrays] = {}  # by the rank of the solver
-        workers.each(self._begin)
-        device = workers.solver.device
-        self._host = device.host_array(workers.size_of_flat, np.dtype(np.float32))
-        self._slack = workers.client.view.rule.slack - 1
-        self._pull: Future[None] | None = None
-        self._landed = True  # nothing was pulled yet that the parameters do not have
-
-    def _begin(self, solver: Solver, rank: int) -> None:
-        data = solver.params.data
-        with solver.device.scope():
-            self._arrays[rank] = _Arrays(data.copy(), data.copy(), data.copy())
-
-    def exchange(self) -> None:
-        """Go on from what was pulled and what was learned since; push that, beside what follows."""
-        self.await_pull()
-        self._workers.each(self._go_on)
-        self._workers.keep()
-        self._landed = False
-        means = np.concatenate([np.empty(0, np.float32), *map(np.ravel, self._workers.own_means())])
-        pull = self._pull = Future()
-
-        def push_and_pull() -> None:
-            try:
-                self._push_and_pull(means)
-                pull.set_result(None)
-            except BaseException as error:
-                pull.set_exception(error)
-
-        threading.Thread(target=push_and_pull, name="caffepy-push", daemon=True).start()
-
-    def _go_on(self, solver: Solver, rank: int) -> None:
-        data, device = solver.params.data, solver.device
-        begun, change, pulled = self._arrays[rank]
-        with device.scope():
-            change[...] = data
-            change -= begun
-            if not self._landed:
-                with solver.iterations.statistics.kept():
-                    data[...] = pulled
-                    data += change
-            begun[...] = data
-            device.synchronize()
-
-    def await_pull(self) -> None:
-        """Wait for the pull that is on its way, if any."""
-        pull, self._pull = self._pull, None
-        if pull:
-            pull.result()
-
-    def _push_and_pull(self, means: Array) -> None:
-        workers, host, size = self._workers, self._host, self._arrays[0].change.size
-        workers.solver.device.copy_beside(self._arrays[0].change, host[:size])
-        host[host.size - means.size :] = means
-        workers.push(host, host)
-        workers.fill_to_train(host, workers.client.pull(self._slack))
-        for rank, solver in enumerate(workers.solvers):
-            solver.device.copy_beside(host[:size], self._arrays[rank].pulled)
 
 
 class GradientPush:

@@ -88,7 +88,7 @@ def test_servers_hold_what_a_trainer_that_failed_has_pushed(
 
     def enter(workers: ServedWorkers) -> ServedWorkers:
         entered(workers)
-        begun[workers.client.worker] = workers.solver.iter, workers._flat()
+        begun[workers.client.worker] = workers.solver.iter, workers.params.flat()
         return workers
 
     monkeypatch.setattr(ServedWorkers, "iterated", fail)

@@ -366,14 +366,14 @@ def test_another_number_of_workers_goes_on_with_the_momentum_of_the_first(
 @pytest.mark.parametrize("slack", [0, 2])
 def test_reports_tell_who_waits_for_whom(slack: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 1 pushes after worker 0 has begun to pull, and so never waits for it."""
-    push, pull, pulls = ServedWorkers.push, Client.pull, threading.Semaphore(0)
+    push, pull, pulls = Client.push, Client.pull, threading.Semaphore(0)
     reports: list[Report] = []
 
-    def push_late(workers: ServedWorkers, *arrays: Array) -> None:
-        if workers.client.worker == 1:
+    def push_late(client: Client, payloads: Any) -> None:
+        if client.worker == 1:
             assert pulls.acquire(timeout=60)
             time.sleep(0.01)
-        push(workers, *arrays)
+        push(client, payloads)
 
     def pull_and_tell(client: Client, slack: float | None = None) -> list[Array]:
         if client.worker == 0 and client.clock:
@@ -386,7 +386,7 @@ def test_reports_tell_who_waits_for_whom(slack: int, monkeypatch: pytest.MonkeyP
         if number == 0:
             reports.append(group.client.report().result(10))
 
-    monkeypatch.setattr(ServedWorkers, "push", push_late)
+    monkeypatch.setattr(Client, "push", push_late)
     monkeypatch.setattr(Client, "pull", pull_and_tell)
     served = Served(2, TEXTS["plain"], Rule(slack), work=work)
     first, *_, last = served.recorder.reports
