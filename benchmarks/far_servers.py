@@ -30,7 +30,8 @@ from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
 from caffepy.parallel.parameter_server.messages import COORDINATOR, Rule
 from caffepy.parallel.parameter_server.ranges import Blob, key_ranges
-from caffepy.parallel.parameter_server.ray_engine import RayEngine, connect
+from caffepy.parallel.parameter_server.ray_cluster import connect
+from caffepy.parallel.parameter_server.ray_engine import RayEngine
 from caffepy.parallel.parameter_server.server import Server
 from caffepy.proto.text import format as format_text
 from caffepy.proto.text import read_net, read_solver

@@ -35,7 +35,7 @@ from caffepy.device.device import Device
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
 from caffepy.parallel.parameter_server.messages import COORDINATOR, Rule, slack_of
-from caffepy.parallel.parameter_server.ray_engine import connect
+from caffepy.parallel.parameter_server.ray_cluster import connect
 from caffepy.parallel.parameter_server.worker import ServedWorkers
 from caffepy.proto.text import read_net, read_solver
 from caffepy.solver import Solver

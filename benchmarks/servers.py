@@ -36,7 +36,8 @@ from caffepy.core.errors import SyncError
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.messages import COORDINATOR, DeadPeerError, Rule, View
 from caffepy.parallel.parameter_server.ranges import Blob, KeyRange, key_ranges
-from caffepy.parallel.parameter_server.ray_engine import RayEngine, connect
+from caffepy.parallel.parameter_server.ray_cluster import connect
+from caffepy.parallel.parameter_server.ray_engine import RayEngine
 
 STEPS = 8
 WORKERS = 3

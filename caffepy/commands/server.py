@@ -23,7 +23,8 @@ from caffepy.parallel.parameter_server.cluster import SILENT, check_copies
 from caffepy.parallel.parameter_server.detached import Status
 from caffepy.parallel.parameter_server.kept import Held, write
 from caffepy.parallel.parameter_server.messages import DeadPeerError, Report
-from caffepy.parallel.parameter_server.ray_engine import DETACHED, LOCAL, RayEngine, connect
+from caffepy.parallel.parameter_server.ray_cluster import LOCAL, connect
+from caffepy.parallel.parameter_server.ray_engine import DETACHED, RayEngine
 from caffepy.report.text import AsJson
 from caffepy.solver import Action, Signals
 from caffepy.solver.monitor import GRACE
@@ -103,7 +104,7 @@ def serve(options: ServerOptions) -> ServerResult:
 
         def check() -> None:
             signals.check()
-            engine.check()
+            engine.store.check()
 
         client = Client(engine, 0, poll=check)
         with _explaining(options):
@@ -117,7 +118,7 @@ def stop(options: ServerOptions) -> ServerResult:
     """End servers with a snapshot: by the process that started them, else by this one."""
     with _connected(options) as engine, _explaining(options):
         check_running(engine, options.cluster, options.name)
-        client = Client(engine, 0, patience=ANSWER, poll=engine.check)
+        client = Client(engine, 0, patience=ANSWER, poll=engine.store.check)
         until = time.monotonic() + options.grace + GRACE
         while options.name in engine.detached():
             try:
@@ -190,7 +191,7 @@ def _held(status: Status) -> str:
 @contextmanager
 def _connected(options: ServerOptions, shared: bool = False) -> Iterator[RayEngine]:
     engine = connect(options.cluster, DETACHED + options.name, shared=shared)
-    engine.watch_store()
+    engine.store.start()
     try:
         yield engine
     finally:

@@ -18,7 +18,7 @@ from caffepy.parallel.nodes import check_alike
 from caffepy.parallel.parameter_server.attachment import attached
 from caffepy.parallel.parameter_server.cluster import ClusterOptions, options_of_worker, served
 from caffepy.parallel.parameter_server.messages import ServerUpdate
-from caffepy.parallel.parameter_server.ray_engine import LOCAL
+from caffepy.parallel.parameter_server.ray_cluster import LOCAL
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe import mode, nodes

@@ -20,7 +20,7 @@ import pytest
 
 from caffepy.cli import main
 from caffepy.core.errors import STOPPED
-from caffepy.parallel.parameter_server.ray_engine import ENVIRONMENT
+from caffepy.parallel.parameter_server.ray_cluster import ENVIRONMENT
 from caffepy.parallel.parameter_server.worker import ServedWorkers
 from tests.cli.test_cluster import SOLVER
 

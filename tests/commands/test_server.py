@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,7 @@ class Engine(ThreadsEngine):
         for name in self.names():
             self.kill(name)
 
-    def watch_store(self) -> None:
-        """There is none."""
-
-    def check(self) -> None:
-        """It does not fail."""
+    store = SimpleNamespace(start=lambda: None, check=lambda: None)  # it does not fail
 
     def reserve(self, resources: object) -> None:
         """It has room."""

@@ -14,7 +14,8 @@ from caffepy.core.registry import nearest
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.kept import Held, check_same_net, write
 from caffepy.parallel.parameter_server.messages import COORDINATOR, Nesterov, Rule
-from caffepy.parallel.parameter_server.ray_engine import DETACHED, RayEngine, connect
+from caffepy.parallel.parameter_server.ray_cluster import connect
+from caffepy.parallel.parameter_server.ray_engine import DETACHED, RayEngine
 from caffepy.solver import Solver
 
 log = logging.getLogger(__name__)
@@ -92,11 +93,11 @@ def attached(cluster: str, name: str, path: str | None) -> Iterator[Attachment]:
     """
     engine = connect(cluster, DETACHED + name)
     try:
-        engine.watch_store()
+        engine.store.start()
         check_running(engine, cluster, name)
         trainer = this_process(f"trains {path or 'a net'}")
         try:
-            held = Client(engine, 0, poll=engine.check).attach(trainer)
+            held = Client(engine, 0, poll=engine.store.check).attach(trainer)
         except CaffeError as error:
             raise error.at(f"--name {name}") from None
         try:

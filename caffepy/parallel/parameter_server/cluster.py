@@ -38,7 +38,8 @@ from caffepy.parallel.parameter_server.messages import (
     View,
     slack_of,
 )
-from caffepy.parallel.parameter_server.ray_engine import LOCAL, RayEngine, connect
+from caffepy.parallel.parameter_server.ray_cluster import LOCAL, connect
+from caffepy.parallel.parameter_server.ray_engine import RayEngine
 from caffepy.parallel.parameter_server.worker import ServedWorkers
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
@@ -295,7 +296,7 @@ class _Processes:
         """
         if self.error:
             raise self.error
-        self._engine.check()
+        self._engine.store.check()
         if not self._begun:
             self._await_begin()
 
@@ -353,7 +354,7 @@ def _started(options: ClusterOptions, size: int) -> Iterator[RayEngine]:
     name = f"{os.path.basename(options.cluster)}-{os.getpid()}"
     engine = connect(options.cluster, name, size)
     try:
-        engine.watch_store()
+        engine.store.start()
         engine.spawn_coordinator(options.servers, options.replicas, SILENT)
         engine.call(COORDINATOR, "watch")
         yield engine

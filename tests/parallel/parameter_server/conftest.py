@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from caffepy.parallel.parameter_server.embedded_ray import EmbeddedRay
-from caffepy.parallel.parameter_server.ray_engine import ENVIRONMENT, STORE
+from caffepy.parallel.parameter_server.ray_cluster import ENVIRONMENT, STORE
 
 
 @pytest.fixture(scope="session")

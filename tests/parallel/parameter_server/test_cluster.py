@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from caffepy.parallel.parameter_server.messages import (
     Rule,
     View,
 )
-from caffepy.parallel.parameter_server.ray_engine import LOCAL
+from caffepy.parallel.parameter_server.ray_cluster import LOCAL
 from caffepy.solver import Solver
 from tests.parallel.cases import NET, SETTINGS, net
 from tests.solver.cases import solver_of
@@ -45,8 +46,7 @@ class Engine:
         self.futures[number] = Future()
         return self.futures[number]
 
-    def check(self) -> None:
-        pass
+    store = SimpleNamespace(check=lambda: None)
 
     def room(self, needs: object) -> tuple[int, float, float]:
         return 1, 2, 0

@@ -26,7 +26,8 @@ from caffepy.parallel.parameter_server.messages import (
     View,
 )
 from caffepy.parallel.parameter_server.ranges import Blob, key_ranges
-from caffepy.parallel.parameter_server.ray_engine import RayEngine, _Line, connect
+from caffepy.parallel.parameter_server.ray_cluster import connect
+from caffepy.parallel.parameter_server.ray_engine import RayEngine
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -124,7 +125,7 @@ def test_calls_of_one_caller_begin_in_their_order(cluster: RayEngine) -> None:
 
 def test_calls_go_on_after_one_that_failed_before_it_began(cluster: RayEngine) -> None:
     cluster.spawn("notes-2", Notes)
-    line = cluster._lines.setdefault("notes-2", _Line())
+    line = cluster._to("notes-2")
     lost, _ = line.begin()  # a call that never arrives
     waits = cluster.call("notes-2", "note", 1, np.zeros(1))
     with pytest.raises(TimeoutError):
@@ -300,7 +301,7 @@ def test_the_process_does_not_wait_for_threads_of_a_ray_that_hangs(
     engine, hangs = RayEngine(), threading.Event()
     monkeypatch.setattr(ray_engine, "ENDING", 0.1)
     monkeypatch.setattr(engine, "_shut_down", hangs.wait)
-    engine._away = 1.0
+    engine.store.away = 1.0
     engine.close()
     assert at_work()
     hangs.set()
