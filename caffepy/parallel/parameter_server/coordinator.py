@@ -19,9 +19,7 @@ import logging
 import os
 import socket
 import time
-from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -37,18 +35,12 @@ from caffepy.parallel.parameter_server.messages import (
     Report,
     Rule,
     View,
+    total,
 )
 from caffepy.parallel.parameter_server.ranges import KeyRange, Ring
+from caffepy.parallel.parameter_server.server_calls import ANSWER, TRANSFER, ByRange, ServerCalls
 
 log = logging.getLogger(__name__)
-
-ANSWER, LONGEST = 2.0, 8.0
-"""Seconds that a server may take to answer a ping, else it counts as dead: three times as long as
-the slowest answer of late, but no less than the first and no more than the second.
-"""
-
-LATE = 20
-"""Rounds of pings that are of late."""
 
 PING = 0.5
 """Seconds between pings."""
@@ -62,12 +54,6 @@ COLLECT = 20.0
 LOOK = 0.02
 """Seconds between looks for what they hand in."""
 
-TRANSFER = 30.0
-"""Seconds that servers may take to copy ranges to each other."""
-
-ByRange = Mapping[int, tuple[int, Mapping[int, int]]]
-"""Of the ranges that a server holds, by number: the version, and the clocks of the workers."""
-
 
 class Coordinator:
     """The coordinator of `servers` servers; each range has `replicas` copies. A worker that was not
@@ -77,14 +63,14 @@ class Coordinator:
     stays = False
 
     def __init__(self, engine: Engine, servers: int, replicas: int, deadline: float = 10.0) -> None:
-        self._engine, self._wanted, self._copies = engine, servers, replicas
+        self._engine, self._servers = engine, ServerCalls(engine)
+        self._wanted, self._copies = servers, replicas
         self._deadline = deadline
         self.view = View()
         self.lost: SyncError | None = None  # what made it impossible to go on
         self._changing = asyncio.Lock()
         self._spawned = 0
         self._beats: dict[int, float] = {}  # when each worker was last heard of
-        self._took = deque[float](maxlen=LATE)  # seconds for the answers to pings
         self._dealer = Dealer()
         self._state: object = None
         self._states: dict[int, object] = {}  # of workers: handed out or in
@@ -116,10 +102,10 @@ class Coordinator:
             for name in names:
                 own = {i: values[i] for i in range(len(ranges)) if name in owners[i]}
                 kept = {i: update_states.get(ranges[i].name, {}) for i in own}
-                await self._call(name, "begin", own, view, kept)
-                await self._call(name, "keep", state)
+                await self._servers.one(name, "begin", own, view, kept)
+                await self._servers.one(name, "keep", state)
             for name in names:
-                await self._call(name, "install", view)
+                await self._servers.one(name, "install", view)
             self.view = view
         self._started.set()
 
@@ -209,16 +195,16 @@ class Coordinator:
                 if self.lost:
                     raise self.lost
                 epoch = self.view.epoch
-                held, dead = await self._freeze()
+                held, dead = await self._servers.freeze(self.view.servers)
                 marks = {worker: max(clocks) for worker, clocks in self._clocks(held).items()}
                 try:
                     if not dead:
-                        values, states = zip(*await self._cut(marks, seconds), strict=True)
-                        return Cut([*values], marks, self._batches(marks), [*states])
+                        values, states = await self._servers.cut(self.view, marks, seconds)
+                        return Cut(values, marks, self._batches(marks), states)
                 except (DeadPeerError, TimeoutError):  # of a server, or a worker's push is missing
                     seconds = min(2 * seconds, TRANSFER)
                 finally:
-                    await self._each(self.view.servers, "thaw", seconds=ANSWER)
+                    await self._servers.each(self.view.servers, "thaw", seconds=ANSWER)
             await self._change(since=epoch)
 
     def _batches(self, marks: Mapping[int, int]) -> int:
@@ -233,19 +219,8 @@ class Coordinator:
 
     async def report(self) -> Report:
         """Return what all servers have seen that answer."""
-        answers = (await self._each(self.view.servers, "report", seconds=ANSWER)).values()
-        told = [answer for answer in answers if isinstance(answer, Report)]
-        clocks, waits = dict[int, int](), dict[tuple[int, int], float]()
-        for each in told:
-            for worker, clock in each.clocks.items():
-                clocks[worker] = min(clock, clocks.get(worker, clock))
-            for pair, seconds in each.waits.items():  # a worker pulls from all at one time
-                waits[pair] = max(seconds, waits.get(pair, 0.0))
-        staleness = sum((Counter(each.staleness) for each in told), Counter[int]())
-        behind, received, sent = (
-            sum(getattr(each, name) for each in told) for name in ("behind", "received", "sent")
-        )
-        return Report(clocks, staleness, waits, behind, received, sent)
+        answers = await self._servers.each(self.view.servers, "report", seconds=ANSWER)
+        return total(answer for answer in answers.values() if isinstance(answer, Report))
 
     async def ping(self) -> tuple[str, int]:
         """Return the host and the number of the process."""
@@ -260,7 +235,7 @@ class Coordinator:
     async def recover(self) -> None:
         """Go on for a coordinator that died: with the newest view of its servers."""
         names = [n for n in await asyncio.to_thread(self._engine.names) if n.startswith("server-")]
-        views = await self._each(names, "tell", seconds=ANSWER)
+        views = await self._servers.each(names, "tell", seconds=ANSWER)
         views = {n: view for n, view in views.items() if isinstance(view, View) and view.epoch}
         self._spawned = 1 + max((int(name.partition("-")[2]) for name in names), default=-1)
         if not views:
@@ -269,7 +244,7 @@ class Coordinator:
         log.warning("The coordinator was started again, with %d servers", len(views))
         self._beats = dict.fromkeys(self.view.members, time.monotonic())
         self._dealer.knows.clear()
-        self._state = await self._call(max(views, key=lambda n: views[n].epoch), "kept")
+        self._state = await self._servers.one(max(views, key=lambda n: views[n].epoch), "kept")
         self._started.set()
         await self._change(adding=sorted(set(views).difference(self.view.servers)))
         self._tasks = [asyncio.ensure_future(work) for work in (self._recall(), self.watch())]
@@ -287,15 +262,11 @@ class Coordinator:
             await asyncio.sleep(PING)
             late = time.monotonic() - slept - PING  # of a coordinator that heard nobody
             self._beats = {worker: beat + late for worker, beat in self._beats.items()}
-            view, pinged, patience = self.view, time.monotonic(), self._patience
-            answers = await self._each(view.servers, "ping", seconds=patience)
-            if dead := [name for name, answer in answers.items() if isinstance(answer, Exception)]:
+            view = self.view
+            if dead := await self._servers.ping(view.servers):
                 await self._change(since=view.epoch, without=dead)
-            else:
-                if (took := time.monotonic() - pinged) <= patience:  # else this process was stopped
-                    self._took.append(took)
-                if len(view.servers) < self._wanted and view.servers:
-                    await self._add_server()
+            elif len(view.servers) < self._wanted and view.servers:
+                await self._add_server()
             now = time.monotonic()
             silent = {w for w, beat in self._beats.items() if now - beat > self._deadline}
             for worker in silent:
@@ -304,16 +275,11 @@ class Coordinator:
                 )
                 await self.leave(worker)
 
-    @property
-    def _patience(self) -> float:
-        """Seconds that servers may take to answer: those of a loaded machine all answer late."""
-        return min(max(ANSWER, 3 * max(self._took, default=0.0)), LONGEST)
-
     async def _add_server(self) -> None:
         name = self._new_name()
         self._engine.spawn_server(name)
         try:
-            await self._call(name, "keep", self._state, seconds=TRANSFER)
+            await self._servers.one(name, "keep", self._state, seconds=TRANSFER)
         except (DeadPeerError, TimeoutError):
             self._engine.kill(name)
             return
@@ -339,7 +305,7 @@ class Coordinator:
                 return
             servers = [s for s in (*self.view.servers, *adding) if s not in without]
             while not self.lost:
-                held, dead = await self._freeze(servers)
+                held, dead = await self._servers.freeze(servers)
                 servers = [server for server in servers if server not in dead]
                 for server in (*without, *dead):
                     log.warning("Server %s has died or does not answer", server)
@@ -347,7 +313,7 @@ class Coordinator:
                 without = ()
                 try:
                     view = self._next(servers, held, joining, leaving or set())
-                    await self._give(view, held)
+                    await self._servers.give(view, held)
                 except (DeadPeerError, TimeoutError):
                     continue
                 except SyncError as error:
@@ -359,7 +325,7 @@ class Coordinator:
                     self._dealer.join(worker, view.members[worker])
                 for worker in leaving or ():
                     self._dealer.leave(worker, view.left.get(worker, 0))
-                answers = await self._each(servers, "install", view, seconds=TRANSFER)
+                answers = await self._servers.each(servers, "install", view, seconds=TRANSFER)
                 if not any(isinstance(answer, Exception) for answer in answers.values()):
                     return
 
@@ -407,69 +373,3 @@ class Coordinator:
                     if worker in clocks:
                         clocks[worker].append(clock)
         return clocks
-
-    async def _give(self, view: View, held: Mapping[str, ByRange]) -> None:
-        """Bring all owners of the new view to the latest version of each range."""
-        gifts: dict[tuple[str, str], list[int]] = {}
-        for i, owners in enumerate(view.owners):
-            versions = {server: states[i][0] for server, states in held.items() if i in states}
-            latest = max(versions.values())
-            source = next(server for server, version in versions.items() if version == latest)
-            for owner in owners:
-                if versions.get(owner, -1) < latest:
-                    gifts.setdefault((source, owner), []).append(i)
-        for (source, owner), ranges in gifts.items():
-            await self._call(source, "give", owner, ranges, seconds=TRANSFER)
-
-    async def _freeze(
-        self, servers: Sequence[str] | None = None
-    ) -> tuple[dict[str, ByRange], list[str]]:
-        """Freeze the servers; return what those that answer hold, and the others."""
-        names = self.view.servers if servers is None else servers
-        answers = await self._each(names, "freeze", seconds=self._patience)
-        dead = [name for name, answer in answers.items() if isinstance(answer, Exception)]
-        held = {name: answer for name, answer in answers.items() if name not in dead}
-        return held, dead
-
-    async def _cut(
-        self, marks: Mapping[int, int], seconds: float
-    ) -> list[tuple[Array, dict[str, Any]]]:
-        view, held = self.view, dict[int, tuple[Array, dict[str, Any]]]()
-        parts = {server: view.of_primary(server) for server in view.servers}
-        calls = [
-            self._call(server, "cut", marks, ranges, seconds=seconds)
-            for server, ranges in parts.items()
-        ]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for server, answer in zip(parts, answers, strict=True):
-            if isinstance(answer, BaseException):
-                raise answer
-            held.update(zip(parts[server], answer, strict=True))
-        return [held[i] for i in range(len(view.ranges))]
-
-    # calls
-
-    async def _call(self, name: str, method: str, *arguments: object, seconds: float = 60) -> Any:
-        future: Future[Any] = self._engine.call(name, method, *arguments)
-        return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
-
-    async def _each(
-        self, names: Sequence[str], method: str, *arguments: object, seconds: float = 60
-    ) -> dict[str, Any]:
-        """Call a method of all at once; return the answers, or DeadPeerError or TimeoutError. A
-        process that was stopped meanwhile blames nobody, and calls again.
-        """
-        begun, answers = time.monotonic(), dict[str, Any]()
-        calls = [self._call(name, method, *arguments, seconds=seconds) for name in names]
-        for name, answer in zip(
-            names, await asyncio.gather(*calls, return_exceptions=True), strict=True
-        ):
-            if isinstance(answer, BaseException) and not isinstance(
-                answer, (DeadPeerError, TimeoutError)
-            ):
-                raise answer
-            answers[name] = answer
-        silent = [name for name, answer in answers.items() if isinstance(answer, TimeoutError)]
-        if silent and time.monotonic() - begun > seconds + PING:
-            answers |= await self._each(silent, method, *arguments, seconds=seconds)
-        return answers

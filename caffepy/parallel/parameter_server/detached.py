@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 from caffepy.core.errors import SyncError, UsageError
 from caffepy.device.blob import Array
-from caffepy.parallel.parameter_server.coordinator import ByRange, Coordinator
+from caffepy.parallel.parameter_server.coordinator import Coordinator
 from caffepy.parallel.parameter_server.kept import Held, Kept
 from caffepy.parallel.parameter_server.leases import Dealer, Lease
 from caffepy.parallel.parameter_server.messages import Rule, View
 from caffepy.parallel.parameter_server.ranges import KeyRange
+from caffepy.parallel.parameter_server.server_calls import ByRange
 
 PROMISE = 60.0
 """Seconds that a trainer which has attached may take until its first worker joins."""
@@ -214,7 +215,7 @@ class DetachedCoordinator(Coordinator):
     async def refuse(self, told: str) -> None:
         """Count no more pushes; whoever trains gets this as an error."""
         async with self._changing:
-            await self._freeze()
+            await self._servers.freeze(self.view.servers)
             self.lost = SyncError(told)
             self.view = replace(self.view, epoch=self.view.epoch + 1)  # beats tell it
 
@@ -270,7 +271,7 @@ class DetachedCoordinator(Coordinator):
 
     async def _entrust(self, state: Entrusted) -> None:
         self._state = state
-        await self._each(self.view.servers, "keep", state)
+        await self._servers.each(self.view.servers, "keep", state)
 
     async def recover(self) -> None:
         """As `Coordinator.recover`."""

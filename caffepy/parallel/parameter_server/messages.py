@@ -2,7 +2,8 @@
 that carries it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
@@ -171,6 +172,21 @@ class Report(NamedTuple):
     behind: int
     received: int
     sent: int
+
+
+def total(reports: Iterable[Report]) -> Report:
+    """Return the report of several servers."""
+    told, clocks, waits = list(reports), dict[int, int](), dict[tuple[int, int], float]()
+    for each in told:
+        for worker, clock in each.clocks.items():
+            clocks[worker] = min(clock, clocks.get(worker, clock))
+        for pair, seconds in each.waits.items():  # a worker pulls from all at one time
+            waits[pair] = max(seconds, waits.get(pair, 0.0))
+    staleness = sum((Counter(each.staleness) for each in told), Counter[int]())
+    behind, received, sent = (
+        sum(getattr(each, name) for each in told) for name in ("behind", "received", "sent")
+    )
+    return Report(clocks, staleness, waits, behind, received, sent)
 
 
 class Push(NamedTuple):
