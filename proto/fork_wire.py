@@ -53,6 +53,7 @@ _REGIONS = "PSROIPooling ROIPooling SmoothL1Loss SmoothL1LossOHEM SoftmaxWithLos
 _TYPES = {
     CAFFE: "",
     "ssd": _SSD + "SmoothL1Loss VideoData",
+    "refinedet": _SSD + "SmoothL1Loss VideoData",
     "nvcaffe": _SSD + "Axpy DetectNetTransformation L1Loss SmoothL1Loss TRT VideoData",
     "intel": _SSD + _REGIONS + "BoxAnnotatorOHEM BoxData EvalDetection MnActivation Proposal "
     "RegionLoss Reorg SpatialDropout VideoData",

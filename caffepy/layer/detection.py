@@ -32,6 +32,16 @@ def count_priors(bottom: Blobs, classes: int, groups: int) -> int:
     return count
 
 
+def check_refinement(bottom: Blobs, n: int, count: int) -> None:
+    """ConfigError unless bottoms 3 and 4, if it is there, are RefineDet's of n images."""
+    for (k, blob), each in zip(enumerate(bottom[3:5], start=3), (2, 4), strict=False):
+        if blob.count != n * count * each:
+            raise ConfigError(
+                f"bottom {k} must be RefineDet's {'scores' if each == 2 else 'locations'} of "
+                f"{count} priors of {n} images, {n * count * each} numbers, not {list(blob.shape)}"
+            )
+
+
 def no_class(label: float, classes: int, background: int) -> DataError:
     """Return the error for a true box of the background or of no class."""
     return DataError(
@@ -46,9 +56,12 @@ class DetectionOutput(Layer):
     best first; of a batch in which nothing is found a row of image, -1, -1, ... for each image.
 
     Bottoms: locations (N, P * L * 4), L = 1 or with share_location false the number of classes K;
-    scores (N, P * K), as they are; P priors (1, 2, P * 4); any others are not read. Of each class
-    but the background the top_k boxes with a score above confidence_threshold are taken in turn
-    unless they overlap a better one by more than nms_threshold; of an image keep_top_k stay.
+    scores (N, P * K), as they are; P priors (1, 2, P * 4); perhaps an image, which is not read. Or
+    RefineDet's then: scores (N, P * 2) of priors, whose second one must be objectness_score or more
+    for a box to have any class but 0, and locations (N, P * 4), which move the priors of an image
+    first (Zhang et al. 2018). Of each class but the background the top_k boxes with a score above
+    confidence_threshold are taken in turn unless they overlap a better one by more than
+    nms_threshold; of an image keep_top_k stay.
 
     With save_output_param what is found is written to files as well, see `ResultFiles`. The host
     reads how many there are, so a step is not captured.
@@ -88,6 +101,11 @@ class DetectionOutput(Layer):
         self.view = (n, count, groups)
         self.boxes = self.buffer((n, groups, count, 4))
         self.found = self.buffer((n, self.classes, most, 5))
+        self.refines = len(bottom) > 4, len(bottom) > 3 and bottom[3].shape == (n, 2 * count)
+        if any(self.refines):
+            check_refinement(bottom, n, count)
+            self.moved, self.own = self.buffer((n, 1, count, 4)), self.buffer((2, count, 4))
+            self.scores = self.buffer((n, count, self.classes))
         self.counts = self.buffer((n, self.classes), np.int32)
         if not self.started:
             top[0].reshape((1, 1, max(1, self.settings.keep_top_k), COLUMNS))
@@ -97,7 +115,12 @@ class DetectionOutput(Layer):
         locations = bottom[0].data.reshape(n, count, groups, 4)
         scores = bottom[1].data.reshape(n, count, self.classes)
         priors = bottom[2].data.reshape(2, count, 4)
-        self.ops.decode_boxes(locations, priors, self.code, self.boxes.data)
+        if any(self.refines):
+            scores = self.likely(scores, bottom[3].data.reshape(n, count, 2))
+        if self.refines[0]:
+            self.decode_moved(locations, bottom[4].data.reshape(n, count, 1, 4), priors)
+        else:
+            self.ops.decode_boxes(locations, priors, self.code, self.boxes.data)
         param, nms = self.settings, self.settings.nms_param
         boxes, found, counts = self.boxes.data, self.found.data, self.counts.data
         given = boxes, scores, param.background_label_id, self.least
@@ -108,6 +131,24 @@ class DetectionOutput(Layer):
             self.files.add([rows[(rows[:, 0] == i) & (rows[:, 1] >= 0)] for i in range(n)])
         top[0].reshape((1, 1, len(rows), COLUMNS))
         self.device.upload(rows.astype(self.dtype), top[0].data.reshape(rows.shape))
+
+    def likely(self, scores: Array, of_priors: Array) -> Array:
+        """Return the scores, but 1 for class 0 and 0 for others where a prior holds no object."""
+        result = self.scores.data
+        result.fill(0)
+        result[..., 0] = 1
+        least = np.float32(self.settings.objectness_score)
+        result[...] = np.where(of_priors[..., 1:] >= least, scores, result)
+        return result
+
+    def decode_moved(self, locations: Array, moves: Array, priors: Array) -> None:
+        """Write the boxes of locations (N, P, L, 4) from priors that moves (N, P, 1, 4) moved."""
+        moved, own, boxes = self.moved.data, self.own.data, self.boxes.data
+        self.ops.decode_boxes(moves, priors, self.code, moved)
+        own[1] = priors[1]
+        for i in range(len(moved)):
+            own[0] = moved[i, 0]
+            self.ops.decode_boxes(locations[i : i + 1], own, self.code, boxes[i : i + 1])
 
     def rows(self, found: Array, counts: Array) -> Array:
         """Return the rows (D, 7) of what was found."""

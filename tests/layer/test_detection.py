@@ -90,7 +90,10 @@ def test_detections_against_a_loop(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_detections_on_gpu(case):
-    text, bottoms = given(case)
+    held_to_the_cpu(*given(case))
+
+
+def held_to_the_cpu(text, bottoms):
     (want,) = Single(text, *bottoms, dtype=np.float32).forward()
     device = CudaDevice(seed=1)
     with device.scope():
@@ -104,6 +107,61 @@ def test_detections_on_gpu(case):
             blob.host_data[...] = values
         layer.forward(bottom, top)
     np.testing.assert_allclose(top[0].host_data, want, 1e-5, 1e-5)
+
+
+def refined(case):
+    text, bottoms = given(case)
+    rng = seeded(9)
+    sure = rng.random((N, P, 2)).astype(np.float32)
+    moves = np.float32(rng.normal(0, 0.5, (N, P * 4)))
+    text = text.replace("num_classes", "objectness_score: 0.4 num_classes")
+    return text, [*bottoms, np.float64(sure.reshape(N, -1)), np.float64(moves)]
+
+
+REFINED = ["ssd", "all", "own boxes", "scaled"]
+
+
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("case", REFINED)
+def test_boxes_of_priors_that_were_moved(case, both):
+    """RefineDet's: image by image, as SSD's with priors of its own and scores of 1 for class 0."""
+    text, bottoms = refined(case)
+    single = Single(text, *(bottoms if both else bottoms[:4]))
+    (top,) = single.forward()
+    locations, scores, priors, sure, moves = bottoms
+    coded, want = text.replace("variance_encoded", "encode_variance"), []
+    for n in range(N):
+        own = priors.reshape(2, P, 4).copy()
+        if both:
+            own[0] = [
+                decode(moves.reshape(N, P, 4)[n, p], *priors.reshape(2, P, 4)[:, p], coded)
+                for p in range(P)
+            ]
+        likely = scores.reshape(N, P, K).copy()
+        likely[sure.reshape(N, P, 2)[..., 1] < np.float32(0.4)] = np.eye(K)[0]
+        rows = found(text, [locations, likely, own], single.layer.settings)
+        want += [row for row in rows if row[0] == n]
+    assert len(want) > 2 * N
+    assert top.shape == (1, 1, len(want), 7)
+    np.testing.assert_allclose(top[0, 0], want, rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_beside_is_not_taken_for_scores():
+    text, bottoms = given("ssd")
+    (want,) = Single(text, *bottoms).forward()
+    (got,) = Single(text, *bottoms, np.zeros((N, 3, 4, 5))).forward()
+    np.testing.assert_array_equal(got, want)
+    text, bottoms = refined("ssd")
+    bottoms[4] = bottoms[4][:, :-4]
+    with pytest.raises(ConfigError, match="bottom 4 must be RefineDet's locations of 30 priors"):
+        Single(text, *bottoms)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REFINED)
+def test_moved_priors_on_gpu(case):
+    text, bottoms = refined(case)
+    held_to_the_cpu(text, bottoms)
 
 
 def test_results_are_written_when_all_images_are_done(tmp_path: Path):

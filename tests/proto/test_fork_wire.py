@@ -29,6 +29,7 @@ from caffepy.proto.fork_wire import C3D1, CAFFE, FORKS, OWN, fork_named, fork_of
 
 TABLES = Path(__file__).parents[1] / "golden" / "wire"
 NAMES = {
+    "refinedet": "ssd",
     "nvcaffe": "nvidia-0.17",
     "happynear": "happynear-ms",
     "c3d": "c3d-1.1",
@@ -49,6 +50,10 @@ def net_of(fork: str) -> Any:
     fields = {(r["message"], r["field"]): r for r in rows("caffe_wire.tsv")}
     enums = {(r["enum"], r["name"]): int(r["number"]) for r in rows("caffe_enums.tsv")}
     own = [r for r in rows("fork_wire.tsv") if r["fork"] == NAMES.get(fork, fork)]
+    if fork == "refinedet":  # what it has beside SSD
+        score = {"field": "objectness_score", "number": "24", "type": "float", "label": "optional"}
+        messages = ("DetectionOutputParameter", "MultiBoxLossParameter")
+        own += [{"message": message, **score} for message in messages]
     assert own or fork == CAFFE
     for row in own:
         key = row["message"], row["field"]
@@ -200,6 +205,11 @@ def test_every_setting_of_a_fork_is_read_and_written(fork: str, tmp_path: Path) 
 TYPICAL = {
     "caffe": ("Pooling", "pooling_param", {"kernel_size": 2, "round_mode": 1}),
     "ssd": ("PriorBox", "prior_box_param", {"min_size": [3], "flip": True}),
+    "refinedet": (
+        "DetectionOutput",
+        "detection_output_param",
+        {"num_classes": 2, "objectness_score": 0.5},
+    ),
     "nvcaffe": ("LSTM", "recurrent_param", {"num_output": 3}),
     "intel": ("ReLU", "engine", "MKLDNN"),
     "faster-rcnn": ("ROIPooling", "roi_pooling_param", {"pooled_w": 7}),
@@ -282,7 +292,9 @@ def test_a_fork_may_have_several_where_caffe_has_one(tmp_path: Path) -> None:
 
 def test_names_of_forks() -> None:
     assert fork_named("NVIDIA") == "nvcaffe"
-    with pytest.raises(ConfigError, match=r'unknown fork "sdd" \(known: caffe, ssd, nvcaffe'):
+    with pytest.raises(
+        ConfigError, match=r'unknown fork "sdd" \(known: caffe, ssd, refinedet, nvcaffe'
+    ):
         fork_named("sdd")
 
 

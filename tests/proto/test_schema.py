@@ -217,6 +217,8 @@ OWN |= {
     for name in names.split()
 }
 """Those of CTPN."""
+OWN |= {(f"{name}Parameter", "objectness_score") for name in ("DetectionOutput", "MultiBoxLoss")}
+"""RefineDet's."""
 OWN |= {("LayerParameter", "target_units"), ("TargetUnits", "mean"), ("TargetUnits", "std")}
 """Those that only caffepy writes."""
 OTHER_TYPE = {("UpsampleParameter", "scale"): "int32"}
