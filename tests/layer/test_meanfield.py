@@ -7,13 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from google.protobuf import text_format
 
 from caffepy import ops
 from caffepy.core.errors import ConfigError, DataError
+from caffepy.device.blob import Blob
+from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
+from caffepy.layer.base import create_layer
+from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
 from .harness import Single, check_gradient, random
-from .on_gpu import check_plain_on_gpu
 
 
 def naive_filter(features, x):
@@ -159,7 +163,29 @@ def test_gradients_are_added_and_the_image_has_none():
 
 @pytest.mark.gpu
 def test_on_gpu():
-    check_plain_on_gpu(TEXT, *given(), propagate_down=[True, True, True])
+    """The lattice is made on the host, so that a step is not captured."""
+    single = Single(TEXT, *given(), dtype=np.float32)
+    (want,) = single.forward()
+    dy = random(*want.shape, seed=13).astype(np.float32)
+    bottoms, params = single.backward([dy])
+    device = CudaDevice(seed=single.seed)
+    device.math_mode.precision = "fp32"
+    with device.scope():
+        bottom = [Blob(values.shape, device=device) for values in given()]
+        top = [Blob(device=device)]
+        layer = create_layer(text_format.Parse(TEXT, LayerParameter()), TRAIN, device)
+        assert not layer.on_host
+        layer.setup(bottom, top)
+        layer.reshape(bottom, top)
+        layer.param_propagate_down = [True] * 3
+        for blob, values in zip(bottom, given(), strict=True):
+            blob.host_data[...] = values
+        layer.forward(bottom, top)
+        np.testing.assert_allclose(top[0].host_data, want, 1e-4, 1e-4)
+        top[0].host_diff[...] = dy
+        layer.backward(top, [True] * 3, bottom)
+        for blob, gradient in zip([*bottom, *layer.blobs], [*bottoms, *params], strict=True):
+            np.testing.assert_allclose(blob.host_diff, gradient, 1e-3, 1e-4)
 
 
 def test_weights_to_begin_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
