@@ -247,14 +247,18 @@ class InfogainLoss(SoftmaxWithLoss):
         return labels, matrix.reshape(self.view[1], self.view[1]), ignore
 
 
+LEAST = 1e-10
+"""Of 1 - p, where FocalLoss divides by it."""
+
+
 @layer("FocalLoss")
 class FocalLoss(SoftmaxWithLoss):
     """-sum of (alpha - p)^gamma * log p(label) / divisor, p = softmax along `axis` (happynear's).
+    An optional second top is p.
 
-    Type ONEADDP has alpha + p. alpha is no weight of a class (Lin et al. 2017 have 1 - p).
+    Type ONEADDP has alpha + p. alpha is no weight of a class (Lin et al. 2017 have 1 - p). As in
+    the fork, the gradient takes it for 1 but in that power.
     """
-
-    tops = (1, 1)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
@@ -275,18 +279,20 @@ class FocalLoss(SoftmaxWithLoss):
         top[0].data[...] = loss
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """dx = weight / divisor * s * (1 at the label - p), s the loss's derivative by log p."""
+        """dx = weight / divisor * s * (p - 1 at the label), s = (alpha -+ p)^gamma -+ gamma *
+        (alpha -+ p)^gamma / (1 -+ p) * p * log p.
+        """
         self.refuse_constants(propagate_down)
         if not propagate_down[0]:
             return
         classes, counts, p = self.of_label(bottom)
-        factor = self.alpha + self.sign * p
-        s = -self.gamma * factor ** (self.gamma - 1) * self.sign * p * np.log(p)
-        s = (s - factor**self.gamma) * counts
+        power = (self.alpha + self.sign * p) ** self.gamma
+        s = self.gamma * power / np.maximum(1 + self.sign * p, LEAST) * p * np.log(p)
+        s = (power + self.sign * s) * counts
         s *= top[0].diff / self.norm.data
         at_label = self.places.data == classes
         dx = bottom[0].diff.reshape(self.view)
-        np.multiply(at_label - self.prob.data, s, out=dx)
+        np.multiply(self.prob.data - at_label, s, out=dx)
 
 
 @layer("EuclideanLoss")

@@ -455,10 +455,9 @@ class Normalize(Layer):
                     "norm_param is SSD's and normalize_param, like a second top, happynear's; give "
                     "one"
                 )
-            if other.normalize_type not in ("L1", "L2") or other.fix_gradient:
+            if other.normalize_type not in ("L1", "L2"):
                 raise ConfigError(
-                    "normalize_param: normalize_type is L1 or L2, without fix_gradient, not "
-                    f"{other.normalize_type}, {other.fix_gradient}"
+                    f"normalize_param: normalize_type is L1 or L2, not {other.normalize_type}"
                 )
         self.across = self.scaled and ours.across_spatial
         self.absolute = not self.scaled and other.normalize_type == "L1"
@@ -491,6 +490,10 @@ class Normalize(Layer):
             count = prod(bottom[0].shape)
             self.scale_view = (n, c, prod(rest)) if self.blobs[0].shape else (1, 1, count)
         self.norm = self.buffer((n, self.view[2]))
+        self.divisor = self.norm
+        if not self.scaled and self.param.normalize_param.fix_gradient:
+            self.divisor = self.buffer(self.norm.shape)
+            self.divisor.host_data.fill(1)
         self.normalized = self.buffer_like(bottom[0])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -506,7 +509,7 @@ class Normalize(Layer):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dscale += sum of dy * x / n; dx, see the class. With bp_norm dx has the gradient of the
-        second top, too.
+        second top, too; with fix_gradient it is not divided by the norm.
         """
         y, dy = self.normalized.data, top[0].diff
         if self.scaled and self.param_propagate_down[0]:
@@ -518,7 +521,7 @@ class Normalize(Layer):
             return
         norms = top[1:] if self.param.normalize_param.bp_norm else []
         dnorm = norms[0].diff.reshape(self.norm.shape) if norms else None
-        given, dx = (y.reshape(self.view), self.norm.data, dy.reshape(self.view)), bottom[0].diff
+        given, dx = (y.reshape(self.view), self.divisor.data, dy.reshape(self.view)), bottom[0].diff
         self.ops.normalize_backward(*given, dnorm, dx.reshape(self.view), self.absolute)
         if self.scaled:
             dx = dx.reshape(self.scale_view)

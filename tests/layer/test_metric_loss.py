@@ -82,7 +82,7 @@ def test_center_loss_has_weight_0_unless_told():
     assert Single(CENTERS + " loss_weight: 0.5", random(4, 5), LABELS).weights == [0.5]
 
 
-@pytest.mark.parametrize("kind", ["ORIGIN", "ONEADDP"])
+@pytest.mark.parametrize("kind", ["ORIGIN", "LINEAR", "ONEADDP"])
 def test_focal_loss_against_a_loop(kind):
     x, total = random(4, 3), 0.0
     for i, label in enumerate(LABELS):
@@ -92,6 +92,39 @@ def test_focal_loss_against_a_loop(kind):
     text = FOCAL.replace("gamma", f"type: {kind} gamma")
     (loss,) = Single(text, x, LABELS).forward()
     assert loss == pytest.approx(total / 3)
+    again, p = Single(text, x, LABELS, tops=2).forward()
+    assert again == loss
+    np.testing.assert_allclose(p, np.exp(x) / np.exp(x).sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("alpha", [1, 1.5])
+def test_gradient_of_the_focal_loss_takes_alpha_for_1_beside_the_power(alpha, sign):
+    kind = "ONEADDP" if sign > 0 else "ORIGIN"
+    x, gamma = random(4, 3), 1.5
+    text = FOCAL.replace("gamma", f"type: {kind} alpha: {alpha} gamma")
+    single = Single(text, x, LABELS)
+    single.forward()
+    (dx, _), _ = single.backward([np.array(1.0)], propagate_down=[True, False])
+    want = np.zeros_like(x)
+    for i, label in enumerate(LABELS.astype(int)):
+        if label != 1:
+            p = np.exp(x[i]) / np.exp(x[i]).sum()
+            power = (alpha + sign * p[label]) ** gamma
+            inner = gamma * power / (1 + sign * p[label]) * p[label] * np.log(p[label])
+            want[i] = (power + sign * inner) * (p - np.eye(3)[label]) / 3
+    np.testing.assert_allclose(dx, want, rtol=1e-9)
+
+
+@pytest.mark.parametrize("gamma", [0, 0.5])
+def test_a_sure_label_has_no_gradient_of_the_focal_loss(gamma):
+    """1 - p is 0, and its power below 1 infinite."""
+    text = f'type: "FocalLoss" focal_loss_param {{ gamma: {gamma} }}'
+    single = Single(text, np.array([[200.0, 0, 0]]), np.zeros(1), dtype=np.float32)
+    (loss,) = single.forward()
+    (dx, _), _ = single.backward([np.float32(1)], propagate_down=[True, False])
+    assert loss == 0
+    np.testing.assert_array_equal(dx, 0)
 
 
 @pytest.mark.parametrize("text", [CENTERS, FOCAL])

@@ -530,6 +530,7 @@ NORMALIZE = {
     "ssd across": ("norm_param { channel_shared: false }", 1),
     "happynear": ("normalize_param { bp_norm: true }", 2),
     "happynear's absolutes": ('normalize_param { normalize_type: "L1" bp_norm: true }', 2),
+    "happynear, not divided": ("normalize_param { bp_norm: true fix_gradient: true }", 2),
 }
 
 
@@ -554,7 +555,8 @@ def test_normalize_against_numpy(case):
     dy, dn = random(*x.shape, seed=1), random(*norm.shape, seed=2)
     (dx,), dparams = single.backward([dy, dn][:tops])
     slope = np.sign(x) if power == 1 else x / norm
-    want = scale * (dy - slope * (x / norm * dy).sum(axes, keepdims=True)) / norm
+    divisor = 1 if "fix_gradient" in text else norm
+    want = scale * (dy - slope * (x / norm * dy).sum(axes, keepdims=True)) / divisor
     want = want + slope * dn if tops == 2 else want
     np.testing.assert_allclose(dx, want, rtol=1e-8, atol=1e-10)
     for dscale in dparams:
@@ -566,7 +568,6 @@ def test_normalize_against_numpy(case):
     [
         ("norm_param { } normalize_param { }", 1, "happynear's; give one"),
         ("norm_param { }", 2, "happynear's; give one"),
-        ("normalize_param { fix_gradient: true }", 1, "without fix_gradient"),
         ('normalize_param { normalize_type: "L3" }', 1, "L1 or L2"),
         (
             "norm_param { channel_shared: false } blobs { shape { dim: 1 } data: 1 }",
