@@ -68,11 +68,9 @@ _FIELDS = {
         "MemoryDataParameter": "source dataframe_format dataframe_column_select image_encoded",
     },
     "MS-CNN or Cascade R-CNN": {
-        "LayerParameter": "bbox_reg_param box_group_output_param box_output_param "
-        "decode_bbox_param detection_accuracy_param detection_data_param "
+        "LayerParameter": "detection_accuracy_param detection_data_param "
         "detection_group_accuracy_param detection_group_loss_param eval_data_param "
-        "frcnn_output_param hard_mining_param image_gt_data_param proposal_target_param "
-        "scale_route_param",
+        "frcnn_output_param hard_mining_param image_gt_data_param proposal_target_param",
     },
     "MNC": {
         "LayerParameter": "mask_pooling_param roi_warping_param",
@@ -104,6 +102,22 @@ _FIELDS = {
     },
     "soeaver's": {
         "LayerParameter": "selu_dropout_param",
+    },
+    "OpenPose": {
+        "LayerParameter": "imresize_param nms_param cpm_transform_param",
+    },
+    "caffe-tvg": {
+        "LayerParameter": "image_label_data_param",
+        "MultiStageMeanfieldParameter": "detection_potentials_enabled detection_dat_input_dir "
+        "train_dataset_size detection_dat_check_enabled detection_potentials_max_score "
+        "detection_potentials_epsilon detection_x_weights_str detection_y_weights_str "
+        "spatial_filter_weights_str bilateral_filter_weights_str ho_potentials_enabled "
+        "ho_dat_input_dir ho_w_param_str ho_num_layers ho_w2_param_str ho_w2_enabled force_cpu "
+        "is_no_class_weights",
+        "TransformationParameter": "invalid_detection_mode",
+    },
+    "P3D": {
+        "Pooling3DParameter": "pad_l kernel_l stride_l",
     },
     "ENet": {
         "DenseImageDataParameter": "label_divide_factor",
@@ -157,10 +171,12 @@ _LAYERS = {
     "YOLO for Caffe": "DetectionLoss",
     "MobileNet-YOLO": "AssistedExcitation SegmentationEvaluate YoloSeg",
     "Darknet's": "Mish",
-    "MS-CNN or Cascade R-CNN": "BboxAccuracy BoxGroupOutput BoxOutput DecodeBBox DetectionAccuracy "
-    "DetectionData DetectionGroupAccuracy DetectionGroupLoss EvalData FrcnnOutput HardMining "
-    "ImageGtData ProposalTarget ScaleRoute",
+    "MS-CNN or Cascade R-CNN": "BboxAccuracy DetectionAccuracy DetectionData "
+    "DetectionGroupAccuracy DetectionGroupLoss EvalData FrcnnOutput HardMining ImageGtData "
+    "ProposalTarget",
     "MNC": "MaskPooling ROIWarping",
+    "OpenPose": "CPMData ImResize Nms",
+    "caffe-tvg": "ImageLabelData ImageLabelDataClass ImageLabelDataIndex ImageLabelDataIndexDet",
     "PSANet": "PointwiseSpatialAttention",
     "Frcnn": "FrcnnProposal",
     "CaffeOnSpark": "CoSData",

@@ -325,7 +325,7 @@ class _Parser:
             if field.message_type is not None and name in field.message_type.fields_by_name
         ]
         hint = nearest(name, _fields(descriptor))
-        if homes and not hint:
+        if homes:
             hint = f"; it belongs inside {', '.join(homes[:4])}{', ...' if len(homes) > 4 else ''}"
         self.fail(said + self.of_layer() + hint)
 

@@ -63,7 +63,7 @@ class Layer:
     fixed_batch: ClassVar[bool] = True
     share_in_parallel: bool = False  # workers use the root net's instance, under its forward_lock
     # Reshape before every forward, not only when bottom shapes change.
-    always_reshape: ClassVar[bool] = False
+    always_reshape: bool = False
     # The tops are choices or boxes through which nothing learns: no bottom gets a gradient, and
     # what reads the tops is asked for none.
     stops_gradient: bool = False

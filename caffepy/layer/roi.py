@@ -4,7 +4,8 @@ Boxes are rois (R, 5) = image, x1, y1, x2, y2 in pixels of the net's input.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +49,10 @@ class RoiLayer(Layer):
             self.no_image.note(bad, image)
             self.no_image.check()
             image[...] = np.where(bad, 0, image)  # a GPU goes on until the error is seen
+        if ratio := self.param.roi_pooling_param.pad_ratio:  # MS-CNN's
+            pad = (rois[:, 3:] - rois[:, 1:3] + 1) * np.float32(ratio)
+            rois[:, 1:3] -= pad
+            rois[:, 3:] += pad
         return rois
 
 
@@ -64,7 +69,8 @@ def check_channels(message: str, channels: int, outputs: int, group: int) -> Non
 @layer("ROIPooling")
 class ROIPooling(RoiLayer):
     """(R, C, pooled_h, pooled_w): the maximum of each of pooled_h x pooled_w parts of each box, 0
-    for a part outside the map (Girshick 2015).
+    for a part outside the map (Girshick 2015). With a pad_ratio boxes are first made larger by that
+    part of them on all sides (MS-CNN).
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -161,12 +167,27 @@ class ROIAlign(_Aligned):
     n is sampling_ratio, or the size of a part, rounded up. Box k lies from x1 to x2 + roi_end_mode,
     times spatial_scale, and is 1 wide and high at least. Sample i of part p is at p + (i + 0.5) / n
     parts from its start; more than 1 outside the map it counts as 0.
+
+    With a roi_pooling_param instead it is MS-CNN's and Cascade R-CNN's: the value at each corner of
+    a part, (R, C, pooled_h + 1, pooled_w + 1), of boxes that pad_ratio makes larger, computed on
+    the host. Pixels have their values in their middles; corners outside the map count as 0.
     """
 
     sensitive = False
+    of_corners = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
+        if self.param.HasField("roi_pooling_param"):
+            pooling = self.param.roi_pooling_param
+            self.of_corners = self.always_reshape = True  # a step is not captured
+            self.size, self.scale = (pooling.pooled_h, pooling.pooled_w), pooling.spatial_scale
+            if self.param.HasField("roi_align_param") or min(self.size) < 1 or self.scale <= 0:
+                raise ConfigError(
+                    "ROIAlign needs a roi_align_param, or a roi_pooling_param with pooled_h and "
+                    "pooled_w of 1 or more and spatial_scale above 0"
+                )
+            return
         param = self.param.roi_align_param
         self.size, self.scale = (param.pooled_h, param.pooled_w), param.spatial_scale
         self.samples, self.beyond = param.sampling_ratio, param.roi_end_mode
@@ -179,7 +200,57 @@ class ROIAlign(_Aligned):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self.check(bottom)
-        top[0].reshape((bottom[1].shape[0], bottom[0].shape[1], *self.size))
+        h, w = (count + self.of_corners for count in self.size)
+        top[0].reshape((bottom[1].shape[0], bottom[0].shape[1], h, w))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if not self.of_corners:
+            super().forward(bottom, top)
+            return
+        self.boxes(bottom)
+        x, y = bottom[0].host_data, top[0].host_data
+        y.fill(0)
+        for image, places, share in self.neighbours(x.shape):
+            # (R, h, w, C) -> (R, C, h, w)
+            y += np.moveaxis(x[image, :, places[0], places[1]], -1, 1) * share[:, None]
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        if not self.of_corners:
+            super().backward(top, propagate_down, bottom)
+            return
+        if propagate_down[1]:
+            bottom[1].diff.fill(0)
+        if propagate_down[0]:
+            dx, dy = bottom[0].host_diff, top[0].host_diff
+            dx.fill(0)
+            for image, places, share in self.neighbours(dx.shape):
+                parts = np.moveaxis(dy * share[:, None], 1, -1)
+                where: Any = image, slice(None), *places
+                np.add.at(dx, where, parts)
+
+    def neighbours(
+        self, shape: Sequence[int]
+    ) -> Iterator[tuple[Array, tuple[Array, Array], Array]]:
+        """Yield for the four pixels around each corner (R, h, w) of the parts image, row and
+        column, and their shares.
+        """
+        rois, (height, width) = self.rois.host_data, shape[2:]
+        scale = np.asarray(self.scale, self.dtype)
+        start, end = (rois[:, k : k + 2] * scale - 0.5 for k in (1, 3))
+        sides = []
+        for axis, (count, most) in enumerate(zip(self.size[::-1], (width, height), strict=True)):
+            step = (end[:, axis] - start[:, axis]) / count
+            at = start[:, axis, None] + np.arange(count + 1, dtype=self.dtype) * step[:, None]
+            inside = (at >= -0.5) & (at <= most - 0.5) & (step > 0)[:, None]
+            low = np.clip(np.floor(at).astype(np.intp), 0, most - 1)
+            high = np.clip(np.floor(at).astype(np.intp) + 1, 0, most - 1)
+            part = np.clip(at, 0, most - 1) - low
+            sides.append(((low, (1 - part) * inside), (high, part * inside)))
+        image = rois[:, 0].astype(np.intp)[:, None, None]
+        for column, across in sides[0]:
+            for row, down in sides[1]:
+                places = row[:, :, None], column[:, None, :]
+                yield image, places, down[:, :, None] * across[:, None, :]
 
 
 @layer("PSROIAlign")

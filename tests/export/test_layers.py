@@ -15,6 +15,9 @@ from .models import answers, compare, inputs, model_of, onnx, written
 
 OTHERWISE = {
     "BoxAnnotatorOHEM": "chooses boxes to learn from",
+    "BoxGroupOutput": "gives as many boxes as its data say",
+    "BoxOutput": "gives as many boxes as its data say",
+    "DecodeBBox": "is for a net whose proposals have no operator",
     "DetectionEvaluate": "judges what was found",
     "EvalDetection": "judges what was found",
     "DetectionOutput": "gives as many boxes as its data say",
@@ -36,6 +39,7 @@ OTHERWISE = {
     "ROIAlign": "has a test of its own, for its boxes",
     "Resample": "has no operator with its weights at borders",
     "ROIPooling": "has a test of its own, for its boxes",
+    "ScaleRoute": "gives as many boxes as its data say",
     "SpatialTransformer": "has a test of its own, for its places",
     "YoloDetectionOutput": "gives as many boxes as its data say",
     "Yolov3DetectionOutput": "gives as many boxes as its data say",

@@ -217,6 +217,24 @@ OWN |= {
     for name in names.split()
 }
 """Those of CTPN."""
+OWN |= {
+    (message, name)
+    for message, names in {
+        "LayerParameter": "bbox_reg_param box_output_param box_group_output_param "
+        "decode_bbox_param scale_route_param",
+        "BBoxRegParameter": "bbox_mean bbox_std cls_aware",
+        "BoxOutputParameter": "fg_thr iou_thr nms_type field_h field_w downsample_rate field_whr "
+        "field_xyr max_nms_num max_post_nms_num min_size",
+        "BoxGroupParameter": "field_h field_w stride",
+        "BoxGroupOutputParameter": "fg_thr iou_thr nms_type box_group_param field_whr field_xyr "
+        "max_nms_num max_post_nms_num min_size",
+        "DecodeBBoxParameter": "gt_iou_thr",
+        "ScaleRouteParameter": "low_scale high_scale",
+        "ROIPoolingParameter": "pad_ratio",
+    }.items()
+    for name in names.split()
+}
+"""Those of MS-CNN and Cascade R-CNN."""
 OWN |= {(f"{name}Parameter", "objectness_score") for name in ("DetectionOutput", "MultiBoxLoss")}
 """RefineDet's."""
 OWN |= {("LayerParameter", "target_units"), ("TargetUnits", "mean"), ("TargetUnits", "std")}

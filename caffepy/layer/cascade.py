@@ -1,0 +1,349 @@
+"""Boxes of MS-CNN and Cascade R-CNN (Cai et al. 2016, Cai and Vasconcelos 2018) as they find them:
+proposals of many sizes, boxes that are moved again, and those of some sizes.
+
+Boxes are x1, y1, x2, y2 in pixels. All of it is computed on the host.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.device.blob import Array
+from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
+
+NOTHING = [[0, 1, 1, 10, 10]]
+"""The roi where nothing is proposed."""
+
+
+def units_of(param: LayerParameter) -> tuple[Array, Array]:
+    """Return means and standard deviations of the four deltas, float32; ConfigError unless
+    bbox_reg_param has four of each or none, above 0.
+    """
+    mean, std = param.bbox_reg_param.bbox_mean, param.bbox_reg_param.bbox_std
+    if not mean or not std:
+        return np.zeros(4, np.float32), np.ones(4, np.float32)
+    if len(mean) != 4 or len(std) != 4 or not min(std) > 0:
+        raise ConfigError("bbox_reg_param needs four bbox_mean and four bbox_std above 0")
+    return np.array(mean, np.float32), np.array(std, np.float32)
+
+
+def bounded(deltas: Array, param: Any) -> Array:
+    """Return deltas (..., 4) no larger than field_xyr and field_whr allow."""
+    shift, grow = 1 / np.float32(param.field_xyr), np.log(np.float32(param.field_whr))
+    most = np.array([shift, shift, grow, grow], deltas.dtype)
+    return np.clip(deltas, -most, most)
+
+
+def from_fields(deltas: Array, fields: Array, stride: int) -> tuple[Array, Array]:
+    """Return corner and size (N, G, H, W, 2) of the boxes of deltas (N, G, 4, H, W), from fields
+    (G, 2) = width, height around each place.
+    """
+    height, width = deltas.shape[3:]
+    moved = np.moveaxis(deltas, 2, -1)
+    places = np.stack(np.meshgrid(np.arange(width), np.arange(height)), axis=-1)  # (H, W, 2)
+    centre = (places + deltas.dtype.type(0.5)) * deltas.dtype.type(stride)
+    field = fields[:, None, None].astype(deltas.dtype)
+    size = field * np.exp(moved[..., 2:])
+    return moved[..., :2] * field + centre - size / 2, size
+
+
+def suppressed(corner: Array, size: Array, unit: float, mode: str, most: float) -> Array:
+    """Return the places of boxes (P, 2), (P, 2), best first, that overlap no kept one before them
+    by more than `most`: intersection over union, over the smaller one (IOMU) or the one before
+    (IOFU).
+    """
+    end, area = corner + size - unit, np.prod(size, axis=1)
+    real: Array = np.all((size >= unit) & (size > 0), axis=1)
+    left = np.arange(len(corner))
+    kept = []
+    while len(left):
+        first, left = left[0], left[1:]
+        kept.append(first)
+        low, high = np.maximum(corner[first], corner[left]), np.minimum(end[first], end[left])
+        sides = high - low + unit
+        both = np.prod(sides, axis=1)
+        # as in Cascade R-CNN boxes that share a column of pixels meet, of a row they do not
+        meets = (high[:, 0] >= low[:, 0] if unit else high[:, 0] > low[:, 0]) & (
+            high[:, 1] > low[:, 1]
+        )
+        both = np.where(meets & real[first] & real[left], both, 0)
+        if mode == "IOMU":
+            whole = np.minimum(area[first], area[left])
+        else:
+            whole = area[first] + (0 if mode == "IOFU" else area[left] - both)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            left = left[~(both / whole > np.float32(most))]
+    return np.array(kept, np.intp)
+
+
+Boxes = tuple[Array, Array, Array]
+"""Corner (P, 2), size (P, 2) and score (P)."""
+
+
+def by_image(maps: Sequence[Boxes]) -> list[Boxes]:
+    """Return the boxes of each image, of maps whose boxes are (N, P, ...)."""
+    joined = (np.concatenate(parts, axis=1) for parts in zip(*maps, strict=True))
+    return list(zip(*joined, strict=True))
+
+
+class Proposing(Layer):
+    """Base: rois (R, 5, 1, 1) = image, x1, y1, x2, y2 and, with a second top, them with their score
+    (R, 6, 1, 1), those of each image the best first.
+
+    The max_nms_num best of a score of fg_thr and sides of min_size or more are taken in turn unless
+    they overlap a better one by more than iou_thr; max_post_nms_num of an image stay. If there is
+    none in a batch, one roi from 1 to 10 stands for it, with score 0.
+    """
+
+    always_reshape = stops_gradient = True
+    tops = (1, 2)
+    unit = 0.0  # sides are x2 - x1 + unit
+    last_first = False  # of equal scores
+    started = False
+    settings: Any
+
+    def check_settings(self) -> None:
+        """ConfigError for an nms_type that is none, or bounds that are no factors."""
+        param = self.settings
+        if param.nms_type not in ("IOU", "IOMU", "IOFU"):
+            raise ConfigError(f'nms_type is IOU, IOMU or IOFU, not "{param.nms_type}"')
+        if not (param.field_whr > 0 and param.field_xyr > 0):
+            raise ConfigError("field_whr and field_xyr must be above 0")
+        self.mean, self.std = units_of(self.param)
+
+    def shape_tops(self, top: Blobs, count: int) -> None:
+        for blob, columns in zip(top, (5, 6), strict=False):
+            blob.reshape((count, columns, 1, 1))
+
+    def candidates(self, bottom: Blobs) -> list[Boxes]:
+        """Return the boxes of each image."""
+        raise NotImplementedError
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        param, rows = self.settings, [np.zeros((0, 6), self.dtype)]
+        for image, (corner, size, score) in enumerate(self.candidates(bottom)):
+            good = (score >= np.float32(param.fg_thr)) & (size >= param.min_size).all(axis=1)
+            corner, size, score = corner[good], size[good], score[good]
+            order = np.argsort(-score, kind="stable")
+            if self.last_first:
+                order = np.argsort(score, kind="stable")[::-1]
+            order = order[: param.max_nms_num or None]
+            corner, size, score = corner[order], size[order], score[order]
+            kept = suppressed(corner, size, self.unit, param.nms_type, param.iou_thr)
+            kept = kept[: param.max_post_nms_num or None]
+            end = corner[kept] + size[kept] - self.unit
+            rows.append(
+                np.column_stack([np.full(len(kept), image), corner[kept], end, score[kept]])
+            )
+        found = np.concatenate(rows)
+        self.started = True
+        self.shape_tops(top, max(1, len(found)))
+        top[0].data[..., 0, 0] = found[:, :5] if len(found) else NOTHING
+        for blob in top[1:]:
+            blob.data[..., 0, 0] = found if len(found) else 0
+
+
+@layer("BoxOutput")
+class BoxOutput(Proposing):
+    """Proposals of maps (N, K + 4, H, W) = scores of K classes, the first of them the background,
+    and deltas from boxes of field_w x field_h; each has a downsample_rate (MS-CNN).
+
+    A score is the largest of a class less the background's, neither of them a probability.
+    """
+
+    bottoms = (1, None)
+    last_first = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.settings = self.param.box_output_param
+        for name in ("field_w", "field_h", "downsample_rate"):
+            if len(getattr(param, name)) != len(bottom):
+                raise ConfigError(
+                    f"box_output_param needs a {name} for each of the {len(bottom)} bottoms, not "
+                    f"{len(getattr(param, name))}"
+                )
+        self.check_settings()
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        for blob in bottom:
+            first = bottom[0].shape
+            if len(blob.shape) != 4 or blob.shape[:2] != first[:2] or first[1] < 6:
+                raise ConfigError(
+                    f"BoxOutput needs maps (N, K + 4, H, W) of 2 classes or more, not "
+                    f"{list(blob.shape)}"
+                )
+        if not self.started:
+            self.shape_tops(top, 1)
+
+    def candidates(self, bottom: Blobs) -> list[Boxes]:
+        param, parts = self.settings, []
+        for k, blob in enumerate(bottom):
+            maps, rate = blob.data, param.downsample_rate[k]
+            score = np.max(maps[:, 1:-4], axis=1) - maps[:, 0]
+            deltas = maps[:, -4:] * self.std[:, None, None] + self.mean[:, None, None]
+            deltas = np.moveaxis(bounded(np.moveaxis(deltas, 1, -1), param), -1, 1)
+            fields = np.array([[param.field_w[k], param.field_h[k]]])
+            corner, size = from_fields(deltas[:, None], fields, rate)
+            image = np.array([maps.shape[3] * rate, maps.shape[2] * rate], maps.dtype)
+            corner = np.maximum(corner, 0)
+            size = np.minimum(size, image - corner)
+            n = len(maps)
+            parts.append((corner.reshape(n, -1, 2), size.reshape(n, -1, 2), score.reshape(n, -1)))
+        return by_image(parts)
+
+
+@layer("BoxGroupOutput")
+class BoxGroupOutput(Proposing):
+    """Proposals of pairs of maps: probabilities (N * G, K, H, W), the first of the background, and
+    deltas (N * G, 4, H, W) from the G field sizes of a box_group_param (Cascade R-CNN).
+
+    A score is 1 less the probability of the background.
+    """
+
+    bottoms = (2, None)
+    unit = 1.0
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.settings = self.param.box_group_output_param
+        groups = param.box_group_param
+        if len(bottom) != 2 * len(groups):
+            raise ConfigError(
+                f"{len(bottom)} bottoms are not the pairs of {len(groups)} box_group_param"
+            )
+        for group in groups:
+            if not group.stride or not group.field_w or len(group.field_w) != len(group.field_h):
+                raise ConfigError(
+                    "box_group_param needs a stride, and as many field_w as field_h, one or more"
+                )
+        self.check_settings()
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        for k, group in enumerate(self.settings.box_group_param):
+            (scores, deltas), count = bottom[2 * k : 2 * k + 2], len(group.field_w)
+            shape = scores.shape
+            if len(shape) != 4 or shape[0] % count or deltas.shape != (shape[0], 4, *shape[2:]):
+                raise ConfigError(
+                    f"{count} fields need probabilities (N * {count}, K, H, W) and deltas (N * "
+                    f"{count}, 4, H, W), not {list(shape)} and {list(deltas.shape)}"
+                )
+            images = bottom[0].shape[0] // len(self.settings.box_group_param[0].field_w)
+            if shape[0] // count != images:
+                raise ConfigError(f"bottom {2 * k} is of {shape[0] // count} images, not {images}")
+        if not self.started:
+            self.shape_tops(top, 1)
+
+    def candidates(self, bottom: Blobs) -> list[Boxes]:
+        parts = []
+        for k, group in enumerate(self.settings.box_group_param):
+            scores, deltas = (blob.data for blob in bottom[2 * k : 2 * k + 2])
+            score = 1 - scores[:, 0]
+            deltas = deltas * self.std[:, None, None] + self.mean[:, None, None]
+            deltas = np.moveaxis(bounded(np.moveaxis(deltas, 1, -1), self.settings), -1, 1)
+            fields = np.stack([group.field_w, group.field_h], axis=1)
+            n, (height, width) = len(scores) // len(fields), scores.shape[2:]
+            by_field = deltas.reshape(n, len(fields), 4, height, width)
+            corner, size = from_fields(by_field, fields, group.stride)
+            image = np.array([width * group.stride, height * group.stride], scores.dtype)
+            end = np.minimum(corner + size - 1, image)
+            corner = np.maximum(corner, 0)
+            size = end - corner + 1
+            parts.append((corner.reshape(n, -1, 2), size.reshape(n, -1, 2), score.reshape(n, -1)))
+        return by_image(parts)
+
+
+@layer("DecodeBBox")
+class DecodeBBox(Layer):
+    """Rois (R', 5, 1, 1): the rois (R, 5) of bottom 1, moved by the last four of the deltas (R, 8)
+    of bottom 0 (Cascade R-CNN).
+
+    In TRAIN those whose ends are the wrong way round are left out, and with a bottom 2, whose last
+    number in a row is an overlap, those that overlap a true box by gt_iou_thr.
+    """
+
+    always_reshape = stops_gradient = True
+    bottoms = (2, 3)
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.mean, self.std = units_of(self.param)
+        self.started = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        counts = [blob.count // blob.shape[0] if blob.count else 0 for blob in bottom[:2]]
+        if counts != [8, 5] or len({blob.shape[0] for blob in bottom}) > 1:
+            shapes = " and ".join(str(list(blob.shape)) for blob in bottom)
+            raise ConfigError(f"DecodeBBox needs deltas (R, 8) and rois (R, 5), not {shapes}")
+        if not self.started:
+            top[0].reshape((bottom[1].shape[0], 5, 1, 1))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        deltas = bottom[0].data.reshape(-1, 8)[:, 4:] * self.std + self.mean
+        rois = bottom[1].data.reshape(-1, 5)
+        size = rois[:, 3:] - rois[:, 1:3] + 1
+        corner = deltas[:, :2] * size + (rois[:, 3:] + rois[:, 1:3]) / 2
+        size = size * np.exp(deltas[:, 2:])
+        corner = corner - (size - 1) / 2
+        end = corner + size - 1
+        good = np.ones(len(rois), bool)
+        if self.phase == TRAIN:
+            good &= (corner <= end).all(axis=1)
+            for truths in bottom[2:]:
+                overlap = truths.data.reshape(len(rois), -1)[:, -1]
+                good &= overlap < np.float32(self.param.decode_bbox_param.gt_iou_thr)
+        if not good.any():
+            raise DataError(f"DecodeBBox: none of {len(rois)} boxes is left to learn from")
+        self.started = True
+        moved = np.column_stack([rois[:, :1], corner, end])[good]
+        top[0].reshape((len(moved), 5, 1, 1))
+        top[0].data[..., 0, 0] = moved
+
+
+@layer("ScaleRoute")
+class ScaleRoute(Layer):
+    """Items (R', ...) of each bottom whose roi, the first bottom (R, 5), has an area of low_scale^2
+    to below high_scale^2; if there is none, the one nearest to their mean (Cascade R-CNN).
+    """
+
+    always_reshape = stops_gradient = True
+    bottoms = tops = (1, None)
+    same_count = True
+    started = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.scale_route_param
+        self.low = param.low_scale if param.HasField("low_scale") else 0.0
+        self.high = param.high_scale if param.HasField("high_scale") else np.inf
+        if not 0 <= self.low <= self.high or self.high <= 0:
+            raise ConfigError(
+                "scale_route_param: low_scale must be 0 or more, high_scale no less, not "
+                f"{self.low:g} and {self.high:g}"
+            )
+        if {blob.shape[0] for blob in bottom} != {bottom[0].shape[0]} or bottom[0].count != (
+            5 * bottom[0].shape[0]
+        ):
+            shapes = ", ".join(str(list(blob.shape)) for blob in bottom)
+            raise ConfigError(f"ScaleRoute needs rois (R, 5) and bottoms (R, ...), not {shapes}")
+        if not self.started:
+            for blob, source in zip(top, bottom, strict=True):
+                blob.reshape((1, *source.shape[1:]))
+
+    def chosen(self, rois: Array) -> Sequence[int]:
+        """Return the places of the rois (R, 5) that are of these sizes."""
+        size = rois[:, 3:] - rois[:, 1:3]
+        scale = np.sqrt(np.where((size >= 0).all(axis=1), np.prod(size + 1, axis=1), 0))
+        places = np.flatnonzero((scale >= self.low) & (scale < self.high))
+        if len(places):
+            return list(places)
+        known = [bound for bound in (self.low, self.high) if 0 < bound < np.inf]
+        middle = np.sqrt(np.prod(known)) if len(known) == 2 else known[0] if known else 256.0
+        with np.errstate(divide="ignore"):
+            return [int(np.argmin(np.abs(np.log2(scale / middle))))]
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        places = self.chosen(bottom[0].data.reshape(-1, 5))
+        self.started = True
+        for blob, source in zip(top, bottom, strict=True):
+            blob.reshape((len(places), *source.shape[1:]))
+            blob.data[...] = source.data[places]

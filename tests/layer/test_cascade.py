@@ -1,0 +1,289 @@
+"""Boxes of MS-CNN and Cascade R-CNN against loops that follow their rules box by box."""
+
+from math import exp, floor, log, sqrt
+
+import numpy as np
+import pytest
+
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.layer.cascade import suppressed
+
+from .harness import Single, check_gradient, random, seeded
+
+UNITS = (
+    "bbox_reg_param { bbox_mean: 0.1 bbox_mean: 0 bbox_mean: -0.1 bbox_mean: 0.05 "
+    "bbox_std: 0.5 bbox_std: 0.4 bbox_std: 0.3 bbox_std: 0.2 }"
+)
+MEAN, STD = (0.1, 0, -0.1, 0.05), (0.5, 0.4, 0.3, 0.2)
+
+
+def share(a, b, unit, mode):
+    """Boxes x, y, w, h."""
+    if min(a[2:]) < unit or min(b[2:]) < unit or min(*a[2:], *b[2:]) <= 0:
+        return 0
+    wide = min(a[0] + a[2], b[0] + b[2]) - max(a[0], b[0])
+    high = min(a[1] + a[3], b[1] + b[3]) - max(a[1], b[1])
+    if (wide < 1 or high <= 1) if unit else (wide <= 0 or high <= 0):
+        return 0
+    areas = a[2] * a[3], b[2] * b[3]
+    whole = {"IOMU": min(areas), "IOFU": areas[0], "IOU": sum(areas) - wide * high}[mode]
+    return wide * high / whole
+
+
+def moved(deltas, field, place, stride, xyr, whr):
+    d = [x * s + m for x, s, m in zip(deltas, STD, MEAN, strict=True)]
+    d = [
+        min(max(v, -most), most) for v, most in zip(d, [1 / xyr] * 2 + [log(whr)] * 2, strict=True)
+    ]
+    size = field[0] * exp(d[2]), field[1] * exp(d[3])
+    return [
+        *(d[k] * field[k] + (place[k] + 0.5) * stride - size[k] / 2 for k in (0, 1)),
+        *size,
+    ]
+
+
+def proposed(found, unit, mode, most, before, after):
+    """Rows x1, y1, x2, y2, score of what stays of boxes (score, x, y, w, h), which come sorted."""
+    kept = []
+    for row in found[: before or None]:
+        if all(share(other[1:], row[1:], unit, mode) <= most for other in kept):
+            kept.append(row)
+    return [
+        [x, y, x + w - unit, y + h - unit, score] for score, x, y, w, h in kept[: after or None]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "limits"), [("IOU", (0, 0)), ("IOMU", (12, 0)), ("IOFU", (20, 5)), ("IOU", (0, 3))]
+)
+def test_box_output(mode, limits):
+    maps = [random(2, 3 + 4, 4, 5, seed=1), random(2, 3 + 4, 2, 3, seed=2)]
+    maps[0][0, 0, 0, 0] = maps[0][0, 0, 1, 1] = -9  # equal scores, if the others are
+    maps[0][0, 1:3, 0, 0] = maps[0][0, 1:3, 1, 1] = 1
+    text = (
+        f'type: "BoxOutput" {UNITS} box_output_param {{ fg_thr: 0.2 iou_thr: 0.4 nms_type: "{mode}" '
+        "field_w: 12 field_h: 16 field_w: 30 field_h: 24 downsample_rate: 8 downsample_rate: 16 "
+        f"field_whr: 1.5 field_xyr: 2 max_nms_num: {limits[0]} max_post_nms_num: {limits[1]} "
+        "min_size: 7 }"
+    )
+    want = []
+    for n in range(2):
+        found = []
+        for x, field, rate in ((maps[0], (12, 16), 8), (maps[1], (30, 24), 16)):
+            _, _, height, width = x.shape
+            for i, j in np.ndindex(height, width):
+                score = max(x[n, 1:3, i, j]) - x[n, 0, i, j]
+                left, up, w, h = moved(x[n, 3:, i, j], field, (j, i), rate, 2, 1.5)
+                left, up = max(left, 0), max(up, 0)
+                w, h = min(w, width * rate - left), min(h, height * rate - up)
+                if score >= 0.2 and min(w, h) >= 7:
+                    found.append((score, left, up, w, h))
+        found = sorted(enumerate(found), key=lambda at: (-at[1][0], -at[0]))
+        rows = proposed([row for _, row in found], 0, mode, 0.4, *limits)
+        want += [[n, *row] for row in rows]
+    rois, scored = Single(text, *maps, tops=2).forward()
+    assert 4 < len(want) < 50
+    np.testing.assert_allclose(scored[..., 0, 0], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(rois[..., 0, 0], scored[:, :5, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("mode", "limits"), [("IOU", (0, 0)), ("IOMU", (12, 0)), ("IOFU", (20, 5))]
+)
+def test_box_group_output(mode, limits):
+    rng = seeded(4)
+    scores = [rng.random((2 * 2, 2, 4, 5)), rng.random((2 * 1, 3, 2, 3))]
+    deltas = [random(4, 4, 4, 5, seed=5), random(2, 4, 2, 3, seed=6)]
+    fields = [[(12, 16), (20, 9)], [(30, 24)]]
+    groups = " ".join(
+        "box_group_param {"
+        + "".join(f" field_w: {w} field_h: {h}" for w, h in group)
+        + f" stride: {stride} }}"
+        for group, stride in zip(fields, (8, 16), strict=True)
+    )
+    text = (
+        f'type: "BoxGroupOutput" {UNITS} box_group_output_param {{ fg_thr: 0.3 iou_thr: 0.4 '
+        f'nms_type: "{mode}" {groups} field_whr: 1.5 field_xyr: 2 max_nms_num: {limits[0]} '
+        f"max_post_nms_num: {limits[1]} min_size: 7 }}"
+    )
+    want = []
+    for n in range(2):
+        found = []
+        for p, d, group, stride in zip(scores, deltas, fields, (8, 16), strict=True):
+            height, width = p.shape[2:]
+            for g, i, j in np.ndindex(len(group), height, width):
+                k, score = n * len(group) + g, 1 - p[n * len(group) + g, 0, i, j]
+                x, y, w, h = moved(d[k, :, i, j], group[g], (j, i), stride, 2, 1.5)
+                right, down = min(x + w - 1, width * stride), min(y + h - 1, height * stride)
+                x, y = max(x, 0), max(y, 0)
+                w, h = right - x + 1, down - y + 1
+                if score >= 0.3 and min(w, h) >= 7:
+                    found.append((score, x, y, w, h))
+        found.sort(key=lambda row: -row[0])
+        want += [[n, *row] for row in proposed(found, 1, mode, 0.4, *limits)]
+    bottoms = [scores[0], deltas[0], scores[1], deltas[1]]
+    rois, scored = Single(text, *bottoms, tops=2).forward()
+    assert 4 < len(want) < 50
+    np.testing.assert_allclose(scored[..., 0, 0], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(rois[..., 0, 0], scored[:, :5, 0, 0])
+
+
+def test_boxes_that_share_a_row_of_pixels_do_not_meet():
+    size = np.array([[2.0, 2], [2, 2]])
+    for corner, meets in (([[0.0, 0], [1, 0]], True), ([[0.0, 0], [0, 1]], False)):
+        kept = suppressed(np.array(corner), size, 1.0, "IOU", 0.2)
+        assert len(kept) == (1 if meets else 2)
+
+
+def test_nothing_is_proposed():
+    text = (
+        'type: "BoxOutput" box_output_param { fg_thr: 99 field_w: 9 field_h: 9 downsample_rate: 8 }'
+    )
+    rois, scored = Single(text, random(2, 6, 2, 2), tops=2).forward()
+    np.testing.assert_array_equal(rois[..., 0, 0], [[0, 1, 1, 10, 10]])
+    np.testing.assert_array_equal(scored[..., 0, 0], np.zeros((1, 6)))
+
+
+ROIS = np.array([[0, 2, 3, 9, 8], [1, 0, 0, 4, 12], [0, 5, 5, 30, 31.0], [1, 2, 2, 2, 2]])
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("truths", [False, True])
+def test_decode_bbox(phase, truths):
+    deltas = random(4, 8, seed=3)
+    deltas[1, 6] = -30  # of no width
+    deltas[3, 6:] = 1
+    overlaps = np.array([[0, 0.5], [0, 0.2], [0, 0.96], [0, 0.1]])
+    text = f'type: "DecodeBBox" {UNITS} decode_bbox_param {{ gt_iou_thr: 0.9 }}'
+    bottoms = [deltas, ROIS] + ([overlaps] if truths else [])
+    (top,) = Single(text, *bottoms, phase=phase).forward()
+    want = []
+    for d, (image, x1, y1, x2, y2), (_, overlap) in zip(deltas, ROIS, overlaps, strict=True):
+        d = [v * s + m for v, s, m in zip(d[4:], STD, MEAN, strict=True)]
+        w, h = x2 - x1 + 1, y2 - y1 + 1
+        centre = d[0] * w + (x1 + x2) / 2, d[1] * h + (y1 + y2) / 2
+        w, h = w * exp(d[2]), h * exp(d[3])
+        left, up = centre[0] - (w - 1) / 2, centre[1] - (h - 1) / 2
+        box = [left, up, left + w - 1, up + h - 1]
+        learns = box[0] <= box[2] and box[1] <= box[3] and not (truths and overlap >= 0.9)
+        if phase == 1 or learns:
+            want.append([image, *box])
+    assert len(want) == (4 if phase == 1 else 2 if truths else 3)
+    np.testing.assert_allclose(top[..., 0, 0], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("limits", "want"),
+    [
+        ("", [0, 1, 2, 3]),
+        ("high_scale: 7", [0, 3]),
+        ("low_scale: 7", [1, 2]),
+        ("low_scale: 7 high_scale: 20", [1]),
+        ("low_scale: 12 high_scale: 20", [2]),  # none; 26.5 is nearer to 15.5 than 8
+        ("high_scale: 0.5", [3]),
+    ],
+)
+def test_scale_route(limits, want):
+    scales = [sqrt((r[3] - r[1] + 1) * (r[4] - r[2] + 1)) for r in ROIS]
+    np.testing.assert_allclose(scales, [6.93, 8.06, 26.5, 1], atol=0.01)
+    others = random(4, 3, 2)
+    text = f'type: "ScaleRoute" scale_route_param {{ {limits} }}'
+    rois, rest = Single(text, ROIS, others, tops=2).forward()
+    np.testing.assert_array_equal(rois, ROIS[want])
+    np.testing.assert_array_equal(rest, others[want])
+
+
+X = random(2, 3, 5, 6, seed=8)
+PARTS = np.array([[0, 2, 3, 9, 8], [1, 0, 0, 4, 12], [0, 7, 9, 30, 31.0], [1, 5, 5, 3, 3]])
+
+
+@pytest.mark.parametrize("pad", [0, 0.25])
+def test_values_at_the_corners_of_parts(pad):
+    text = (
+        'type: "ROIAlign" roi_pooling_param { pooled_h: 2 pooled_w: 3 spatial_scale: 0.25 '
+        f"pad_ratio: {pad} }}"
+    )
+    (y,) = Single(text, X, PARTS).forward()
+    assert y.shape == (4, 3, 3, 4)
+    for r, (image, x1, y1, x2, y2) in enumerate(PARTS):
+        across, down = (x2 - x1 + 1) * pad, (y2 - y1 + 1) * pad
+        left, right = (x1 - across) / 4 - 0.5, (x2 + across) / 4 - 0.5
+        top, bottom = (y1 - down) / 4 - 0.5, (y2 + down) / 4 - 0.5
+        for i, j in np.ndindex(3, 4):
+            v, u = top + i * (bottom - top) / 2, left + j * (right - left) / 3
+            want = np.zeros(3)
+            if right > left and bottom > top and -0.5 <= v <= 4.5 and -0.5 <= u <= 5.5:
+                for a in (floor(v), floor(v) + 1):
+                    for b in (floor(u), floor(u) + 1):
+                        near = max(0, 1 - abs(v - a)) * max(0, 1 - abs(u - b))
+                        want += near * X[int(image), :, min(max(a, 0), 4), min(max(b, 0), 5)]
+            np.testing.assert_allclose(y[r, :, i, j], want, atol=1e-6)
+    check_gradient(text, X, PARTS, propagate_down=[True, False])
+
+
+def test_padded_boxes_of_roi_pooling():
+    text = 'type: "ROIPooling" roi_pooling_param {{ pooled_h: 2 pooled_w: 2 {} }}'
+    (got,) = Single(text.format("pad_ratio: 0.5"), X, PARTS / 2).forward()
+    rois = PARTS / 2
+    pad = (rois[:, 3:] - rois[:, 1:3] + 1) / 2
+    rois = np.hstack([rois[:, :1], rois[:, 1:3] - pad, rois[:, 3:] + pad])
+    (want,) = Single(text.format(""), X, rois).forward()
+    np.testing.assert_array_equal(got, want)
+
+
+REFUSED = {
+    "fields": ("BoxOutput", "box_output_param { field_w: 1 }", [(1, 6, 2, 2)], "needs a field_h"),
+    "mode": (
+        "BoxOutput",
+        'box_output_param { field_w: 1 field_h: 1 downsample_rate: 1 nms_type: "no" }',
+        [(1, 6, 2, 2)],
+        'IOFU, not "no"',
+    ),
+    "one class": (
+        "BoxOutput",
+        "box_output_param { field_w: 1 field_h: 1 downsample_rate: 1 }",
+        [(1, 5, 2, 2)],
+        "of 2 classes or more",
+    ),
+    "pairs": ("BoxGroupOutput", "", [(1, 2, 2, 2), (1, 4, 2, 2)], "not the pairs of 0"),
+    "groups": (
+        "BoxGroupOutput",
+        "box_group_output_param { box_group_param { field_w: 1 field_w: 2 field_h: 1 field_h: 1 "
+        "stride: 8 } }",
+        [(3, 2, 2, 2), (3, 4, 2, 2)],
+        r"2 fields need probabilities \(N \* 2",
+    ),
+    "deltas": ("DecodeBBox", "", [(2, 4), (2, 5)], r"needs deltas \(R, 8\)"),
+    "units": (
+        "DecodeBBox",
+        "bbox_reg_param { bbox_mean: 0 bbox_std: 1 }",
+        [(2, 8), (2, 5)],
+        "four",
+    ),
+    "scales": (
+        "ScaleRoute",
+        "scale_route_param { low_scale: 3 high_scale: 2 }",
+        [(2, 5)],
+        "3 and 2",
+    ),
+    "rois": ("ScaleRoute", "", [(2, 4)], "needs rois"),
+    "both": (
+        "ROIAlign",
+        "roi_pooling_param { pooled_h: 1 pooled_w: 1 } roi_align_param { pooled_h: 1 }",
+        [(1, 1, 2, 2), (1, 5)],
+        "needs a roi_align_param, or a roi_pooling_param",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    type_, text, shapes, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        Single(f'type: "{type_}" {text}', *(random(*shape) for shape in shapes))
+
+
+def test_no_box_is_left_to_learn_from():
+    deltas = np.full((2, 8), -40.0)
+    with pytest.raises(DataError, match="none of 2 boxes is left"):
+        Single('type: "DecodeBBox"', deltas, ROIS[:2], phase=0).forward()
