@@ -45,6 +45,8 @@ def volumes(site: Site) -> None:
 @writers("ROIPooling")
 def roi_pooling(site: Site) -> None:
     x, rois = site.bottoms
+    if site.layer.param.roi_pooling_param.pad_ratio:
+        raise InexpressibleError("no operator makes boxes larger by a pad_ratio")
     rois = site.reshape(rois, (site.bottom_shapes[1][0], 5))
     scale, size = site.layer.scale, list(site.layer.size)
     site.finish("MaxRoiPool", x, rois, pooled_shape=size, spatial_scale=scale)
@@ -54,6 +56,8 @@ def roi_pooling(site: Site) -> None:
 def roi_align(site: Site) -> None:
     """RoiAlign; its boxes and their images come apart."""
     layer, (x, rois) = site.layer, site.bottoms
+    if layer.of_corners:
+        raise InexpressibleError("no operator has the values at the corners of parts")
     if layer.beyond:
         raise InexpressibleError("no operator has its roi_end_mode 1")
     rois = site.reshape(rois, (site.bottom_shapes[1][0], 5))

@@ -29,7 +29,7 @@ OTHERWISE = {
     "Filter": "gives as many items as its data say",
     "AngularMargin": "adds a margin at the labels, for training",
     "Local": "has no operator",
-    "Lstm": "is not written yet; LSTM is",
+    "Lstm": "has no writer, as LSTM has: its bottoms and states are others",
     "MultiStageMeanfield": "has no operator",
     "MarginInnerProduct": "adds a margin at the labels, for training",
     "PSROIAlign": "has no operator",
@@ -81,13 +81,15 @@ def test_against_forward(type_: str, k: int) -> None:
 
 
 def test_roi_pooling() -> None:
-    model = written(
+    text = (
         inputs((2, 3, 8, 9), (4, 5))
         + 'layer { name: "it" type: "ROIPooling" bottom: "x0" bottom: "x1" top: "y" '
         + "roi_pooling_param { pooled_h: 2 pooled_w: 3 spatial_scale: 0.5 } }"
     )
     rois = [[0, 2, 3, 12.4, 13], [1, 0, 0, 17, 15], [1, 5, 5, 5, 5], [0, -6, -6, 4, 30]]
-    compare(model, {"x1": np.array(rois, np.float32)})
+    compare(written(text), {"x1": np.array(rois, np.float32)})
+    with pytest.raises(ConfigError, match="pad_ratio"):
+        written(text.replace("pooled_h", "pad_ratio: 0.5 pooled_h"))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -129,6 +131,9 @@ def test_roi_align(ratio: int) -> None:
     compare(written(text), {"x1": np.array(rois, np.float32)})
     with pytest.raises(ConfigError, match="roi_end_mode"):
         written(text.replace("pooled_h", "roi_end_mode: 1 pooled_h"))
+    of_corners = text.replace("roi_align", "roi_pooling").split("sampling_ratio")[0] + "} }"
+    with pytest.raises(ConfigError, match="corners of parts"):
+        written(of_corners)
 
 
 @pytest.mark.parametrize("opset", [13, 18, 21])
