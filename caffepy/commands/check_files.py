@@ -9,13 +9,14 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from caffepy.commands.check import NetInfo, inspect, is_solver, outer_fields
 from caffepy.core.errors import CaffeError, ConfigError
@@ -31,7 +32,13 @@ ENDINGS = (".prototxt", ".pt", ".ptototxt", ".prototxt.txt")
 """Names of prototxts in a folder; some of PyTorch's files are called .pt, too."""
 
 SECONDS = 10.0
-"""The longest time that a net may take to be built."""
+"""The longest time that a net may take to be built: of the process's own, or in which it waits."""
+
+BEAT = 0.5
+"""Seconds from one word of a process that builds a net to the next."""
+
+WAITING = 0.01
+"""A process that has less of the time between two words for itself waits, if not for a core."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,20 @@ def check_files(
             beside.end()
 
 
+class Beat(NamedTuple):
+    """The time that a process has had for a file."""
+
+    file: str
+    seconds: float
+
+
+def counted(own: float, wall: float) -> float:
+    """Return what of the seconds between two words counts: those that the process computed, so that
+    a machine with much else to do makes no net fail, or all if it computed nothing.
+    """
+    return wall if own < WAITING * wall else min(own, wall)
+
+
 class _Beside:
     """A process that checks files one after another."""
 
@@ -128,13 +149,19 @@ class _Beside:
         """Return what comes of a file; a net that ends the process is an error of the file."""
         if self._process is None:
             self._begin()
-        kind = "net"
+        kind, spent, last = "net", 0.0, Beat(file, 0.0)
         try:
             self._pipe.send((file, options))
-            while self._pipe.poll(SECONDS):
+            since = time.monotonic()
+            while spent < SECONDS and self._pipe.poll(SECONDS):
                 if isinstance(found := self._pipe.recv(), FileInfo):
                     return found
-                kind = found
+                if not isinstance(found, Beat):
+                    kind = found
+                elif found.file == file:
+                    now = time.monotonic()
+                    spent += counted(found.seconds - last.seconds, now - since)
+                    last, since = found, now
             what = f"a net of this file takes more than {SECONDS:g} seconds to build"
         except (EOFError, OSError):
             self._process.join(1)
@@ -157,11 +184,29 @@ def _serve(pipe: Connection) -> None:
     logging.disable()
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())  # what Python layers print is no line of ours
+    lock = threading.Lock()
+    begun = list[Beat]()
+
+    def tell(what: object) -> None:
+        with lock:
+            pipe.send(what)
+
+    def beat() -> None:
+        with suppress(OSError):
+            while True:
+                time.sleep(BEAT)
+                for file, start in begun:
+                    tell(Beat(file, time.process_time() - start))
+
     with suppress(EOFError, OSError, KeyboardInterrupt):
-        pipe.send("ready")
+        tell("ready")
+        threading.Thread(target=beat, daemon=True).start()
         while True:
             file, options = pipe.recv()
-            pipe.send(check_file(file, pipe.send, **options))
+            begun[:] = [Beat(file, time.process_time())]
+            found = check_file(file, tell, **options)
+            begun.clear()
+            tell(found)
 
 
 def check_file(file: str, tell: Callable[[str], object], **options: Any) -> FileInfo:

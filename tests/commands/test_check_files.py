@@ -89,13 +89,18 @@ def test_nets_that_hang_or_crash(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import os, time\nclass Layer:\n  def setup(self, b, t): print('hm'); %s\n  def reshape(self, b, t): pass\n  def forward(self, b, t): pass\n"
-    for name, line in ("hangs", "time.sleep(600)"), ("crashes", "os._exit(9)"):
+    bodies = {
+        "hangs": "time.sleep(600)",
+        "burns": "[None for _ in iter(int, 1)]",
+        "crashes": "os._exit(9)",
+    }
+    for name, line in bodies.items():
         (folder / f"b/{name}.py").write_text(code % line)
         layer = library.layer(
             "Python", "p", "", f'python_param {{ module: "{name}" layer: "Layer" }}'
         )
         (folder / f"b/{name}.prototxt").write_text(layer)
-    monkeypatch.setattr(check_files, "SECONDS", 3.0)
+    monkeypatch.setattr(check_files, "SECONDS", 2.0)
     monkeypatch.setattr(check_files, "cores", lambda: 1)
     assert main.run(["check", str(folder / "a"), str(folder / "b"), "--json"]) == 3
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -107,8 +112,22 @@ def test_nets_that_hang_or_crash(
         "map.prototxt",
     ]
     assert "ends the process (exit code 9)" in errors["crashes.prototxt"]
-    assert "takes more than 3 seconds" in errors["hangs.prototxt"]
+    assert "takes more than 2 seconds" in errors["hangs.prototxt"]
+    assert "takes more than 2 seconds" in errors["burns.prototxt"]
     assert "neither" in errors["odd.ptototxt"]
+
+
+@pytest.mark.parametrize(
+    ("own", "wall", "counts"),
+    [
+        (0.5, 0.5, 0.5),  # it computes
+        (0.05, 0.5, 0.05),  # and shares its core with nine others
+        (0.001, 0.5, 0.5),  # it waits
+        (4, 0.5, 0.5),  # it has eight threads
+    ],
+)
+def test_what_counts_of_the_time_for_a_net(own: float, wall: float, counts: float) -> None:
+    assert check_files.counted(own, wall) == counts
 
 
 def test_several_files_that_are_right(
