@@ -127,7 +127,7 @@ class Recurrent(Layer):
         self.kept.reshape((steps, self.streams, self.size))
         self.own.reshape((steps, self.streams, self.size))
 
-    def begin(self, bottom: Blobs) -> list[Array]:
+    def begin_states(self, bottom: Blobs) -> list[Array]:
         """Return the states (N, H) that this batch begins with: those after the last batch."""
         if not self.exposed:
             for first, last in zip(self.first, self.last, strict=True):
@@ -135,7 +135,7 @@ class Recurrent(Layer):
         return self.first_states(bottom)
 
     def first_states(self, bottom: Blobs) -> list[Array]:
-        """The states that `begin` returned."""
+        """The states that `begin_states` returned."""
         return [blob.data[0] for blob in (bottom[-self.exposed :] if self.exposed else self.first)]
 
     def end(self, top: Blobs, *states: Array) -> None:
@@ -218,7 +218,7 @@ class LSTM(Recurrent):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         h, c, w = top[0].data, self.own.data, self.blobs[self.state_weight].data
-        first = self.begin(bottom)
+        first = self.begin_states(bottom)
         self.sum_inputs(bottom)
         self.loop.forward(self.sums.data, w, bottom[1].data, first, self.kept.data, h, c)
         self.end(top, h[-1], c[-1])
@@ -249,7 +249,7 @@ class RNN(Recurrent):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         w_h, w_o, b_o = (blob.data for blob in self.blobs[self.state_weight :])
-        (h_first,) = self.begin(bottom)
+        (h_first,) = self.begin_states(bottom)
         self.sum_inputs(bottom)
         h, o = self.sums.data, self.own.data.reshape(-1, self.size)
         self.loop.forward(h, w_h, bottom[1].data, h_first, self.kept.data)

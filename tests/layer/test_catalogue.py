@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from importlib.util import find_spec
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from pkgutil import iter_modules
@@ -18,7 +19,7 @@ import pytest
 from google.protobuf import text_format
 
 import caffepy.layer
-from caffepy.layer import registry
+from caffepy.layer import Layer, registry
 from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import NetParameter
 
@@ -450,6 +451,12 @@ def test_every_family_is_imported_with_the_package():
         "assert {*registry} == known, {*registry} - known"
     )
     subprocess.run([sys.executable, "-c", program, *FAMILIES], check=True)
+
+
+def test_solvers_can_begin_every_layer():
+    """On a GPU each layer's `begin` is called, without anything, before the first pass."""
+    base = signature(Layer.begin)
+    assert [name for name in registry if signature(registry[name].begin) != base] == []
 
 
 @pytest.mark.parametrize("type_", list(registry))
