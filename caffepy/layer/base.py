@@ -73,6 +73,10 @@ class Layer:
     on_gpu: ClassVar[bool] = False
     # Takes bottoms in the preferred layout of a GPU, whatever it is.
     takes_preferred_layout: bool = False
+    # Writes its tops in Caffe's layout, in whatever layout it takes its bottoms.
+    plain_tops: bool = False
+    # Reads the shapes of its bottoms alone, so that their layout does not matter.
+    reads_shapes_only: ClassVar[bool] = False
     # Gains from the preferred layout so much that bottoms in another are converted.
     seeks_preferred_layout: ClassVar[bool] = False
     # Multiplies the bottom, as a matrix, by a weight: a bottom with one position or one channel
@@ -151,7 +155,7 @@ class Layer:
 
     def layout_for(self, preferred: Layout) -> Layout:
         """The layout in which the layer takes blobs on a GPU if they come in `preferred`; its tops
-        have the layout of its bottoms.
+        have the layout of its bottoms, or Caffe's with `plain_tops`.
 
         Blobs in another layout are converted before it runs, and back afterwards.
         """

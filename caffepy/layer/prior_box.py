@@ -30,7 +30,7 @@ class PriorBox(Layer):
     whole numbers, as SSD's layer reads them.
     """
 
-    on_gpu = stops_gradient = True
+    on_gpu = stops_gradient = reads_shapes_only = True
     bottoms = 2
     backward_reads_bottom = backward_reads_top = False
 

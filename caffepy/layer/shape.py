@@ -87,9 +87,11 @@ class ShuffleChannel(Layer):
 class Permute(Layer):
     """The axes in another order: axis i of the top is axis order[i] of the bottom, those that
     `order` leaves out follow (SSD). One that changes nothing is shared.
+
+    Channels that become the last axis may lie last already: a GPU then moves nothing.
     """
 
-    on_gpu = True
+    on_gpu = plain_tops = True
     can_recompute = True
     backward_reads_bottom = backward_reads_top = False
 
@@ -108,6 +110,8 @@ class Permute(Layer):
         self.order = self.order_of(shape)
         self.inverse = [self.order.index(axis) for axis in range(len(shape))]
         self.changes = self.order != sorted(self.order)
+        to_last = [0, *range(2, len(shape)), 1]
+        self.takes_preferred_layout = len(shape) > 2 and self.order == to_last
         top[0].reshape([shape[axis] for axis in self.order])
         if not self.changes:
             top[0].share_data(bottom[0])

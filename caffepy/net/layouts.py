@@ -51,10 +51,11 @@ def plan(nodes: Sequence[Node], preferred: Layout) -> Plan:
             base = base._replace(dtype=PLAIN.dtype)
         wanted = layer.layout_for(base)
         taken.append([_as_taken(layer, b, of[id(b)], wanted) for b in ins])
-        for b, layout in zip(ins, taken[-1], strict=True):
-            readers.setdefault(id(b), []).append(layout)
+        if not layer.reads_shapes_only:
+            for b, layout in zip(ins, taken[-1], strict=True):
+                readers.setdefault(id(b), []).append(layout)
         going = Layout(base.dtype, base.channels_last and wanted.channels_last)
-        going = PLAIN if wanted == PLAIN else going
+        going = PLAIN if wanted == PLAIN or layer.plain_tops else going
         for t in outs:
             if layer.is_data and len(t.shape) < 3:
                 of[id(t)] = PLAIN
@@ -68,6 +69,9 @@ def plan(nodes: Sequence[Node], preferred: Layout) -> Plan:
             layouts[0] = of[id(outs[0])] = PLAIN
         elif layer.is_matrix_product and _is_plain_to(readers, outs):
             of[id(outs[0])] = PLAIN
+    for node, layouts in zip(nodes, taken, strict=True):
+        if node.layer.reads_shapes_only:
+            layouts[:] = [of[id(b)] for b in node.bottoms]
     return Plan([[of[id(t)] for t in node.tops] for node in nodes], taken)
 
 

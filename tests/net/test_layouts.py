@@ -82,6 +82,68 @@ def test_what_has_a_loss_weight_is_float32(monkeypatch: pytest.MonkeyPatch) -> N
     assert layouts.tops == [[PLAIN], [HALF], [WIDE], [WIDE]]
 
 
+def ssd_head(order: str, filler: str = "") -> str:
+    """A map, its boxes, and scores with their channels moved."""
+    return (
+        DATA
+        + conv("a", "data", filler=filler)
+        + library.layer("PriorBox", "p", "a data", "prior_box_param { min_size: 2 }")
+        + conv("b", "a", filler=filler)
+        + library.layer("Permute", "m", "b", f"permute_param {{ {order} }}")
+        + library.layer("Flatten", "f", "m")
+    )
+
+
+@pytest.mark.parametrize(
+    ("order", "taken"),
+    [("order: 0 order: 2 order: 3 order: 1", HALF), ("order: 0 order: 2 order: 1", PLAIN)],
+)
+def test_maps_of_detectors_are_not_converted_for_what_reads_no_order(
+    order: str, taken: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "caffepy.layer.convolution.Convolution.layout_for", lambda self, preferred: preferred
+    )
+    net = net_of(ssd_head(order))
+    layouts = plan(net.nodes, HALF)
+    names = [node.name for node in net.nodes]
+    assert [layouts.bottoms[names.index(name)] for name in "pmf"] == [
+        [HALF, PLAIN],
+        [taken],
+        [PLAIN],
+    ]
+    assert [layouts.tops[names.index(name)] for name in "pmf"] == [[PLAIN]] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["uint16", "float32"])
+def test_maps_of_detectors_on_gpu(kind: str) -> None:
+    from caffepy.device.cuda import CudaDevice
+
+    text = ssd_head("order: 0 order: 2 order: 3 order: 1", library.XAVIER)
+    text += HEAD + library.inner_product("ip", "f", 4) + library.softmax_loss("ip", "y")
+    device = CudaDevice(seed=1)
+    nets = [
+        net_of(text),
+        Net(definition(text), device=device, layout=Layout(np.dtype(kind), True)),
+    ]
+    for net in nets:
+        net.blobs["data"].host_data[...] = np.random.default_rng(0).standard_normal((2, 3, 4, 4))
+        net.blobs["y"].host_data[...] = 1, 3
+    here, there = nets
+    for mine, theirs in zip(there.params, here.params, strict=True):
+        mine.host_data[...] = theirs.data
+    for net in nets:
+        net.forward()
+        net.clear_param_diffs()
+        net.backward()
+    for name in ("a", "p", "m", "f"):
+        got, want = there.blobs[name].host_data, here.blobs[name].data
+        np.testing.assert_allclose(got, want, 3e-2, 3e-2, err_msg=name)
+    for mine, theirs in zip(there.params, here.params, strict=True):
+        np.testing.assert_allclose(mine.host_diff, theirs.diff, 5e-2, 5e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["uint16", "float16", "float32"])
 @pytest.mark.parametrize(
