@@ -203,9 +203,9 @@ def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -
         raise call.errors[min(call.errors)]
 
 
-_blas: ThreadpoolController | None = None
+_blas: list[Any] | None = None  # threadpoolctl's controllers of the libraries
 _blas_depth = 0
-_blas_before: Any = None
+_blas_before: list[int] = []  # the number of threads of each
 
 
 class _BlasScope:
@@ -214,15 +214,19 @@ class _BlasScope:
         with _lock:
             _blas_depth += 1
             if _blas_depth == 1:
-                _blas = _blas or ThreadpoolController().select(user_api="blas")
-                _blas_before = _blas.limit(limits=1)
+                if _blas is None:
+                    _blas = ThreadpoolController().select(user_api="blas").lib_controllers
+                _blas_before = [library.get_num_threads() for library in _blas]
+                for library in _blas:
+                    library.set_num_threads(1)
 
     def __exit__(self, *_: object) -> None:
         global _blas_depth
         with _lock:
             _blas_depth -= 1
             if _blas_depth == 0:
-                _blas_before.restore_original_limits()
+                for library, threads in zip(_blas or (), _blas_before, strict=True):
+                    library.set_num_threads(threads)
 
 
 _BLAS_SCOPE = _BlasScope()

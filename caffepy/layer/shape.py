@@ -379,6 +379,7 @@ class Input(Layer):
     """The net's inputs, filled by the user: tops of given shapes (none, one for all, one each)."""
 
     on_gpu = True
+    can_replay = True
     bottoms = 0
     tops = (1, None)
     is_input = True

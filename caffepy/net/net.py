@@ -5,9 +5,10 @@ definition; `node` has the record of each layer.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,7 @@ class Net:
         self.param = param = insert_splits(kept, path, param)
         self.name: str = param.name
         self.debug_info: bool = param.debug_info
+        self._running = 0  # the thread in a block of `running`
         self._forward_mutex: ForwardMutex = _own_lock
         self._script_mutex: ForwardMutex = _own_lock
 
@@ -161,11 +163,22 @@ class Net:
     def _run(self, steps: Iterable[Step], run: Callable[[Step], None]) -> None:
         step = Step(0)
         try:
-            with self.device.scope(), self.ops.blas_scope(), np.errstate(all="ignore"):
+            with nullcontext() if self._running == get_ident() else self.running():
                 for step in steps:
                     run(step)
         except CaffeError as error:
             raise error.at(where(self.path, self.param.layer[step.last])) from error.__cause__
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A block of passes of this thread: what each has to enter is entered once."""
+        before = self._running
+        with self.device.scope(), self.ops.blas_scope(), np.errstate(all="ignore"):
+            self._running = get_ident()
+            try:
+                yield
+            finally:
+                self._running = before
 
     def _forward_step(self, step: Step, mutex: ForwardMutex) -> None:
         indices = step.layers or (step.last,)
@@ -181,6 +194,16 @@ class Net:
             _log_forward(node)
         if self.after_forward:
             _call(self.after_forward, indices)
+
+    def feed(self, index: int) -> None:
+        """Run a layer that reads files forward; no callback hears of it."""
+        node = self.nodes[index]
+        try:
+            with self._forward_mutex(node.layer):
+                node.reshape_if_changed()
+                node.layer.forward(node.layer_bottoms, node.layer_tops)
+        except CaffeError as error:
+            raise error.at(where(self.path, self.param.layer[index])) from error.__cause__
 
     def _compute(self, step: Step) -> None:
         """Reshape the layers of a step whose blobs changed, and run them forward."""
@@ -275,7 +298,8 @@ class Net:
     def loss(self, start: int = 0, end: int | None = None) -> float:
         """Return the loss of the last forward pass: the sum of data * diff over weighted tops."""
         last = len(self.layers) - 1 if end is None else end
-        tops = [top for node in self.nodes[start : last + 1] for top in node.losses]
+        nodes = [node for node in self.nodes[start : last + 1] if any(node.layer.loss_weights)]
+        tops = [top for node in nodes for top in node.losses]
         return float(sum(np.dot(t.host_data.reshape(-1), t.host_diff.reshape(-1)) for t in tops))
 
     def reshape(self) -> None:

@@ -11,18 +11,15 @@ to the last bit.
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 from time import perf_counter
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from caffepy.device.blob import Memory
 from caffepy.device.recording import recording
 from caffepy.device.threads import num_ranges
 from caffepy.net.fusion import Step
 from caffepy.net.net import Net
-from caffepy.ops.protocol import Ops
 
 if TYPE_CHECKING:
     from caffepy.ops.cpu.graph import Graph
@@ -39,23 +36,28 @@ average: shapes change too often.
 """
 
 
-Part = tuple[bool, Callable[[], object]]
+class Part(NamedTuple):
+    """A part of some work: can all that it does be replayed? If not, is it plain, so that it needs
+    no `Net.running` around it?
+    """
+
+    work: Callable[[], object]
+    can_replay: bool
+    is_plain: bool = False
 
 
 class Replay:
-    """Does `work` by replay if that is possible. `parts` returns it in parts, each with whether all
-    that it does can be replayed.
-    """
+    """Does `work` by replay if that is possible. `parts` returns it in parts."""
 
     def __init__(
-        self, ops: Ops, work: Callable[[], object], parts: Callable[[], Sequence[Part]]
+        self, net: Net, work: Callable[[], object], parts: Callable[[], Sequence[Part]]
     ) -> None:
-        self._ops, self._work, self._divided = ops, work, parts
+        self._net, self._work, self._divided = net, work, parts
         # A graph, or None, for each part.
         self._parts: list[tuple[Graph | None, Callable[[], object]]] = []
         self._steady: Hashable = None  # the conditions after the last run
         self._recorded = self._replayed = 0
-        self._never = False
+        self._never = self._is_plain = False
 
     @property
     def replays(self) -> bool:
@@ -86,48 +88,119 @@ class Replay:
         self._recorded += 1
         divided = self._divided()
         changes = self._recorded > MAX_RECORDINGS and self._replayed < MIN_REPLAYS * self._recorded
-        if changes or not any(can_replay for can_replay, _ in divided):
+        if changes or not any(part.can_replay for part in divided):
             self._never = True
             self._work()
             return
-        parts = list[tuple[Graph | None, Callable[[], object]]]()
-        for can_replay, work in divided:
+        parts, is_plain = list[tuple[Graph | None, Callable[[], object]]](), True
+        for (can_replay, plain), some in groupby(divided, lambda part: part[1:]):
+            work = _in_turn([part.work for part in some])
             graph, begun = Graph() if can_replay else None, perf_counter()
             with recording(graph):
                 work()
             if graph is not None:
                 graph.finish(perf_counter() - begun)
+            is_plain = is_plain and (graph.is_one_call if graph else plain)
             parts.append((graph, work))
-        self._parts = parts
+        self._parts, self._is_plain = parts, is_plain
 
     def _replay(self) -> None:
         version = Memory.version
         self._replayed += 1
-        for graph, work in self._parts:
-            if graph is None or Memory.version != version:  # a part in between reshaped a blob
-                work()
-            elif graph.is_one_call:
-                with self._ops.blas_scope():
+        with self._net.ops.blas_scope() if self._is_plain else self._net.running():
+            for graph, work in self._parts:
+                if graph is not None and Memory.version == version:
                     graph.replay()
-            else:
-                with self._ops.blas_scope(), np.errstate(all="ignore"):
-                    graph.replay()
+                else:  # after a part in between that reshaped a blob
+                    work()
+
+
+def _in_turn(works: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    def run() -> None:
+        for work in works:
+            work()
+
+    return works[0] if len(works) == 1 else run
+
+
+def parts_of_pass(
+    net: Net,
+    steps: Sequence[Step],
+    run: Callable[[Sequence[Step]], object],
+    backward: bool = False,
+) -> list[Part]:
+    """The parts of a pass of steps of a net by `run`, which takes steps in the order given."""
+    return [
+        Part(partial(run, list(some)), can_replay)
+        for can_replay, some in groupby(steps, partial(_can_replay, net, backward))
+    ]
+
+
+def feeding_parts(net: Net, steps: Sequence[Step]) -> list[Part]:
+    """The parts of a forward pass that are the first steps, as long as these are layers that read
+    files.
+    """
+    nodes = [net.nodes[step.last] for step in steps]
+    read = takewhile(lambda i: nodes[i].layer.reads_files and not nodes[i].casts, range(len(steps)))
+    return [Part(partial(net.feed, steps[i].last), can_replay=False, is_plain=True) for i in read]
 
 
 def replay_of_pass(
-    net: Net, steps: Sequence[Step], run: Callable[[Sequence[Step]], object]
+    net: Net,
+    steps: Sequence[Step],
+    run: Callable[[Sequence[Step]], object],
+    backward: bool = False,
 ) -> Replay:
-    """A Replay of steps of a net in one direction by `run`, which takes steps."""
-
-    def parts() -> list[Part]:
-        return [
-            (can_replay, partial(run, list(some)))
-            for can_replay, some in groupby(steps, partial(_can_replay, net))
-        ]
-
-    return Replay(net.ops, partial(run, steps), parts)
+    """A Replay of steps of a net by `run`, which takes steps in the order given."""
+    return Replay(net, partial(run, steps), lambda: parts_of_pass(net, steps, run, backward))
 
 
-def _can_replay(net: Net, step: Step) -> bool:
+def can_replay(net: Net, callbacks: Sequence[object]) -> bool:
+    """True if passes of a net with these callbacks can be replayed: on the CPU, if all say
+    `replayable = True`, so that they need not be called then.
+    """
+    if net.device.is_cuda or net.debug_info or net.recompute:
+        return False
+    return all(getattr(callback, "replayable", False) for callback in callbacks)
+
+
+class Passes:
+    """Passes of a net over ranges of layers, as scripts run them; the CPU replays short ones."""
+
+    def __init__(self, net: Net) -> None:
+        self._net = net
+        self._replays: dict[tuple[int, int, bool], Replay] = {}
+
+    def forward(self, start: int, end: int) -> None:
+        """`Net.forward`, of layers `start` to `end`."""
+        net = self._net
+        if can_replay(net, (*net.before_forward, *net.after_forward)):
+            self._replay(start, end, backward=False).run()
+        else:
+            net.forward(start, end)
+
+    def backward(self, start: int, end: int) -> None:
+        """`Net.backward`, of layers `start` down to `end`."""
+        net = self._net
+        if can_replay(net, (*net.before_backward, *net.after_backward)):
+            self._replay(start, end, backward=True).run()
+        else:
+            net.backward(start, end)
+
+    def _replay(self, start: int, end: int, backward: bool) -> Replay:
+        net, key = self._net, (start, end, backward)
+        if key not in self._replays:
+            run = net.backward if backward else net.forward
+            step = -1 if backward else 1
+            steps = [Step(i) for i in range(start, end + step, step)]
+            self._replays[key] = replay_of_pass(
+                net, steps, lambda some: run(some[0].last, some[-1].last), backward
+            )
+        return self._replays[key]
+
+
+def _can_replay(net: Net, backward: bool, step: Step) -> bool:
+    if backward and not net.nodes[step.last].need_backward:
+        return True  # nothing is done
     layers = [net.layers[i] for i in step.layers or (step.last,)]
     return all(layer.can_replay and not layer.share_in_parallel for layer in layers)

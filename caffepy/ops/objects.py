@@ -4,7 +4,7 @@
 methods have no docstring of their own; what has no meaning on the CPU it inherits from here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -134,6 +134,9 @@ class UpdateState(Protocol):
 
     def loss(self) -> float:
         """Return the loss of the last pass, when the device has finished it."""
+
+    def check_loss(self, check: Callable[[], object]) -> None:
+        """Call `check` after a pass; where the CPU replays it, if the loss is not finite."""
 
     def mean(self) -> float:
         """Wait for and return the passes' mean loss, of all solvers after `unpack_metrics`."""

@@ -20,6 +20,7 @@ from caffepy.layer.python import Python
 from caffepy.layer.python_blob import Blob, BlobVec, unwrap_all
 from caffepy.net import Net as Inner
 from caffepy.net import weights
+from caffepy.net.replay import Passes
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import NetState, Phase
 from caffepy.pycaffe import mode
@@ -133,6 +134,7 @@ class Net:
 
     def _attach(self, inner: Inner) -> None:
         self._net = inner
+        self._passes = Passes(inner)
         self._by_name = OrderedDict((name, Blob(blob)) for name, blob in inner.blobs.items())
         self._params = OrderedDict(
             (name, BlobVec(layer.blobs, layer.dtype))
@@ -232,14 +234,14 @@ class Net:
     @raising_originals
     def _forward(self, start: int, end: int) -> float:
         """Run layers `start` to `end` by number and return their loss."""
-        self._net.forward(start, end)
+        self._passes.forward(start, end)
         self._net.device.count_step()
         self._net.device.check_errors()
         return self._net.loss(start, end)
 
     @raising_originals
     def _backward(self, start: int, end: int) -> None:
-        self._net.backward(start, end)
+        self._passes.backward(start, end)
 
     def forward(
         self,

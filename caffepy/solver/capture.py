@@ -13,7 +13,7 @@ from caffepy.core.errors import DeviceError
 from caffepy.device.cuda import CudaDevice, CudaGraph
 from caffepy.net import Net
 from caffepy.net.fusion import Step
-from caffepy.net.replay import replay_of_pass
+from caffepy.net.replay import Part, Replay, can_replay, feeding_parts, parts_of_pass
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +73,19 @@ class GraphRunner:
         self._parts: dict[str, _Part] = {}
         self._captured = self._replayed = 0
         self._gpu = cast(CudaDevice, net.device)  # as far as anything is captured
-        learning = [step for step in steps[::-1] if net.nodes[step.last].need_backward]
-        self._forward = replay_of_pass(net, steps, lambda some: net.forward(steps=some))
-        self._backward = replay_of_pass(net, learning, lambda some: net.backward(steps=some[::-1]))
+        # On the CPU: a forward pass alone, and both directions with what is done in between.
+        self._forward = Replay(net, lambda: self._run_steps(steps), self._forward_parts)
+        self._pass: Replay | None = None
+
+    def _run_steps(self, steps: Sequence[Step]) -> None:
+        self.net.forward(steps=steps)
+
+    def _forward_parts(self) -> list[Part]:
+        feeding = feeding_parts(self.net, self.steps)
+        return [*feeding, *parts_of_pass(self.net, self.steps[len(feeding) :], self._run_steps)]
+
+    def _run_back(self, steps: Sequence[Step]) -> None:
+        self.net.backward(steps=steps[::-1])
 
     def reasons_not_capturable(self, capture: bool = True) -> list[str]:
         """Return every reason why this pass runs layer by layer on a GPU; none: it is captured.
@@ -137,24 +147,43 @@ class GraphRunner:
     def run_forward(self, capture: bool = True) -> None:
         """Run a forward pass layer by layer; with `capture` the CPU replays it if it can."""
         net = self.net
-        if capture and self._can_replay((*net.before_forward, *net.after_forward)):
+        if capture and can_replay(net, (*net.before_forward, *net.after_forward)):
             self._forward.run()
         else:
             net.forward(steps=self.eager_steps)
 
-    def run_backward(self, capture: bool = True, overwrites: bool = False) -> None:
-        """Run a backward pass, as `run_forward`; `overwrites`: large gradients are overwritten."""
+    def run_pass(
+        self, capture: bool, between: Callable[[], None], alone: bool, overwrites: bool
+    ) -> None:
+        """Run a forward pass, what is `between`, the same each time, and a backward pass, which
+        overwrites large gradients if `overwrites`. With `capture` the CPU replays what it can, all
+        of it in a solver that trains `alone`.
+        """
         net = self.net
-        if capture and self._can_replay((*net.before_backward, *net.after_backward)):
-            self._backward.run(overwrites)
+        if capture and alone and can_replay(net, self.net_callbacks):
+            self._pass = self._pass or self._replay_of_pass(between)
+            self._pass.run(overwrites)
         else:
+            self.run_forward(capture)
+            between()
             net.backward(steps=self.eager_steps)
 
-    def _can_replay(self, callbacks: Sequence[object]) -> bool:
-        net = self.net
-        if net.device.is_cuda or net.debug_info or net.recompute:
-            return False
-        return all(getattr(callback, "replayable", False) for callback in callbacks)
+    def _replay_of_pass(self, between: Callable[[], None]) -> Replay:
+        steps, back = self.steps, self.steps[::-1]
+
+        def work() -> None:
+            self._run_steps(steps)
+            between()
+            self._run_back(back)
+
+        def parts() -> list[Part]:
+            return [
+                *self._forward_parts(),
+                Part(between, can_replay=True),
+                *parts_of_pass(self.net, back, self._run_back, backward=True),
+            ]
+
+        return Replay(self.net, work, parts)
 
     def run(self, name: str, work: Callable[[], None]) -> None:
         """Run a part, by replay if possible; needs the device's scope."""

@@ -42,6 +42,7 @@ class EagerRunner:
         self._step = step
         self._nets = nets
         self._before_update = before_update
+        self._iteration = 0
 
     def positions(self) -> dict[str, Any]:
         """Return the positions of all layers and random numbers, for rollback."""
@@ -54,9 +55,9 @@ class EagerRunner:
         with step.overwrite_gradients():
             step.begin()
             for _ in range(step.param.iter_size):
-                self.forward(iteration)
-                timer.mark("forward")
-                step.graphs.run_backward(step.capture, step.overwrites)
+                self._iteration = iteration
+                alone = step.synchronizer is None
+                step.graphs.run_pass(step.capture, self._check_pass, alone, step.overwrites)
                 timer.mark("backward")
             step.gradients_ready()
         step.update_state.mean()  # waits for the all-reduce
@@ -64,15 +65,26 @@ class EagerRunner:
         step.device.flush()
         step.update()
 
-    def forward(self, iteration: int) -> float:
-        """Run a forward pass and return its loss; DivergenceError if that is not finite."""
-        step, net = self._step, self._step.net
-        step.graphs.run_forward(step.capture)
-        step.accumulate_loss()
+    def _check_pass(self) -> None:
+        """Add the loss of a forward pass; DivergenceError if it is not finite."""
+        self._step.accumulate_loss()
+        self._step.update_state.check_loss(self._check_loss)
+        self._step.phase_timer.mark("forward")
+
+    def _check_loss(self) -> float:
+        step = self._step
         loss = step.update_state.loss()
         if not isfinite(loss):
-            raise (diverged_before if step.saves_memory else diverged)(net, iteration, loss)
+            error = diverged_before if step.saves_memory else diverged
+            raise error(step.net, self._iteration, loss)
         return loss
+
+    def forward(self, iteration: int) -> float:
+        """Run a forward pass and return its loss; DivergenceError if that is not finite."""
+        self._iteration = iteration
+        self._step.graphs.run_forward(self._step.capture)
+        self._step.accumulate_loss()
+        return self._check_loss()
 
 
 class CapturedRunner:

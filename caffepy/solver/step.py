@@ -15,7 +15,7 @@ from caffepy.device.blob import Array, Blob
 from caffepy.device.device import Device
 from caffepy.net import Net
 from caffepy.net.gradients import large_products
-from caffepy.net.replay import Replay
+from caffepy.net.replay import Part, Replay
 from caffepy.ops.update_state import Limits, Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.capture import GraphRunner
@@ -117,7 +117,7 @@ class Step:
         self._added_to = self.params.without(self._large)
         self.fused = device.is_cuda  # on the CPU a command asks for it
         self.graphs = self._new_graphs()
-        self._rule_replay = Replay(net.ops, self.apply_rule, lambda: [(True, self.apply_rule)])
+        self._rule_replay = Replay(net, self.apply_rule, lambda: [Part(self.apply_rule, True)])
         self._looked_ahead = False
 
     def fuse(self, fuse: bool) -> None:

@@ -11,10 +11,9 @@ from caffepy.device.device import Device
 from caffepy.device.threads import num_threads, set_num_threads
 from caffepy.layer.base import registry
 from caffepy.net import Net
-from caffepy.net.replay import MAX_RECORDINGS
+from caffepy.net.replay import MAX_RECORDINGS, Passes, Replay
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import NetParameter
-from caffepy.solver.capture import GraphRunner
 from tests.layer.cases import CASES, IMAGE, NEURONS
 from tests.nets import library
 
@@ -99,20 +98,41 @@ def both(definition: str) -> tuple[Net, Net]:
     return nets
 
 
+class Replaying:
+    """Runs all layers of a net by replay."""
+
+    def __init__(self, net: Net) -> None:
+        self.net, self.passes, self.last = net, Passes(net), len(net.layers) - 1
+
+    def forward(self) -> None:
+        self.passes.forward(0, self.last)
+
+    def backward(self) -> None:
+        self.passes.backward(self.last, 0)
+
+    @property
+    def way_forward(self) -> Replay:
+        return self.passes._replays[0, self.last, False]
+
+    @property
+    def way_back(self) -> Replay:
+        return self.passes._replays[self.last, 0, True]
+
+
 def compare(
     definition: str, before: Callable[[int, tuple[Net, Net]], object] = lambda run, nets: None
-) -> GraphRunner:
+) -> Replaying:
     """Run a net layer by layer and its twin by replay on several inputs."""
     nets, rng = both(definition), np.random.default_rng(2)
-    runners = [GraphRunner(net, False, "The net runs") for net in nets]
+    runner = Replaying(nets[1])
     for run in range(RUNS):
         before(run, nets)
         fill(nets, rng)
-        for capture, runner in zip((False, True), runners, strict=True):
-            runner.run_forward(capture)
-            runner.run_backward(capture)
+        for way in (nets[0], runner):
+            way.forward()
+            way.backward()
         equal(nets)
-    return runners[1]
+    return runner
 
 
 @pytest.fixture
@@ -144,8 +164,9 @@ def test_layers(case: str) -> None:
         return
     runner = compare(definition_of(case))
     last = runner.net.nodes[-1]
-    assert runner._forward.replays == last.layer.can_replay
-    assert runner._backward.replays == (last.layer.can_replay and last.need_backward)
+    (forward, _), (backward, _) = runner.way_forward._parts[-1], runner.way_back._parts[0]
+    assert (forward is not None) == last.layer.can_replay
+    assert (backward is not None) == (last.layer.can_replay or not last.need_backward)
 
 
 def test_all_types_that_can_be_replayed_are_compared() -> None:
@@ -155,7 +176,7 @@ def test_all_types_that_can_be_replayed_are_compared() -> None:
         for name in registry
         if isinstance(registry[name], type) and registry[name].can_replay is not False
     }
-    assert by_class == REPLAYED | DERIVED
+    assert by_class == REPLAYED | DERIVED | {"Input"}
 
 
 CHAIN = (
@@ -177,7 +198,7 @@ def test_a_net_with_any_number_of_threads(threads: int) -> None:
         runner = compare(CHAIN)
     finally:
         set_num_threads(before)
-    assert runner._forward._replayed == runner._backward._replayed == RUNS - 2
+    assert runner.way_forward._replayed == runner.way_back._replayed == RUNS - 2
 
 
 def test_an_input_of_another_shape_begins_anew() -> None:
@@ -187,8 +208,8 @@ def test_an_input_of_another_shape_begins_anew() -> None:
             net.blobs["label"].reshape((2,))
 
     runner = compare(CHAIN, reshape)
-    assert runner._forward._replayed == 1
-    assert runner._forward.replays  # recorded again
+    assert runner.way_forward._replayed == 1
+    assert runner.way_forward.replays  # recorded again
 
 
 def test_parameters_of_another_net_begin_anew() -> None:
@@ -198,7 +219,7 @@ def test_parameters_of_another_net_begin_anew() -> None:
         for net in nets if run == 3 else ():
             net.share_trained_layers_with(other)
 
-    assert compare(CHAIN, share)._forward._replayed == 1
+    assert compare(CHAIN, share).way_forward._replayed == 1
 
 
 def test_the_number_of_threads_may_change() -> None:
@@ -208,72 +229,71 @@ def test_the_number_of_threads_may_change() -> None:
         set_num_threads(1 + run // 3)
 
     try:
-        assert compare(CHAIN, change)._forward._replayed == 1
+        assert compare(CHAIN, change).way_forward._replayed == 1
     finally:
         set_num_threads(before)
 
 
 def test_shapes_that_change_all_the_time_end_recording() -> None:
     net = net_of(CHAIN)
-    runner = GraphRunner(net, False, "The net runs")
+    runner = Replaying(net)
     for run in range(3 * MAX_RECORDINGS):
         if not run % 2:
             net.blobs["data"].reshape((2 + run // 2 % 2, 2, 8, 8))
             net.blobs["label"].reshape((2 + run // 2 % 2,))
-        runner.run_forward()
-    assert runner._forward._recorded == MAX_RECORDINGS + 1
-    assert runner._forward._replayed == 0
+        runner.forward()
+    assert runner.way_forward._recorded == MAX_RECORDINGS + 1
+    assert runner.way_forward._replayed == 0
 
 
 def test_a_layer_in_between_runs_each_time() -> None:
     """One that draws random numbers, between two stretches that are replayed."""
     net = CHAIN + library.layer("Dropout", "drop", "prob") + library.inner_product("ip2", "drop", 3)
     nets = both("state { phase: TRAIN } " + net)
-    runners = [GraphRunner(net, False, "The net runs") for net in nets]
-    rng = np.random.default_rng(4)
+    runner, rng = Replaying(nets[1]), np.random.default_rng(4)
     for _ in range(RUNS):
         fill(nets, rng)
-        for capture, runner in zip((False, True), runners, strict=True):
-            runner.run_forward(capture)
-            runner.run_backward(capture)
+        for way in (nets[0], runner):
+            way.forward()
+            way.backward()
         equal(nets)
     mask = nets[1].blobs["drop"].host_data.copy()
-    runners[1].run_forward()
+    runner.forward()
     assert not np.array_equal(nets[1].blobs["drop"].host_data, mask)
-    assert [graph is None for graph, _ in runners[1]._forward._parts] == [True, False, True, False]
+    assert [graph is None for graph, _ in runner.way_forward._parts] == [False, True, False]
 
 
 def test_a_wrong_label_is_told_where_it_is_told_layer_by_layer() -> None:
     nets, rng = both(CHAIN), np.random.default_rng(2)
-    runners = [GraphRunner(net, False, "The net runs") for net in nets]
+    ways = nets[0], Replaying(nets[1])
     messages = []
     for run in range(RUNS):
         fill(nets, rng)
-        for capture, net, runner in zip((False, True), nets, runners, strict=True):
+        for net, way in zip(nets, ways, strict=True):
             if run == RUNS - 1:
                 net.blobs["label"].host_data[1] = 7
                 with pytest.raises(DataError) as error:
-                    runner.run_forward(capture)
+                    way.forward()
                 messages.append(str(error.value))
             else:
-                runner.run_forward(capture)
+                way.forward()
         equal(nets)
     assert messages[0] == messages[1]
     assert "label 7 is not one of the 4 classes" in messages[0]
-    for net, runner in zip(nets, runners, strict=True):
+    for net, way in zip(nets, ways, strict=True):
         net.blobs["label"].host_data[1] = 2
-        runner.run_forward()
+        way.forward()
     equal(nets)
 
 
 def test_a_callback_that_looks_at_layers_sees_each() -> None:
     net, seen = net_of(CHAIN), list[int]()
-    runner = GraphRunner(net, False, "The net runs")
+    runner = Replaying(net)
     for _ in range(3):
-        runner.run_forward()
+        runner.forward()
     net.after_forward.append(seen.append)
-    runner.run_forward()
+    runner.forward()
     assert seen == list(range(len(net.layers)))
     net.after_forward.clear()
-    runner.run_forward()
-    assert runner._forward._replayed == 2
+    runner.forward()
+    assert runner.way_forward._replayed == 2

@@ -11,6 +11,7 @@ import caffepy as caffe
 from caffepy.data.reader import Reader
 from caffepy.data.write import array_to_datum, write_database
 from tests.net.nets import INPUT, LOSS, ip
+from tests.nets import library
 
 TEXT = (
     "force_backward: true "
@@ -475,3 +476,33 @@ def test_a_blob_of_a_gpu_has_an_address(path: Path) -> None:
     finally:
         caffe.set_mode_cpu()
     assert net.blobs["a"]._gpu_data_ptr != net.blobs["a"]._gpu_diff_ptr > 0
+
+
+def test_passes_are_replayed_and_what_a_script_writes_counts(tmp_path: Path) -> None:
+    text = library.small_convolution(library.inputs("in", data=(2, 1, 8, 8), label=(2,)))
+    path = tmp_path / "net.prototxt"
+    path.write_text(f"force_backward: true {text}")
+    nets = [caffe.Net(str(path), caffe.TEST) for _ in range(2)]
+    nets[1].share_with(nets[0])
+    rng = np.random.default_rng(5)
+    for run in range(6):
+        seen = []
+        for net, watched in zip(nets, (True, False), strict=True):
+            layers: list[str] = []
+            if watched and not run:  # a callback that looks at layers prevents it
+                net.before_forward(lambda layer, layers=layers: layers.append(layer))
+                net.before_backward(lambda layer, layers=layers: layers.append(layer))
+            rng_of_run = np.random.default_rng(run)
+            net.blobs["data"].data[...] = rng_of_run.standard_normal((2, 1, 8, 8))
+            net.blobs["label"].data[...] = rng_of_run.integers(0, 10, 2)
+            loss = float(net.forward(end="loss")["loss"])
+            net.clear_param_diffs()
+            gradient = net.backward()["data"].copy()
+            seen.append((loss, gradient, net.params["conv"][0].diff.copy()))
+        assert seen[0][0] == seen[1][0]
+        np.testing.assert_array_equal(seen[0][1], seen[1][1])
+        np.testing.assert_array_equal(seen[0][2], seen[1][2])
+        nets[0].params["ip"][0].data[...] += rng.standard_normal((10, 36)).astype(np.float32) / 9
+    replays = [net._passes._replays for net in nets]
+    assert not replays[0]
+    assert all(replay._replayed >= 3 for replay in replays[1].values())

@@ -1,6 +1,6 @@
 """Crop, mean subtraction, scale and mirroring of a batch of images."""
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,20 @@ def _transform(x: Array, y: Array, crops: Crops, mean: Array, scale: Any, lo: in
                         u[w] = (y.dtype.type(v[w]) - m[w]) * scale
 
 
+@lru_cache(maxsize=16)
+def _no_mean(channels: int, width: int, dtype: np.dtype[Any]) -> Array:
+    return np.zeros((channels, 1, width), dtype)
+
+
 def transform_batch(
     records: Array, out: Array, crops: Crops, mean: Array | None, scale: float
 ) -> None:
     channels, width = records.shape[1], records.shape[3]
-    mean = np.zeros((1, 1, 1), out.dtype) if mean is None else mean
-    # A mean of one row serves every row of the image.
-    mean = np.broadcast_to(mean, (channels, mean.shape[1], width))
-    mean = np.ascontiguousarray(mean, out.dtype)
+    if mean is None:
+        mean = _no_mean(channels, width, out.dtype)
+    else:
+        # A mean of one row serves every row of the image.
+        mean = np.broadcast_to(mean, (channels, mean.shape[1], width))
+        mean = np.ascontiguousarray(mean, out.dtype)
     run = partial(_transform, records, out, tuple(crops), mean, out.dtype.type(scale))
     parallel(run, len(out), max(1, GRAIN // max(1, out[0].size)) if len(out) else 1)

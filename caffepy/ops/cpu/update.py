@@ -26,12 +26,12 @@ def _times(number: Any, factor: Any) -> Any:
 
 
 @inlined
-def _rate(w: Array, segments: Segments, s: int) -> Any:
+def _rate(w: Array, segments: Any, s: int) -> Any:
     return _times(w.dtype.type(segments.rate[()]), segments.rates[s])
 
 
 @inlined
-def _decay(w: Array, segments: Segments, s: int) -> Any:
+def _decay(w: Array, segments: Any, s: int) -> Any:
     return _times(w.dtype.type(segments.decay[()]), segments.decays[s])
 
 
@@ -43,7 +43,7 @@ def _regularized(w: Any, g: Any, scale: Any, decay: Any, l1: bool) -> Any:
 
 
 @kernel
-def _sgd(w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int, hi: int) -> None:
+def _sgd(w: Array, g: Array, h: Array, segments: Any, numbers: Any, lo: int, hi: int) -> None:
     number = w.dtype.type
     scale = number(segments.scale[()])
     momentum = number(numbers[0][()])
@@ -58,9 +58,7 @@ def _sgd(w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int
 
 
 @kernel
-def _nesterov(
-    w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int, hi: int
-) -> None:
+def _nesterov(w: Array, g: Array, h: Array, segments: Any, numbers: Any, lo: int, hi: int) -> None:
     number = w.dtype.type
     scale = number(segments.scale[()])
     momentum, one = number(numbers[0][()]), number(1)
@@ -76,7 +74,7 @@ def _nesterov(
 
 
 @kernel
-def _rms(w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int, hi: int) -> None:
+def _rms(w: Array, g: Array, h: Array, segments: Any, numbers: Any, lo: int, hi: int) -> None:
     number = w.dtype.type
     scale = number(segments.scale[()])
     keep, take, delta = number(numbers[0][()]), number(numbers[1][()]), number(numbers[2][()])
@@ -93,7 +91,7 @@ def _rms(w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int
 
 @kernel
 def _adadelta(
-    w: Array, g: Array, h: Array, u: Array, segments: Segments, numbers: Any, lo: int, hi: int
+    w: Array, g: Array, h: Array, u: Array, segments: Any, numbers: Any, lo: int, hi: int
 ) -> None:
     number = w.dtype.type
     scale = number(segments.scale[()])
@@ -114,7 +112,7 @@ def _adadelta(
 
 @kernel
 def _adam(
-    w: Array, g: Array, m: Array, v: Array, segments: Segments, numbers: Any, lo: int, hi: int
+    w: Array, g: Array, m: Array, v: Array, segments: Any, numbers: Any, lo: int, hi: int
 ) -> None:
     number = w.dtype.type
     scale = number(segments.scale[()])

@@ -1,20 +1,34 @@
 """UpdateState: loss, clipping and hyperparameters of an update. Sums: totals of a test."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import sqrt
 
 import numpy as np
 
 from caffepy.device.blob import Array, Blob
 from caffepy.device.device import Device
+from caffepy.device.recording import call, recorder
 from caffepy.ops import objects
+from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.elementwise import dot
 from caffepy.ops.update_state import Limits, StepResult, StepStatus
 
 
+@partial(kernel, fastmath=EXACT)
+def _add_loss(data: Array, weight: Array, is_first: bool, sums: Array) -> None:
+    """sums (4) are `UpdateState._sums`, of which a pass is `is_first` to write the last loss."""
+    product = data[()] * weight[()]
+    sums[0] = product if is_first else data.dtype.type(sums[0]) + product
+
+
+@kernel
+def _add_pass(sums: Array) -> None:
+    sums[1] += sums[0]
+    sums[2] = 0 if np.isfinite(sums[0]) else 1
+
+
 def _loss(losses: Sequence[Blob]) -> float:
-    if len(losses) == 1 and losses[0].count == 1 and losses[0].diff.item() == 1:
-        return float(losses[0].data.item())
     return float(sum(np.dot(b.data.reshape(-1), b.diff.reshape(-1)) for b in losses))
 
 
@@ -23,7 +37,9 @@ class UpdateState(objects.UpdateState):
         self._limits, self._losses = limits, losses
         self.rate, self.decay, self.correction, self.scale = (np.zeros(()) for _ in range(4))
         self.go = self.loss_scale = 1.0
-        self._total = self._last = 0.0
+        # The loss of the last pass, that of all passes, 1 where the former is not finite.
+        self._sums = np.zeros(3)
+        self._single = all(loss.count == 1 for loss in losses)
         self._results: list[StepResult] = []
         self._saved: list[Array] = []
 
@@ -33,7 +49,7 @@ class UpdateState(objects.UpdateState):
     def begin(self, diffs: Sequence[Array]) -> None:
         for diff in diffs:
             diff.fill(0)
-        self._total = 0.0
+        self._sums[1] = 0
 
     def save_stats(self, blobs: Sequence[Blob]) -> None:
         self._saved = [blob.data.copy() for blob in blobs]
@@ -43,20 +59,33 @@ class UpdateState(objects.UpdateState):
             blob.data[...] = kept
 
     def accumulate_loss(self) -> None:
-        self._last = _loss(self._losses)
-        self._total += self._last
+        if self._single and self._losses:
+            for i, b in enumerate(self._losses):
+                call(_add_loss, b.data.reshape(()), b.diff.reshape(()), i == 0, self._sums)
+        else:
+            call(self._sum_up)
+        call(_add_pass, self._sums)
+
+    def _sum_up(self) -> None:
+        self._sums[0] = _loss(self._losses)
+
+    def check_loss(self, check: Callable[[], object]) -> None:
+        if keeps := recorder():
+            keeps.check(self._sums[2:], check)
+        else:
+            check()
 
     def pack_metrics(self, metrics: Array) -> None:
-        metrics[0] = self._total
+        metrics[0] = self._sums[1]
 
     def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
-        self._total = float(metrics[0])
+        self._sums[1] = float(metrics[0])
 
     def loss(self) -> float:
-        return self._last
+        return float(self._sums[0])
 
     def mean(self) -> float:
-        return self._total / self._limits.passes
+        return float(self._sums[1]) / self._limits.passes
 
     @property
     def needs_norm(self) -> bool:
@@ -68,9 +97,7 @@ class UpdateState(objects.UpdateState):
             norm = sqrt(dot(diff, diff))
             factor = 1.0 if norm <= self._limits.clip else self._limits.clip / norm
         self.scale[()] = factor / self._limits.passes
-        self._results.append(
-            StepResult(self._total / self._limits.passes, norm, factor, 1.0, StepStatus.DONE)
-        )
+        self._results.append(StepResult(self.mean(), norm, factor, 1.0, StepStatus.DONE))
 
     def step_results(self, wait: bool) -> list[StepResult]:
         step_results, self._results = self._results, []

@@ -6,7 +6,7 @@ an iteration: the host writes hyperparameters before it enqueues the step, the k
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -167,6 +167,9 @@ class UpdateState:
 
     def loss(self) -> float:
         return self._read("last")
+
+    def check_loss(self, check: Callable[[], object]) -> None:
+        check()
 
     def mean(self) -> float:
         return self._read("total") / self._limits.passes
