@@ -89,7 +89,7 @@ def compiled():
         f"{module}.{name}": function
         for module in names
         for name, function in vars(import_module(module)).items()
-        if isinstance(function, Dispatcher)
+        if isinstance(function, (Dispatcher, compiler.Kernel))
     }
 
 

@@ -8,6 +8,7 @@ They call no other kernels, but functions that are `inlined`.
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property
 from typing import Any
 
 import numba
@@ -44,18 +45,41 @@ def inlined(function: Callable[..., Any], fastmath: set[str] = FASTMATH) -> Any:
     )
 
 
+class Kernel:
+    """A loop, of which numba hears at its first use: that takes a millisecond, and there are more
+    than a hundred. Its attributes are those of numba's dispatcher.
+    """
+
+    def __init__(self, function: Callable[..., Any], fastmath: set[str]) -> None:
+        self._function, self._fastmath = function, fastmath
+        self.__name__ = function.__name__
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """numba's function, which compiles for each set of types."""
+        compiled = numba.njit(nogil=True, error_model="numpy", fastmath=self._fastmath)(
+            self._function
+        )
+        try:
+            compiled._cache = _Cache(self._function)  # type: ignore[attr-defined, no-untyped-call]
+        except RuntimeError as error:
+            _warn(NO_CACHE, str(error))
+        return compiled
+
+    def __call__(self, *args: Any) -> Any:
+        return self.dispatcher(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dispatcher, name)
+
+
 def kernel(function: Callable[..., Any], fastmath: set[str] = FASTMATH) -> Any:
     """Compile a loop at its first call with a set of types; later processes load it from the cache.
 
     The cache lies beside the module or among the user's files (NUMBA_CACHE_DIR chooses another
     place); where none can be written, each process compiles.
     """
-    compiled = numba.njit(nogil=True, error_model="numpy", fastmath=fastmath)(function)
-    try:
-        compiled._cache = _Cache(function)  # type: ignore[attr-defined, no-untyped-call]
-    except RuntimeError as error:
-        _warn(NO_CACHE, str(error))
-    return compiled
+    return Kernel(function, fastmath)
 
 
 class _Cache(FunctionCache):

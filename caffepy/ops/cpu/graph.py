@@ -23,11 +23,11 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.dispatcher import Dispatcher
 
 from caffepy.device.blob import Array
 from caffepy.device.recording import recording
 from caffepy.device.threads import parallel, ranges
+from caffepy.ops.cpu.compiler import Kernel
 
 LONG = 2e-4
 """Seconds of a run after which other Python threads may go on beside a replay."""
@@ -157,8 +157,8 @@ def _bind(function: Callable[..., Any], args: Sequence[Any]) -> _Row | None:
     """Return the row for a call, None if only Python can make it."""
     if isinstance(function, np.ufunc):
         return _bind_ufunc(function, args)
-    if isinstance(function, Dispatcher):
-        return _bind_kernel(function, args)
+    if isinstance(function, Kernel):
+        return _bind_kernel(function.dispatcher, args)
     return None
 
 
