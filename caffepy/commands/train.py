@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from caffepy import ops
 from caffepy.collectives.launch import check_single
@@ -37,8 +37,6 @@ from caffepy.device.threads import num_threads
 from caffepy.net.recompute import Recompute
 from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.parallel.nodes import check_alike
-from caffepy.parallel.parameter_server.attachment import Attachment, attached
-from caffepy.parallel.parameter_server.cluster import ClusterOptions, options_of_worker, served
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import format as format_text
 from caffepy.proto.text import read_net, read_solver
@@ -48,6 +46,10 @@ from caffepy.solver import Monitor, Signals, Solver, StopError, Watch, newest_go
 from caffepy.solver.check import at_field, check_max_iter
 from caffepy.solver.monitor import GRACE, Heartbeat
 from caffepy.solver.snapshot import check_models, clean, under
+
+if TYPE_CHECKING:
+    from caffepy.parallel.parameter_server.attachment import Attachment
+    from caffepy.parallel.parameter_server.cluster import ClusterOptions
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +115,7 @@ class TrainOptions:
     gpu: str | None = None
     cpu: int | None = None
     sync: str = "auto"
-    cluster: ClusterOptions | None = None
+    cluster: "ClusterOptions | None" = None
     wire: str = FLOAT32
     bn_stats: Literal["average", "root", "sync"] = "average"
     nodes: tuple[int, int] | None = None
@@ -245,11 +247,14 @@ def _train(
         boards = [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
     prefix, progress = (None, False) if follows else (prefix, options.progress)
     cluster = options.cluster
+    beside = world is None and cluster is None  # MPI and Ray count the processes that they start
     attaching: AbstractContextManager[Attachment | None] = nullcontext()
     if cluster and cluster.name:
+        from caffepy.parallel.parameter_server.attachment import attached  # loads asyncio
+
         attaching = attached(cluster.cluster, cluster.name, options.solver)
     with (
-        open_report(prefix, param.max_iter, progress, boards) as reporter,
+        open_report(prefix, param.max_iter, progress, boards, beside) as reporter,
         closing(
             Solver(
                 param,
@@ -327,7 +332,7 @@ def _joined(
     devices: Sequence[Device],
     signals: Signals,
     world: World | None,
-    attachment: Attachment | None,
+    attachment: "Attachment | None",
 ) -> Iterator[None]:
     """A block in which the solver trains with others, if there are some."""
     cluster, last_resort = options.cluster, options.last_resort
@@ -338,6 +343,8 @@ def _joined(
         if cluster is None:
             yield
             return
+        from caffepy.parallel.parameter_server.cluster import options_of_worker, served
+
         worker = options_of_worker(
             solver,
             cluster,
@@ -351,7 +358,7 @@ def _joined(
             yield
 
 
-def _go_on(solver: Solver, options: TrainOptions, attachment: Attachment) -> None:
+def _go_on(solver: Solver, options: TrainOptions, attachment: "Attachment") -> None:
     """Go on with what servers hold; UsageError if the options say from where to start."""
     assert options.cluster
     given = {"--snapshot": (options.snapshot or AUTO) != AUTO, "--weights": bool(options.weights)}
@@ -364,7 +371,7 @@ def _go_on(solver: Solver, options: TrainOptions, attachment: Attachment) -> Non
     attachment.restore(solver, options.cluster.rule())
 
 
-def _check_cluster(options: TrainOptions, cluster: ClusterOptions) -> None:
+def _check_cluster(options: TrainOptions, cluster: "ClusterOptions") -> None:
     """Raise UsageError unless the options go together with a parameter server."""
     cluster.rule()
     refused = {

@@ -28,16 +28,17 @@ def open_report(
     iterations: int,
     progress: bool | None = None,
     others: Sequence[Reporter] = (),
+    beside: bool = False,
 ) -> Reporters:
     """Return the reporter of a run that ends at `iterations`: Caffe's log lines, metrics, a
     progress bar.
 
     `prefix` None writes no metrics; `progress` None draws the bar if stderr is a capable terminal.
-    `others` receive the same events.
+    `others` receive the same events. `beside`: a process of its own may draw the curve.
     """
     reporters: list[Reporter] = [LogReporter(), *others]
     if prefix is not None:
-        reporters.append(Metrics(prefix))
+        reporters.append(Metrics(prefix, iterations if beside else 0))
     if wanted(progress):
         reporters.append(Progress(iterations))
     return Reporters(*reporters)

@@ -17,7 +17,9 @@ from contextlib import suppress
 from typing import TextIO
 
 from caffepy.core.files import replacing, working_directory
+from caffepy.device.threads import cores
 from caffepy.report import plot
+from caffepy.report.beside import AHEAD, CurveProcess
 from caffepy.report.display_record import DisplayCollector, DisplayRecord, elements
 from caffepy.report.series import of_metrics
 from caffepy.report.text import number
@@ -61,21 +63,36 @@ def _has_numbers(row: Sequence[str]) -> bool:
     return 0 <= numbers[0] < 1 << 63
 
 
-def draw_curve(columns: Sequence[str], rows: Sequence[Row], path: str, folder: str = "") -> None:
-    """Draw a metrics file, if it has at least two rows and matplotlib is installed (extra `plot`).
+def draw_rows(columns: Sequence[str], rows: Sequence[Row], path: str) -> None:
+    """Draw the rows of a metrics file."""
+    plot.draw([of_metrics(os.path.basename(path), columns, rows)], path)
 
-    The path is relative to `folder`. An error is logged and leaves the old picture.
+
+def draw_curve(
+    metrics: str, path: str, folder: str = "", beside: CurveProcess | None = None
+) -> None:
+    """Draw a metrics file, if it has at least two rows and matplotlib is installed (extra `plot`),
+    by a process that waits `beside` this one, if there is one.
+
+    Both paths are relative to `folder`. An error is logged and leaves the old picture.
     """
+    whole, picture = os.path.join(folder, metrics), os.path.join(folder, path)
+    columns, rows = read_rows(whole)
     if len(rows) < 2:
         return
     if importlib.util.find_spec("matplotlib") is None:
         log.info("For a picture of the curve, pip install matplotlib")
         return
+    problem = beside.draw(whole, picture) if beside else None
     try:
-        plot.draw([of_metrics(os.path.basename(path), columns, rows)], os.path.join(folder, path))
-        log.info("Curve is in %s", path)
+        if problem is None:
+            draw_rows(columns, rows, picture)
     except Exception as error:
-        log.warning("no curve in %s: %s", path, error)
+        problem = str(error)
+    if problem:
+        log.warning("no curve in %s: %s", path, problem)
+    else:
+        log.info("Curve is in %s", path)
 
 
 class Metrics(DisplayCollector):
@@ -84,10 +101,16 @@ class Metrics(DisplayCollector):
     A run that a signal or an error ends must end at once: matplotlib takes seconds, so that the log
     says how to draw the curve later. A run that starts at iteration K > 0 appends to the file of
     the earlier part, whose rows from K on are dropped. A disk error costs the file, not the run.
+
+    If the end of the run is known to be at `iterations`, another process loads matplotlib beside
+    its last seconds, and draws.
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, iterations: int = 0) -> None:
         super().__init__()
+        self._iterations = iterations
+        self._since: tuple[int, float] | None = None  # iteration and time of the first one
+        self._beside: CurveProcess | None = None
         self.path = f"{prefix}_metrics.csv"
         self.curve_path = f"{prefix}_curve.png"
         self._folder = working_directory()  # that names are relative to, wherever layers change to
@@ -129,19 +152,41 @@ class Metrics(DisplayCollector):
         except OSError as error:
             self._give_up(error)
 
+    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
+        super().iterated(iteration, loss, rate, images)
+        if self._iterations:
+            self._look_ahead(iteration, time.monotonic())
+
+    def _look_ahead(self, iteration: int, now: float) -> None:
+        """Start the process that draws if the run is expected to end soon."""
+        first, since = self._since = self._since or (iteration, now)
+        done, left = iteration - first, self._iterations - 1 - iteration
+        if done > 0 and (now - since) * left < AHEAD * done:
+            self._iterations = 0
+            if cores() > 1 and importlib.util.find_spec("matplotlib"):
+                with suppress(OSError):
+                    self._beside = CurveProcess()
+
     def done(self, stopped_early: bool) -> None:
         super().done(stopped_early)
         self._complete = not stopped_early
 
     def close(self, complete: bool = True) -> None:
         """Write the last row; draw the curve of a complete run."""
+        try:
+            self._end(complete)
+        finally:
+            if self._beside:
+                self._beside.close()
+
+    def _end(self, complete: bool) -> None:
         self.show_pending()
         if self._file is None:
             return
         self._file.close()
         if complete and self._complete:
             log.info("Metrics are in %s", self.path)
-            draw_curve(*read_rows(self._absolute), self.curve_path, self._folder)
+            draw_curve(self.path, self.curve_path, self._folder, self._beside)
         else:
             command = shlex.join(["caffepy", "plot", self.path, "--output", self.curve_path])
             log.info("Metrics are in %s; to draw them: %s", self.path, command)

@@ -12,6 +12,7 @@ import pytest
 from caffepy.cli import main
 from caffepy.core.events import Displayed
 from caffepy.report import Metrics
+from caffepy.report.beside import CurveProcess
 from caffepy.report.metrics import read_rows
 from caffepy.report.runs import read_run
 from tests.report import golden
@@ -229,3 +230,49 @@ def test_files_stay_where_the_run_began_wherever_layers_change_to(
     names = sorted(path.name for path in (tmp_path / "here").iterdir())
     assert names == ["net_curve.png", "net_metrics.csv"]
     assert not list((tmp_path / "there").iterdir())
+
+
+def run_beside(prefix: str, complete: bool = True, spoil: bool = False) -> CurveProcess | None:
+    metrics = Metrics(prefix, iterations=40)
+    metrics.solving("net", "fixed")
+    for i in range(0, 40, 2):
+        metrics.displayed(Displayed(i, 2 / (i + 1), [], 1, 1, 2))
+        metrics.lr(i, 0.1)
+        metrics.iterated(i, 2 / (i + 1), 0.1, 5)
+        metrics.iterated(i + 1, 2 / (i + 1), 0.1, 5)
+    beside = metrics._beside
+    if spoil and beside:
+        beside._process.kill()
+        beside._process.wait()
+    if complete:
+        metrics.done(False)
+    metrics.close()
+    return beside
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+def test_a_process_beside_the_end_of_a_run_draws(
+    spoil: bool, prefix: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.undo()  # draw
+    caplog.set_level("INFO")
+    monkeypatch.setattr("caffepy.report.metrics.cores", lambda: 2)
+    beside = run_beside(prefix, spoil=spoil)  # one that was killed leaves it to this process
+    assert beside is not None
+    assert beside._process.returncode is not None
+    assert Path(f"{prefix}_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert caplog.messages[-1] == f"Curve is in {prefix}_curve.png"
+
+
+def test_no_process_is_left_by_a_run_that_ends_early(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("caffepy.report.metrics.cores", lambda: 2)
+    beside = run_beside(prefix, complete=False)
+    assert beside is not None
+    assert beside._process.returncode is not None
+    assert not Path(f"{prefix}_curve.png").exists()
+    monkeypatch.setattr("caffepy.report.metrics.cores", lambda: 1)
+    assert run_beside(prefix) is None
