@@ -106,6 +106,15 @@ def test_files_do_not_import_each_other_in_circles() -> None:
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
+def test_a_start_on_a_gpu_does_without_the_cpu_s_kernels() -> None:
+    """Numba takes a quarter of a second to import."""
+    for path in (ROOT / "caffepy" / "ops" / "cuda").glob("*.py"):
+        top = ast.parse(path.read_text()).body
+        found = [node for node in top if isinstance(node, (ast.Import, ast.ImportFrom))]
+        wanted = [name for node in found for name in names(node)]
+        assert not any(name.startswith(("caffepy.ops.cpu", "numba")) for name in wanted), path
+
+
 def test_only_the_device_layer_knows_cupy() -> None:
     for path in sources():
         known = any(

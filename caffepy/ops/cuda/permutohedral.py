@@ -4,12 +4,13 @@ import cupy
 import numpy as np
 
 from caffepy.device.cuda import CudaDevice
-from caffepy.ops.cpu.permutohedral import lattice_of
 from caffepy.ops.cuda.launch import Array, launch
 
 
 class Lattice:
     def __init__(self, features: Array, device: CudaDevice) -> None:
+        from caffepy.ops.cpu.permutohedral import lattice_of  # with numba, which others do without
+
         corners, weights, neighbours = lattice_of(features)
         self._count = neighbours.shape[1]
         # Each corner adds up what its points give, in their order: sums do not depend on chance.
