@@ -215,6 +215,8 @@ class Reader:
     starts.
     """
 
+    _producer: _Producer  # of the thread
+
     def __init__(
         self, loader: Loader, depth: int, dtype: DTypeLike, staging: Callable[[], Staging]
     ) -> None:
@@ -227,6 +229,7 @@ class Reader:
         self._state = loader.state()
         self._turns: Callable[[int], Iterator[Turn]] = lambda taken: cycle(ALONE)
         self._taken = 0  # batches since `serve`
+        self._first = True  # `take` is to wait for the first batch of the thread
         self._thread: threading.Thread | None = None
 
     def extent(self) -> str:
@@ -324,7 +327,7 @@ class Reader:
         return True
 
     def _start(self) -> None:
-        self._first = True  # `take` is to wait for the first batch
+        self._first = True
         self._producer = _Producer(self._loader, self._batches, self._turns(self._taken))
         self._finalizer = weakref.finalize(self, self._producer.stop)
         self._finalizer.atexit = False

@@ -135,8 +135,8 @@ class Layer:
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Shape the tops and buffers by the bottoms' shapes; ConfigError if these do not fit."""
 
-    def begin(self) -> None:
-        """Begin, in a thread, what the first forward would wait for, such as reading data."""
+    def read_ahead(self) -> None:
+        """Begin to read, in a thread, the data for which the first forward would wait."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Compute the tops' data from the bottoms'."""

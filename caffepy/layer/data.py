@@ -113,7 +113,7 @@ class Prefetching(Feed):
         if self._reader:
             self._reader.lease(turns)
 
-    def begin(self) -> None:
+    def read_ahead(self) -> None:
         if self._reader:
             self._reader.begin()
 

@@ -150,7 +150,7 @@ class Step:
         if self.device.is_cuda and not self._looked_ahead:
             self._looked_ahead = True
             for _, node in self.net.own_nodes:
-                node.layer.begin()
+                node.layer.read_ahead()
             self.net.compile_ahead(self.graphs.eager_steps)
             with self.device.scope(), ops.backend(self.device).compile_ahead():
                 self.apply_rule()
