@@ -10,6 +10,7 @@ from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Blobs, Layer, Weighted, layer
 from caffepy.layer.pooling import check_padded
+from caffepy.ops.objects import NormSums, Preparation
 from caffepy.proto.caffe_pb2 import ConvolutionParameter
 
 
@@ -201,6 +202,12 @@ class Convolution(_Filtering):
         for x, y in zip(self.whole(bottom), top, strict=True):
             self.conv.forward(x.data, self.blobs[0].data, self.bias, y.data)
 
+    def forward_prepare(self, bottom: Blob, top: Blob, preparation: Preparation) -> None:
+        """Forward of one bottom, and the numbers of a BatchNorm of its top."""
+        (x,) = self.whole([bottom])
+        given = x.data, self.blobs[0].data, self.bias, top.data, preparation
+        self.conv.forward_prepare(*given)
+
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         dw, db = self.weight_diff, self.bias_diff
         whole = self.copies or bottom
@@ -210,6 +217,20 @@ class Convolution(_Filtering):
                     self.conv.backward_weight(copy.data, y.diff, dw, db)
             if down:
                 self.backward_data(y, x, copy)
+
+    def sums_gradients(self, top: Blob, bottom: Blob, alike: bool) -> bool:
+        """True if `backward_norm` may save passes; `alike` if what is added to the bottom's diff
+        comes from convolutions with the same window.
+        """
+        return not self.copies and self.conv.sums_gradients(top.diff, bottom.data, alike)
+
+    def backward_norm(self, top: Blob, bottom: Blob, norm: NormSums) -> None:
+        """Backward of one bottom, and in place of its diff half the gradient of what made it."""
+        dw, db = self.weight_diff, self.bias_diff
+        if dw is not None or db is not None:
+            with self.side_stream(True):
+                self.conv.backward_weight(bottom.data, top.diff, dw, db)
+        self.conv.backward_data_norm(top.diff, self.blobs[0].data, norm)
 
     def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
         """Each output is a sum over one filter."""

@@ -8,6 +8,8 @@ from itertools import pairwise
 from math import inf, prod
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Layer
 from caffepy.layer.convolution import Convolution
@@ -17,6 +19,7 @@ from caffepy.layer.neuron import Dropout, ReLU, ReLU6, is_in_place
 from caffepy.layer.normalization import BatchNorm, Scale
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.shape import Split
+from caffepy.ops.objects import NormSums
 from caffepy.proto.caffe_pb2 import PoolingParameter
 
 
@@ -35,6 +38,9 @@ class FusedGroup(Protocol):
     Only the tops of the last member are written; blobs between members are left as they are.
     """
 
+    sums_for: "NormGroup | None"
+    """The group half of whose backward is computed by that of this one, if there is any."""
+
     @property
     def buffers(self) -> Sequence[Blob]:
         """Blobs of its own whose data forward writes and only backward of that pass reads."""
@@ -51,6 +57,8 @@ class ConvolutionReLU:
 
     Backward changes the top's diff: it becomes that of the convolution.
     """
+
+    sums_for: "NormGroup | None" = None
 
     def __init__(self, members: Sequence[Member]) -> None:
         convolution, relu = members
@@ -83,6 +91,8 @@ class ConvolutionReLU:
 
 class PoolingReLU:
     """top = relu(maxima or means of the bottom), in place or not, with a slope of 0."""
+
+    sums_for: "NormGroup | None" = None
 
     def __init__(self, members: Sequence[Member]) -> None:
         pooling, relu = members
@@ -120,6 +130,8 @@ class PoolingReLU:
 
 class InnerProductGroup:
     """InnerProduct, then ReLU of slope 0, Dropout or both, in one pass over the product."""
+
+    sums_for: "NormGroup | None" = None
 
     def __init__(self, members: Sequence[Member]) -> None:
         first, *after = members
@@ -166,6 +178,10 @@ class NormGroup:
     x, the output of the convolution, is a blob of the group's own; its diff shares the memory of
     that of y. A group that never runs backward (`learns` False) has x where y will be.
     `has_gradient` says which tops get a gradient.
+
+    Backward comes in two halves: sums over the gradient of y, and what is computed with them. The
+    convolution of the group that writes the last part of that gradient, whose `sums_for` this is,
+    computes the first half with it where it can: the part need not be written and read again.
     """
 
     def __init__(
@@ -189,6 +205,9 @@ class NormGroup:
             if isinstance(member.layer, Eltwise):
                 index = 1 if member.bottoms[0] is before.tops[0] else 0
                 self.other, self.wants_other = member.bottoms[index], member.propagate_down[index]
+        self.masks_by_y = self.ceiling is not None and self.other is not None
+        self.bits = self.layer.buffer(dtype=np.uint8)  # where y is in the ReLU's range, or nothing
+        self._fit()
         source = self.norm.bottoms[0]
         keeps = is_in_place(source, self.tops[0]) if self.convolution is None else True
         if learns and keeps:
@@ -197,49 +216,132 @@ class NormGroup:
                 self.x.share_diff(with_gradient[0])
         else:
             self.x = source if self.convolution is None else self.tops[0]
-        self.buffers = [self.x] if learns and keeps else []
+        self.learns = learns
+        self.line = self.layer.buffer([2, self.layer.blobs[0].count])
+        self.summed: Blob | None = None  # whose diff has the first half of backward
+        self.sums_for: NormGroup | None = None
+        self.sums_alike = True  # others that write part of that gradient have the same window
+        self._kept = [self.x] if learns and keeps else []
+        if learns:
+            self._kept.append(self.bits)
+
+    @property
+    def buffers(self) -> Sequence[Blob]:
+        """The output of a convolution, or a bottom that is overwritten; bits of the top."""
+        return self._kept
+
+    @property
+    def half(self) -> tuple[Sequence[Blob], Sequence[Blob]]:
+        """Blobs whose data the first half of backward reads, and whose diffs it writes."""
+        writes = [self.other] if self.other is not None and self.wants_other else []
+        return [self.x, self.bits, self.tops[0]], writes
+
+    def sums_of(self, top: Blob) -> NormSums | None:
+        """Return the first half of backward, to be computed with the gradient of a top; from then
+        on backward is the second half. None if it is not of this kind.
+        """
+        layer = self.layer
+        if layer.is_global or layer.together or not self.norm.propagate_down[0]:
+            return None
+        more = [t for t in self.tops if t is not top and t.diff_memory.touched]
+        self.summed = self.other if self.other is not None and self.wants_other else top
+        return NormSums(
+            self.x.data,
+            layer.numbers.data,
+            more[0].diff if more else None,
+            self.tops[0].data if self.masks_by_y else None,
+            self.kept_bits,
+            self.ceiling,
+            self.summed.diff,
+            *self._scale_diffs(),
+            self.line.data,
+        )
+
+    def _scale_diffs(self) -> tuple[Array | None, Array | None]:
+        """Return the diffs of the Scale's parameters that are wanted."""
+        if self.scale is None:
+            return None, None
+        wanted = zip(self.scale.blobs, self.scale.param_propagate_down, strict=True)
+        diffs = [blob.diff if want else None for blob, want in wanted]
+        return diffs[0], diffs[1] if len(diffs) > 1 else None
+
+    def _fit(self) -> None:
+        """Make room for the bits of the top."""
+        y, ops = self.tops[0], self.layer.ops
+        self.bits.reshape([ops.mask_size(y.shape, y.layout) if self.masks_by_y else 0])
+
+    @property
+    def kept_bits(self) -> Array | None:
+        """What backward is told of y; None: it looks itself, or needs nothing."""
+        return self.bits.data if self.learns and self.bits.count else None
 
     def forward(self) -> None:
         layer, y = self.layer, self.tops[0]
         self.x.reshape_like(y)
-        if self.convolution is not None:
-            self.convolution.layer.forward(self.convolution.bottoms, [self.x])
-        elif self.x is not self.norm.bottoms[0]:
-            layer.ops.copy(self.norm.bottoms[0].data, self.x.data)
-        x = _flat(self.x.data)
-        scale = [] if self.scale is None else [blob.data for blob in self.scale.blobs]
-        numbers = layer.prepare(x, *scale)
+        self._fit()
+        if not layer.recomputes:
+            self.summed = None
+        x, numbers = self._prepare()
         other = None if self.other is None else _flat(self.other.data)
-        layer.ops.norm_forward(x, numbers, other, self.ceiling, _flat(y.data))
+        layer.ops.norm_forward(x, numbers, other, self.ceiling, _flat(y.data), self.kept_bits)
+
+    def _prepare(self) -> tuple[Array, Array]:
+        """Compute x (N, C, P), and the numbers of its channels."""
+        layer = self.layer
+        scale = [] if self.scale is None else [blob.data for blob in self.scale.blobs]
+        if self.convolution is not None and layer.takes_statistics:
+            (bottom,), convolution = self.convolution.bottoms, self.convolution.layer
+            assert isinstance(convolution, Convolution)
+            convolution.forward_prepare(bottom, self.x, layer.preparation(*scale))
+            x, numbers = _flat(self.x.data), layer.numbers.data
+        else:
+            if self.convolution is not None:
+                self.convolution.layer.forward(self.convolution.bottoms, [self.x])
+            elif self.x is not self.norm.bottoms[0]:
+                layer.ops.copy(self.norm.bottoms[0].data, self.x.data)
+            x = _flat(self.x.data)
+            numbers = layer.prepare(x, *scale)
+        return x, numbers
 
     def backward(self) -> None:
         """Write the gradients of x and of the other blob, add to those of the parameters."""
+        source = self.norm.bottoms[0] if self.convolution is None else self.x
+        if self.summed is not None:
+            given = _flat(self.x.data), self.layer.numbers.data, self.line.data
+            self.layer.ops.norm_gradient(*given, _flat(self.summed.diff), _flat(source.diff))
+            self.summed = None
+        else:
+            self._backward_norm(_flat(source.diff) if self.norm.propagate_down[0] else None)
+        self._backward_convolution()
+
+    def _backward_convolution(self) -> None:
+        if self.convolution is None or not self.norm.propagate_down[0]:
+            return
+        member, layer = self.convolution, self.convolution.layer
+        (bottom,), group = member.bottoms, self.sums_for
+        assert isinstance(layer, Convolution)
+        norm = None
+        if group is not None and layer.sums_gradients(self.x, bottom, self.sums_alike):
+            norm = group.sums_of(bottom)
+        if norm is None:
+            layer.backward([self.x], member.propagate_down, member.bottoms)
+        else:
+            layer.backward_norm(self.x, bottom, norm)
+
+    def _backward_norm(self, dx: Array | None) -> None:
         layer = self.layer
         # Tops whose diff was never touched get no gradient.
         touched = [top for top in self.tops if top.diff_memory.touched]
         dys = [_flat(top.diff) for top in touched or self.tops[:1]]
-        by_y = self.ceiling is not None and self.other is not None
-        y = _flat(self.tops[0].data) if by_y else None
+        y = _flat(self.tops[0].data) if self.masks_by_y else None
         masked = None
         if self.other is not None and self.wants_other:
             masked = _flat(self.other.diff)
         elif y is not None or len(dys) > 1:
             masked = dys[0]
-        dx = None
-        if self.norm.propagate_down[0]:
-            source = self.norm.bottoms[0] if self.convolution is None else self.x
-            dx = _flat(source.diff)
-        sums: dict[int, Array] = {}  # the diffs of the Scale's parameters
-        if self.scale is not None:
-            wanted = enumerate(self.scale.param_propagate_down)
-            sums = {i: self.scale.blobs[i].diff for i, want in wanted if want}
-        x, numbers, by_scale = _flat(self.x.data), layer.numbers.data, (sums.get(0), sums.get(1))
-        layer.ops.norm_backward(
-            x, numbers, dys, y, self.ceiling, masked, dx, *by_scale, layer.is_global
-        )
-        if self.convolution is not None and self.norm.propagate_down[0]:
-            member = self.convolution
-            member.layer.backward([self.x], member.propagate_down, member.bottoms)
+        x, numbers = _flat(self.x.data), layer.numbers.data
+        given = x, numbers, dys, y, self.ceiling, masked, dx, *self._scale_diffs(), layer.is_global
+        layer.ops.norm_backward(*given, self.kept_bits)
 
 
 def _flat(array: Array) -> Array:

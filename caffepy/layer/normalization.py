@@ -12,6 +12,7 @@ from caffepy.layer.base import Blobs, Kept, Layer, layer
 from caffepy.layer.filler import fill
 from caffepy.layer.neuron import SameShape, is_in_place
 from caffepy.layer.pooling import check_padded
+from caffepy.ops.objects import Preparation
 from caffepy.proto.caffe_pb2 import (
     TEST,
     TRAIN,
@@ -200,14 +201,23 @@ class BatchNorm(SameShape):
         if any(self.lacks):
             self._prepare_half(x, running, numbers[0], numbers[1])
             return numbers
-        affine = scale, bias
         if self.is_global:
-            self.ops.batch_norm_stored(running, self.eps, affine, numbers)
+            self.ops.batch_norm_stored(running, self.eps, (scale, bias), numbers)
         elif self.together:
             self._prepare_together(x, self.together)
         else:
-            self.ops.batch_norm_prepare(x, running, self.fraction, self.eps, affine, numbers)
+            self.ops.batch_norm_prepare(x, *self.preparation(scale, bias))
         return numbers
+
+    @property
+    def takes_statistics(self) -> bool:
+        """True if `prepare` is `Ops.batch_norm_prepare` with the `preparation`."""
+        return not (self.recomputes or any(self.lacks) or self.is_global or self.together)
+
+    def preparation(self, scale: Array | None = None, bias: Array | None = None) -> Preparation:
+        """Return what `Ops.batch_norm_prepare` takes beside x."""
+        running = [b.data for b in self.blobs[:3]]
+        return running, self.fraction, self.eps, (scale, bias), self.numbers.data
 
     def _prepare_half(
         self, x: Array, running: Sequence[Array], mean: Array, inverse: Array

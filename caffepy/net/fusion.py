@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from caffepy.layer import Layer
+from caffepy.layer.convolution import Convolution
 from caffepy.layer.eltwise import Eltwise
-from caffepy.layer.fused import PATTERNS, FusedGroup, Member, make_group
+from caffepy.layer.fused import PATTERNS, FusedGroup, Member, NormGroup, make_group
 from caffepy.layer.neuron import Dropout, ReLU, ReLU6
 from caffepy.layer.normalization import BatchNorm
 from caffepy.layer.pooling import Pooling
@@ -47,7 +48,47 @@ def fused_steps(nodes: Sequence[Node]) -> list[Step]:
         made = make_group(members, last.need_backward, has_gradient)
         steps.append(Step(group[-1], tuple(group), made))
         alone -= set(group)
-    return sorted([*steps, *map(Step, alone)], key=lambda step: step.last)
+    steps = sorted([*steps, *map(Step, alone)], key=lambda step: step.last)
+    _share_sums(nodes, steps)
+    return steps
+
+
+def _share_sums(nodes: Sequence[Node], steps: Sequence[Step]) -> None:
+    """Let convolutions compute sums for the group whose top they read: of all that write a gradient
+    of its tops, that which runs first, so that its backward runs last.
+    """
+    for step in steps:
+        group = step.group
+        if not isinstance(group, NormGroup) or not group.learns:
+            continue
+        of_group = {id(top) for top in group.tops}
+        readers = [
+            (reader, nodes[i])
+            for reader in steps
+            if reader is not step
+            for i in reader.layers or [reader.last]
+            if of_group & _with_gradient(nodes[i])
+        ]
+        if not readers:
+            continue
+        (reader, node), *others = readers
+        alone = not any(_with_gradient(node) & _with_gradient(other) for _, other in others)
+        first = reader.group
+        if isinstance(first, NormGroup) and first is not group and alone:
+            convolution = first.convolution
+            if convolution is not None and convolution.layer is node.layer:
+                assert isinstance(node.layer, Convolution)
+                first.sums_for = group
+                first.sums_alike = all(
+                    type(other.layer) is Convolution and other.layer.window == node.layer.window
+                    for _, other in others
+                )
+
+
+def _with_gradient(node: Node) -> set[int]:
+    """Return the ids of the bottoms, as the layer takes them, whose gradient it writes."""
+    pairs = zip(node.layer_bottoms, node.propagate_down, strict=True)
+    return {id(bottom) for bottom, down in pairs if down}
 
 
 def _reader(nodes: Sequence[Node], index: int) -> int | None:

@@ -208,8 +208,18 @@ def _moments(usage: Usage) -> Iterator[tuple[bool, list[tuple[Memory, bool]]]]:
             *((top.diff_memory, False) for top in node.tops),
             *((copy.diff_memory, True) for copy in _casts(net, step)),
             *((bottom.blob.diff_memory, True) for bottom in bottoms if bottom.wanted),
+            *_half(step),
         ]
         yield False, touched
+
+
+def _half(step: Step) -> Iterator[tuple[Memory, bool]]:
+    """Yield what a step touches of another group, half of whose backward it computes."""
+    group = step.group.sums_for if step.group else None
+    if group is not None:
+        reads, writes = group.half
+        yield from ((blob.data_memory, False) for blob in reads)
+        yield from ((blob.diff_memory, True) for blob in writes)
 
 
 class _Bottom(NamedTuple):

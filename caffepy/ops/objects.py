@@ -6,7 +6,7 @@ methods have no docstring of their own; what has no meaning on the CPU it inheri
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import DTypeLike
 
@@ -24,6 +24,31 @@ HOST = "host"
 
 States = Sequence[Array]
 """h and c of an LSTM."""
+
+Preparation = tuple[Sequence[Array], float, float, Sequence[Array | None], Array]
+"""What `Ops.batch_norm_prepare` takes beside x: running, fraction, eps, affine, numbers."""
+
+
+class NormSums(NamedTuple):
+    """The first half of `Ops.norm_backward`, for a sum of the gradient g that a convolution gives
+    and, if there is one, of `more`.
+
+    masked = g where y, or its bits, let it pass (without a y: where x * factor + shift does);
+    dscale += sums of masked * (x - mean) * inverse, dbias += sums of masked; and line (2, C) =
+    slope and rest of the second half, `Ops.norm_gradient`.
+    x, more, y and masked have the shape of the convolution's x.
+    """
+
+    x: Array
+    numbers: Array
+    more: Array | None
+    y: Array | None
+    bits: Array | None
+    ceiling: float | None
+    masked: Array
+    dscale: Array | None
+    dbias: Array | None
+    line: Array
 
 
 class Convolution(Protocol):
@@ -47,8 +72,21 @@ class Convolution(Protocol):
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
         """Write y = w * x + b; max(0, .) of it with `relu`."""
 
+    def forward_prepare(
+        self, x: Array, w: Array, b: Array | None, y: Array, preparation: Preparation
+    ) -> None:
+        """Write y = w * x + b, then `Ops.batch_norm_prepare` of y, whose channels are axis 1."""
+
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         """Write dx."""
+
+    def sums_gradients(self, dy: Array, dx: Array, alike: bool) -> bool:
+        """Return True if `backward_data_norm` may save passes over such arrays; `alike` if `more`
+        is 0, for a stride or the like, wherever dx is.
+        """
+
+    def backward_data_norm(self, dy: Array, w: Array, norm: NormSums) -> None:
+        """`backward_data`, and the first half of the gradient of the normalization that made x."""
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw and db."""

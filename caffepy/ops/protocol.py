@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.device.blob import Array, Blob
+from caffepy.device.blob import Array, Blob, Layout
 from caffepy.ops import objects
 from caffepy.ops.boxes import BoxCode, LocationLoss, Matching
 from caffepy.ops.overlap import YoloWeights
@@ -362,11 +362,24 @@ class Ops(Protocol):
     ) -> None:
         """Write the same numbers from the running sums / their weight; 0 if the weight is."""
 
+    def mask_size(self, shape: Sizes, layout: Layout) -> int:
+        """Return the bytes of the bits that `norm_forward` keeps for y of this shape and layout; 0
+        if `norm_backward` looks at y.
+        """
+
     def norm_forward(
-        self, x: Array, numbers: Array, other: Maybe, ceiling: float | None, y: Array
+        self,
+        x: Array,
+        numbers: Array,
+        other: Maybe,
+        ceiling: float | None,
+        y: Array,
+        bits: Maybe = None,
     ) -> None:
         """y = x * factor + shift [+ other]; numbers of `batch_norm_prepare`. With a ceiling then
         min(max(y, 0), ceiling): inf for a ReLU.
+
+        bits (`mask_size`, uint8) tell `norm_backward` where y lies between 0 and the ceiling.
         """
 
     def norm_backward(
@@ -381,15 +394,21 @@ class Ops(Protocol):
         dscale: Maybe,
         dbias: Maybe,
         frozen: bool,
+        bits: Maybe = None,
     ) -> None:
         """The gradient of `norm_forward` from the gradients `dys` of its y, one or two.
 
         g = sum of dys, with a ceiling 0 where y <= 0 or y >= ceiling < inf (y is x * factor +
-        shift if it is None).
+        shift if it is None; the bits that `norm_forward` kept are read instead of y).
         masked = g, the gradient of `other`; dscale += sums of g * n, dbias += sums of g, where
         n = (x - mean) * inverse. dx = factor * (g - mean(g) - n * mean(g * n)), means per channel,
         or dx = factor * g if the numbers are frozen, that is no function of x.
         masked and dx may be one of dys; masked is needed if there is a y or a second dy.
+        """
+
+    def norm_gradient(self, x: Array, numbers: Array, line: Array, g: Array, dx: Array) -> None:
+        """dx = factor * g + slope * x + rest, with slope and rest of each channel in line (2, C):
+        the second half of `norm_backward` after `objects.NormSums`. dx may be g.
         """
 
     def scale_forward(self, x: Array, scale: Array, bias: Maybe, y: Array) -> None:

@@ -22,6 +22,10 @@ TEXTS = {
     "Convolution": (
         "convolution_param { num_output: 8 kernel_size: 3 pad: 1 weight_filler { type: 'xavier' } }"
     ),
+    # its weights are such that no ReLU decides otherwise for their rounding
+    "Pointwise": (
+        "convolution_param { num_output: 8 kernel_size: 1 weight_filler { type: 'msra' } }"
+    ),
     "BatchNorm": "batch_norm_param { moving_average_fraction: 0.9 }",
     "Scale": (
         "scale_param { bias_term: true filler { type: 'gaussian' } "
@@ -38,6 +42,8 @@ GROUPS = {
     "block": "Convolution BatchNorm Scale Eltwise ReLU",
     "usual": "Convolution BatchNorm Scale ReLU",
     "linear": "Convolution BatchNorm Scale",
+    "pointwise": "Pointwise BatchNorm Scale ReLU",
+    "pointwise sum": "Pointwise BatchNorm Scale Eltwise ReLU Split",
     "sum": "Convolution BatchNorm Scale Eltwise",
     "unscaled": "Convolution BatchNorm ReLU",
     "no convolution": "BatchNorm Scale ReLU",
@@ -79,7 +85,8 @@ class Chain:
             self.members = []
             blob = self.x
             for kind in types:
-                param = text_format.Parse(f'type: "{kind}" {TEXTS[kind]}', LayerParameter())
+                of = "Convolution" if kind == "Pointwise" else kind
+                param = text_format.Parse(f'type: "{of}" {TEXTS[kind]}', LayerParameter())
                 if kind == "BatchNorm" and frozen:
                     param.batch_norm_param.use_global_stats = True
                 layer = create_layer(param, phase, self.device, dtype)
@@ -90,7 +97,7 @@ class Chain:
                     if swap
                     else [blob, self.other]
                 )
-                own = kind in ("Convolution", "Eltwise") or not in_place
+                own = of in ("Convolution", "Eltwise") or not in_place
                 tops = (
                     [self._blob() for _ in range(2)]
                     if kind == "Split"

@@ -7,6 +7,7 @@ import pytest
 
 from caffepy.device.threads import num_threads
 from caffepy.ops import cpu
+from caffepy.ops.objects import NormSums
 
 
 def naive(x, w, stride, pad, dilation, group):
@@ -157,3 +158,62 @@ def test_the_number_of_threads_changes_no_bit(case):
             results.append(b"".join(a.tobytes() for a in (y, dx, dw, db)))
     cpu.set_num_threads(before)
     assert len(set(results)) == 1
+
+
+def data(shape, seed):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def test_numbers_of_a_normalization_after_it():
+    """forward_prepare is forward, then batch_norm_prepare."""
+    x, w = data((2, 3, 5, 4), 0), data((6, 3, 3, 3), 1)
+    conv = cpu.Convolution(x.shape, w.shape, ((1, 1), (1, 1), (1, 1)), 1, np.float64)
+    answers = []
+    for together in (True, False):
+        y, running, numbers = (
+            np.empty(conv.y_shape),
+            [np.ones(6), np.ones(6), np.ones(1)],
+            data((4, 6), 2),
+        )
+        preparation = running, 0.9, 1e-5, (data(6, 3), data(6, 4)), numbers
+        if together:
+            conv.forward_prepare(x, w, None, y, preparation)
+        else:
+            conv.forward(x, w, None, y)
+            cpu.batch_norm_prepare(y.reshape(2, 6, -1), *preparation)
+        answers.append([y, *running, numbers])
+    for a, b in zip(*answers, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("ceiling", [None, np.inf, 0.5])
+@pytest.mark.parametrize("masks_by", ["x", "y"])
+@pytest.mark.parametrize("more", [False, True])
+def test_half_the_gradient_of_a_normalization_before_it(more, masks_by, ceiling):
+    """backward_data_norm and norm_gradient are backward_data and norm_backward."""
+    x, w, dy = data((2, 3, 5, 4), 0), data((6, 3, 3, 3), 1), data((2, 6, 5, 4), 2)
+    conv = cpu.Convolution(x.shape, w.shape, ((1, 1), (1, 1), (1, 1)), 1, np.float64)
+    numbers, other, y = data((4, 3), 3), data(x.shape, 4), data(x.shape, 5)
+    numbers[1] **= 2
+    y = y if masks_by == "y" else None
+    dx, sums = np.empty(x.shape), np.ones((2, 3))
+    masked, line, have, have_sums = (
+        np.empty(x.shape),
+        np.empty((2, 3)),
+        np.empty(x.shape),
+        sums.copy(),
+    )
+    conv.backward_data(dy, w, dx)
+
+    def flat(a):
+        return a if a is None else a.reshape(2, 3, -1)
+
+    dys = [flat(dx), flat(other)] if more else [flat(dx)]
+    given = (flat(x), numbers, dys, flat(y), ceiling, flat(dx), flat(dx), *sums, False)
+    cpu.norm_backward(*given)
+    addend = other if more else None
+    norm = NormSums(x, numbers, addend, y, None, ceiling, masked, *have_sums, line)
+    conv.backward_data_norm(dy, w, norm)
+    cpu.norm_gradient(flat(x), numbers, line, flat(masked), flat(have))
+    np.testing.assert_allclose(have, dx, 1e-9, 1e-9)
+    np.testing.assert_allclose(have_sums, sums, 1e-9)

@@ -90,8 +90,10 @@ from caffepy.ops.cpu.normalization import (
     batch_norm_prepare,
     batch_norm_statistics,
     batch_norm_stored,
+    mask_size,
     norm_backward,
     norm_forward,
+    norm_gradient,
 )
 from caffepy.ops.cpu.permutohedral import Lattice
 from caffepy.ops.cpu.pooling import (

@@ -31,6 +31,7 @@ from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.depthwise import Depthwise
 from caffepy.ops.cpu.depthwise import suits as is_depthwise
 from caffepy.ops.cpu.neuron import relu_forward
+from caffepy.ops.cpu.normalization import batch_norm_prepare, norm_sums
 from caffepy.ops.cpu.pointwise import Pointwise
 from caffepy.ops.cpu.pointwise import suits as is_pointwise
 from caffepy.ops.cpu.tile import (
@@ -43,6 +44,7 @@ from caffepy.ops.cpu.tile import (
 )
 from caffepy.ops.cpu.winograd import Winograd
 from caffepy.ops.cpu.winograd import suits as is_winograd
+from caffepy.ops.objects import NormSums, Preparation
 
 Sizes = Sequence[int]
 
@@ -478,6 +480,12 @@ class Convolution:
         if relu:
             relu_forward(y, y, 0.0)
 
+    def forward_prepare(
+        self, x: Array, w: Array, b: Array | None, y: Array, preparation: Preparation
+    ) -> None:
+        self.forward(x, w, b, y)
+        batch_norm_prepare(y.reshape(*y.shape[:2], prod(y.shape[2:])), *preparation)
+
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         plan = self.data_plan
         if not dx.size:
@@ -504,6 +512,13 @@ class Convolution:
                 _col2im(col.reshape(g * steps, positions), dx[n], plan)
 
         parallel(images, n)
+
+    def sums_gradients(self, dy: Array, dx: Array, alike: bool) -> bool:
+        return False  # norm_backward goes through a channel while it is in the cache
+
+    def backward_data_norm(self, dy: Array, w: Array, norm: NormSums) -> None:
+        self.backward_data(dy, w, norm.masked)
+        norm_sums(norm)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         if dy.size:

@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from functools import partial
-from math import inf, nan
+from math import inf, nan, prod
 
 import numpy as np
 
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, Layout
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN
-from caffepy.ops.protocol import Affine, Maybe
+from caffepy.ops.objects import NormSums
+from caffepy.ops.protocol import Affine, Maybe, Sizes
 
 
 def _grain(x: Array) -> int:
@@ -147,7 +148,18 @@ def _norm(
                 v[p] = zero if v[p] <= zero else top if v[p] > top else v[p]
 
 
-def norm_forward(x: Array, numbers: Array, other: Maybe, ceiling: float | None, y: Array) -> None:
+def mask_size(shape: Sizes, layout: Layout) -> int:
+    return 0
+
+
+def norm_forward(
+    x: Array,
+    numbers: Array,
+    other: Maybe,
+    ceiling: float | None,
+    y: Array,
+    bits: Maybe = None,
+) -> None:
     _, _, factor, shift = numbers
     n, c, plane = y.shape
     rows = n * c, plane
@@ -235,6 +247,7 @@ def norm_backward(
     dscale: Maybe,
     dbias: Maybe,
     frozen: bool,
+    bits: Maybe = None,
 ) -> None:
     assert masked is not None or (y is None and len(dys) == 1)
     dy, more = dys[0], dys[1] if len(dys) > 1 else None
@@ -247,3 +260,32 @@ def norm_backward(
         dscale += sums[0] * numbers[1]
     if dbias is not None:
         dbias += sums[1]
+
+
+def norm_sums(norm: NormSums) -> None:
+    """Mask norm.masked, to which `more` is added first, and compute its sums (objects.NormSums)."""
+    x, g = _planes(norm.x), _planes(norm.masked)
+    dys = [g] if norm.more is None else [g, _planes(norm.more)]
+    y = None if norm.y is None else _planes(norm.y)
+    sums = np.zeros((2, x.shape[1]), x.dtype)
+    given = x, norm.numbers, dys, y, norm.ceiling, g, None, sums[0], sums[1], False
+    norm_backward(*given)
+    mean, inverse, factor, _ = norm.numbers
+    for diff, of in ((norm.dscale, sums[0]), (norm.dbias, sums[1])):
+        if diff is not None:
+            diff += of
+    count = x.shape[0] * x.shape[2]
+    slope, rest = norm.line
+    np.multiply(-factor / count * inverse, sums[0], out=slope)
+    np.subtract(-factor / count * sums[1], slope * mean, out=rest)
+
+
+def _planes(x: Array) -> Array:
+    planes: Array = x.reshape(*x.shape[:2], prod(x.shape[2:]))
+    return planes
+
+
+def norm_gradient(x: Array, numbers: Array, line: Array, g: Array, dx: Array) -> None:
+    factor, (slope, rest) = numbers[2], line
+    np.multiply(g, factor[:, None], out=dx)
+    dx += x * slope[:, None] + rest[:, None]

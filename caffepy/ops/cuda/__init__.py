@@ -101,8 +101,10 @@ from caffepy.ops.cuda.normalization import (
     batch_norm_prepare,
     batch_norm_statistics,
     batch_norm_stored,
+    mask_size,
     norm_backward,
     norm_forward,
+    norm_gradient,
     scale_backward,
     scale_forward,
 )

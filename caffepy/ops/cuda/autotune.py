@@ -41,7 +41,7 @@ BETTER = 0.95
 """A candidate replaces an earlier one if it takes less than this part of its time."""
 
 SPIN, SPIN_EACH = 200_000, 100_000
-"""Clock cycles of the device before a timing and for each call in it: the host is ahead then."""
+"""Clock cycles of the device before a timing and for each launch in it: the host is ahead then."""
 
 SECONDS_BETWEEN_WRITES = 1.0
 
@@ -118,9 +118,14 @@ def write() -> None:
 
 
 def fastest(
-    name: str, dtype: DTypeLike, candidates: Sequence[Make], arguments: Sequence[Any]
+    name: str,
+    dtype: DTypeLike,
+    candidates: Sequence[Make],
+    arguments: Sequence[Any],
+    launches: int = 1,
 ) -> tuple[int, Run] | None:
-    """Return the candidate that takes the least time with these arguments, and its index.
+    """Return the candidate that takes the least time with these arguments, and its index; they
+    launch about this many kernels.
 
     Each candidate is a call that makes it, or returns None if there is none; None if none can be
     made, and in a block of `compile_ahead`, where what a candidate needs begins to be made. So it
@@ -154,7 +159,7 @@ def fastest(
             return made[0] if made else None
         start, best, best_ms = time.perf_counter(), made[0], float("inf")
         for i, run in made:
-            ms = milliseconds(lambda run=run: run(*arguments), best_ms)  # type: ignore[misc]
+            ms = milliseconds(lambda run=run: run(*arguments), best_ms, launches)  # type: ignore[misc]
             log.debug("%s: candidate %d takes %.3f ms", full, i, ms)
             if ms < BETTER * best_ms:
                 best, best_ms = (i, run), ms
@@ -163,8 +168,10 @@ def fastest(
         return best
 
 
-def milliseconds(call: Callable[[], None], limit: float = float("inf"), times: int = 5) -> float:
-    """Return the device's time for a call, after one call to warm up.
+def milliseconds(
+    call: Callable[[], None], limit: float = float("inf"), launches: int = 1, times: int = 5
+) -> float:
+    """Return the device's time for a call of so many kernels, after one call to warm up.
 
     It is timed once, then `times` in a row unless the first took half as long again as the limit.
     The stream spins before it, so that the host is ahead and launch latency is not measured.
@@ -174,7 +181,7 @@ def milliseconds(call: Callable[[], None], limit: float = float("inf"), times: i
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
     taken = 0.0
     for n in (1, times):
-        kernel("spin", "spin")((1,), (1,), (np.int64(SPIN + SPIN_EACH * n),))
+        kernel("spin", "spin")((1,), (1,), (np.int64(SPIN + SPIN_EACH * launches * n),))
         start.record(stream)
         for _ in range(n):
             call()

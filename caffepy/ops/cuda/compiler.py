@@ -5,7 +5,8 @@ Each kernel of kernels/NAME.cu is a module of its own, such as `foo<float, 4>`, 
 thread of a pool: whoever wants several asks for all of them first (`prefetch`), or runs the calls
 that would launch them in a block in which nothing is launched (`compile_ahead`). `#include
 "NAME.cuh"` is replaced by the text of the file beside it, because the key of CuPy's cache is the
-text of the module.
+text of the module. Files of ACCELERATED are compiled for compute capability 9.0a where the device
+has 9.0, which CuPy cannot ask for, and cached by caffepy.
 
 A kernel's scalar arguments must have the C type that the kernel declares: numpy.int32(n) for int,
 numpy.float32(x) for float; a Python int is passed as long long, a Python float as double.
@@ -15,14 +16,19 @@ import logging
 import re
 import threading
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import cupy
 
+from caffepy.core.cache import cache_file, keep, read
 from caffepy.device.threads import cores
 
 Kernel = Callable[..., None]  # (grid, block, arguments)
@@ -32,6 +38,11 @@ log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "kernels"
 OPTIONS = ("-std=c++17",)
+
+ACCELERATED = {"pointwise": ("90", "sm_90a")}
+"""Files with code for one architecture, such as wgmma, and other code for all: the compute
+capability of the device, and the architecture.
+"""
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
@@ -120,10 +131,38 @@ def _job(key: Key) -> Future[Kernel]:
 
 
 def _compile(device: int, file: str, name: str) -> Kernel:
-    with cupy.cuda.Device(device):
+    with cupy.cuda.Device(device) as here:
+        capability, architecture = ACCELERATED.get(file, ("", ""))
+        if here.compute_capability == capability:
+            return _accelerated(source(file), name, architecture)
         module = cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=(name,))
         function: Kernel = module.get_function(name)
         return function
+
+
+def _accelerated(text: str, name: str, architecture: str) -> Kernel:
+    """Compile for an architecture, or take what was compiled before, and load."""
+    nvrtc, options = cupy.cuda.nvrtc, (*OPTIONS, f"-arch={architecture}")
+    what = repr((text, name, options, nvrtc.getVersion()))
+    path = cache_file(f"kernels/{sha256(what.encode()).hexdigest()}.json")
+    kept = read(path)
+    if not kept.keys() >= {"name", "cubin"}:
+        program = nvrtc.createProgram(text, "kernel.cu", (), ())
+        try:
+            nvrtc.addNameExpression(program, name)
+            nvrtc.compileProgram(program, options)
+            cubin = b64encode(nvrtc.getCUBIN(program)).decode()
+            kept = {"name": nvrtc.getLoweredName(program, name), "cubin": cubin}
+        finally:
+            nvrtc.destroyProgram(program)
+        keep(path, kept)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(b64decode(kept["cubin"]))
+        function: Any = cupy.RawModule(path=str(file)).get_function(kept["name"])
+        function.compile()  # loads the file
+        loaded: Kernel = function
+        return loaded
 
 
 @cache

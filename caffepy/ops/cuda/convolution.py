@@ -14,6 +14,9 @@ With the channels last, the levels of candidates of a forward are:
           +- "... apart": bias and ReLU in cuDNN's plan, or in a kernel after it
              +- plans.find: cuDNN's plans for the graph, by its heuristics
 
+Before a BatchNorm, "forward moments" is above them: a pass for the sums of y after it, or pointwise
+products that give them.
+
 Each level is timed by autotune.fastest, from the innermost outwards, and remembered on disk. The
 gradients have the same levels without "apart"; the gradient of the data has no blocks.
 
@@ -25,6 +28,7 @@ matrix products (columns.py) do it.
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -45,10 +49,26 @@ from caffepy.ops.cuda.copies import convert
 from caffepy.ops.cuda.filters import Blocks, Filters, dense_filters, plain_filters, suits_blocks
 from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import TYPES, Array, channels_last, lies_channels_last
+from caffepy.ops.cuda.normalization import (
+    BY_Y,
+    batch_norm_prepare,
+    finish_gradient,
+    gradient_sums,
+    mask_kind,
+    moments,
+    prepare_from,
+    what_follows,
+)
+from caffepy.ops.objects import NormSums, Preparation
 
 log = logging.getLogger(__name__)
 
 Sizes = Sequence[int]
+
+LAUNCHES = 10
+"""The host takes as long for a convolution and a pass after it as for so many kernels, while others
+are compiled.
+"""
 
 DENSE = 4
 """Up to this many groups may be computed as one, with zeros between them."""
@@ -88,6 +108,22 @@ class Convolution:
         if y.size:
             self._for(x, y).forward(x, w, b, self._shaped(y), relu)
 
+    def forward_prepare(
+        self, x: Array, w: Array, b: Array | None, y: Array, preparation: Preparation
+    ) -> None:
+        if not y.size:
+            return
+        made, planes = self._for(x, y), _planes(y)
+        partial = None
+        if isinstance(made, _ChannelsLast):
+            partial = made.forward_moments(x, w, b, self._shaped(y), planes)
+        else:
+            made.forward(x, w, b, self._shaped(y), False)
+        if partial is None:
+            batch_norm_prepare(planes, *preparation)
+        else:
+            prepare_from(partial, planes, preparation)
+
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         if not dx.size:
             return
@@ -95,6 +131,18 @@ class Convolution:
             self._for(dx, dy).backward_data(dy, w, dx)
         else:
             dx.fill(0)
+
+    def sums_gradients(self, dy: Array, dx: Array, alike: bool) -> bool:
+        if not dy.size or dx.shape != self._geometry.x:
+            return False
+        made = self._for(dx, dy)
+        return isinstance(made, _ChannelsLast) and made.sums_gradients(alike)
+
+    def backward_data_norm(self, dy: Array, w: Array, norm: NormSums) -> None:
+        made = self._for(norm.masked, dy)
+        assert isinstance(made, _ChannelsLast)
+        partial = made.backward_data_sums(dy, w, norm)
+        finish_gradient(partial, _planes(norm.x), norm.numbers, norm.dscale, norm.dbias, norm.line)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         if not dy.size:
@@ -123,6 +171,10 @@ class Convolution:
             kind = _ChannelsLast if narrow or channels_last(x, y) else _Plain
             self._made[key] = kind(self._geometry, x.dtype)
         return self._made[key]
+
+
+def _planes(x: Array) -> Array:
+    return x.reshape(*x.shape[:2], prod(x.shape[2:]))
 
 
 class _Arrangement:
@@ -285,14 +337,101 @@ class _ChannelsLast:
         self._last_forward = None
         _run(self._runs, ("forward", b is not None, relu), make, arrays)
 
+    def forward_moments(
+        self, x: Array, w: Array, b: Array | None, y: Array, planes: Array
+    ) -> tuple[Array, int]:
+        """Compute y, and return the partial sums of `planes`, which is y as (N, C, P)."""
+
+        def apart(x: Array, w: Array, b: Array | None, y: Array, planes: Array) -> Any:
+            self.forward(x, w, b, y, False)
+            return moments(planes)
+
+        candidates: list[Make] = [lambda: apart]
+        if b is None:
+            ways = [w for w in self._ways if pointwise.suits_moments(w.geometry, self.dtype)]
+            choices = product(ways, pointwise.WIDTHS)
+            candidates += [partial(self._with_moments, *choice) for choice in choices]
+        key, arrays = ("moments", b is not None), (x, w, b, y, planes)
+        return self._with_sums(key, f"forward moments {self.geometry}", apart, candidates, arrays)
+
+    def _with_sums(
+        self, key: Any, name: str, apart: Run, candidates: Sequence[Make], arrays: Sequence[Any]
+    ) -> tuple[Array, int]:
+        """Run the fastest candidate, the first of which is `apart`; return its partial sums."""
+        if key not in self._runs:
+            sums: tuple[Array, int] = apart(*arrays)  # chooses its plans before others are timed
+            found = autotune.fastest(name, self.dtype, candidates, arrays, LAUNCHES)
+            if found is None:
+                return sums
+            self._runs[key] = found[1]
+        sums = self._runs[key](*arrays)
+        return sums
+
+    def _with_moments(self, way: _Arrangement, width: int) -> Run:
+        """Return what runs a product with sums."""
+        found = pointwise.moments(way.geometry, self.dtype, width)
+
+        def run(x: Array, w: Array, b: None, y: Array, planes: Array) -> tuple[Array, int]:
+            weights, _ = way.weights(w)
+            self._last_forward, self._last_image = way, x.data.ptr
+            return found(way.image(x), weights, y)
+
+        self._used.append(way)
+        return run
+
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         what, arrays = "backward_data", (dy, w, dx)
 
         def make() -> Run | None:
             cudnn = partial(self._cudnn_backward_data, *arrays)
-            return self._cudnn_or_own(what, cudnn, self._own_way(what), arrays)
+            own = self._own_way(what)
+            if own is None and pointwise.suits_gradients(self.geometry, self.dtype):
+                own = self._spreads
+            return self._cudnn_or_own(what, cudnn, own, arrays)
 
         _run(self._runs, what, make, arrays)
+
+    def sums_gradients(self, alike: bool) -> bool:
+        suits = pointwise.suits_gradients(self.geometry, self.dtype)
+        return suits and (alike or prod(self.geometry.stride) == 1)
+
+    def backward_data_sums(self, dy: Array, w: Array, norm: NormSums) -> tuple[Array, int]:
+        """Compute norm.masked, and return its partial sums."""
+        mask = mask_kind(norm.ceiling, norm.y, norm.bits)
+        variant = mask, what_follows(norm.ceiling), int(norm.more is not None)
+
+        def apart(dy: Array, w: Array, norm: NormSums) -> Any:
+            self.backward_data(dy, w, norm.masked)
+            given = norm.masked, norm.more, norm.x, norm.y
+            masked, more, x, y = (a if a is None else _planes(a) for a in given)
+            dys = [masked] if more is None else [masked, more]
+            how = y, norm.bits, norm.ceiling
+            return gradient_sums(x, norm.numbers, dys, *how, masked, None)
+
+        candidates: list[Make] = [lambda: apart]
+        if mask != BY_Y:
+            candidates += [partial(self._gradient, width, variant) for width in pointwise.WIDTHS]
+        name = f"backward_data sums {variant} {self.geometry}"
+        return self._with_sums(("sums", *variant), name, apart, candidates, (dy, w, norm))
+
+    def _gradient(self, width: int, variant: tuple[int, int, int]) -> Run:
+        found = pointwise.gradient(self.geometry, self.dtype, width, variant)
+        return lambda dy, w, norm: found(dy, self._kept_weights(w), norm)
+
+    def _spreads(self, *_: Any) -> list[Make]:
+        """Return candidates that run with dy, w, dx, with a stride."""
+        strided = prod(self.geometry.stride) > 1
+        return [partial(self._spread, width) for width in pointwise.WIDTHS if strided]
+
+    def _spread(self, width: int) -> Run:
+        found = pointwise.spread(self.geometry, self.dtype, width)
+        return lambda dy, w, dx: found(dy, self._kept_weights(w), dx)
+
+    def _kept_weights(self, w: Array) -> Array:
+        """Return the weights of the first arrangement, made by forward if it was that."""
+        way = self._ways[0]
+        kept: Array = way.filters.kept(w) if way is self._last_forward else way.weights(w)[0]
+        return kept
 
     def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
         what = "backward_weight bias" if db is not None else "backward_weight"

@@ -2,54 +2,62 @@
 
 from collections.abc import Sequence
 from functools import cache
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import cupy
 
+from caffepy.device.blob import Layout
 from caffepy.ops.cuda.channels import channel_pass, finish, lying, sums
 from caffepy.ops.cuda.compiler import prefetch
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import Array, c_type, launch
-from caffepy.ops.protocol import Affine, Maybe
+from caffepy.ops.objects import Preparation
+from caffepy.ops.protocol import Affine, Maybe, Sizes
 
-NO_MASK, BY_X, BY_Y = range(3)
-"""As in normalization.cu: what tells where the gradient of a ReLU is 0."""
+NO_MASK, BY_X, BY_Y, BY_BITS = range(4)
+"""As in rectify.cuh: what tells where the gradient of a ReLU is 0."""
 
 NO_RELU, RELU, CLIPPED = range(3)
-"""As in normalization.cu: what follows the normalization."""
+"""As in rectify.cuh: what follows the normalization."""
 
 
-def _after(ceiling: float | None) -> int:
+def what_follows(ceiling: float | None) -> int:
+    """Return the ReLU after a normalization."""
     return NO_RELU if ceiling is None else RELU if ceiling == inf else CLIPPED
 
 
 @cache
-def _prefetch_gradients(device: int, kind: str, addend: bool, after: int) -> None:
+def _prefetch_gradients(device: int, kind: str, addend: bool, after: int, keeps: bool) -> None:
     """Begin to compile what the gradient of `norm_forward` is likely to run."""
-    mask = (BY_Y if addend else BY_X) if after else NO_MASK
+    mask = (BY_BITS if keeps else BY_Y if addend else BY_X) if after else NO_MASK
     sums = f"backward_sums<{kind}, {mask}, {after}, 0, {int(addend)}, 0>"
     last = f"backward<{kind}, {NO_RELU if addend else after}>"
     prefetch("normalization", [sums, last, f"backward_finish<{kind}>"])
 
 
-def _moments(x: Array, finisher: str, *arguments: Any) -> None:
-    """Sum x and x^2 over each channel, and finish with a kernel."""
-    shape = lying(x)
-    partial, splits = sums("normalization", "moments", x, shape, x)
-    finish("normalization", finisher, x, partial, *arguments, *shape, splits)
+def moments(x: Array) -> tuple[Array, int]:
+    """Return (2, splits, C) partial sums of x and x^2, and splits."""
+    return sums("normalization", "moments", x, lying(x), x)
 
 
 def batch_norm_statistics(x: Array, mean: Array, variance: Array) -> None:
-    _moments(x, "statistics_finish", mean, variance)
+    partial, splits = moments(x)
+    finish("normalization", "statistics_finish", x, partial, mean, variance, *lying(x), splits)
 
 
 def batch_norm_prepare(
     x: Array, running: Sequence[Array], fraction: float, eps: float, affine: Affine, numbers: Array
 ) -> None:
     if x.size:
-        arguments = (*running, *affine, numbers, float(fraction), float(eps))
-        _moments(x, "prepare_finish", *arguments)
+        prepare_from(moments(x), x, (running, fraction, eps, affine, numbers))
+
+
+def prepare_from(partial: tuple[Array, int], x: Array, preparation: Preparation) -> None:
+    """`batch_norm_prepare` with the partial sums of `moments`."""
+    (parts, splits), (running, fraction, eps, affine, numbers) = partial, preparation
+    arguments = (parts, *running, *affine, numbers, float(fraction), float(eps))
+    finish("normalization", "prepare_finish", x, *arguments, *lying(x), splits)
 
 
 def batch_norm_stored(running: Sequence[Array], eps: float, affine: Affine, numbers: Array) -> None:
@@ -84,13 +92,32 @@ def scale_backward(
 # Numbers may also be a tuple of the four, without those that are not needed.
 
 
-def norm_forward(x: Array, numbers: Array, other: Maybe, ceiling: float | None, y: Array) -> None:
+def mask_size(shape: Sizes, layout: Layout) -> int:
+    pack = 16 // layout.dtype.itemsize
+    whole = layout.channels_last and shape[1] % pack == 0
+    return prod(shape) // pack if whole else 0
+
+
+def are_packs(*arrays: Any) -> bool:
+    """Return True if 16 bytes of each array that there is can be read at once."""
+    return all(a is None or a.data.ptr % 16 == 0 for a in arrays)
+
+
+def norm_forward(
+    x: Array,
+    numbers: Array,
+    other: Maybe,
+    ceiling: float | None,
+    y: Array,
+    bits: Maybe = None,
+) -> None:
     _, _, factor, shift = numbers
     shape = lying(x, y) if other is None else lying(x, other, y)
-    addend, after = other is not None, _after(ceiling)
-    _prefetch_gradients(cupy.cuda.runtime.getDevice(), c_type(x), addend, after)
-    variant = f", {int(addend)}, {after}"
-    arguments = x, factor, shift, ceiling or 0.0, other, y
+    addend, after, keeps = other is not None, what_follows(ceiling), bits is not None
+    assert not keeps or are_packs(x, other, y)
+    _prefetch_gradients(cupy.cuda.runtime.getDevice(), c_type(x), addend, after, keeps)
+    variant = f", {int(addend)}, {after}, {int(keeps)}"
+    arguments = x, factor, shift, ceiling or 0.0, other, y, bits
     channel_pass("normalization", "forward", x, shape, *arguments, variant=variant)
 
 
@@ -105,26 +132,82 @@ def norm_backward(
     dscale: Maybe,
     dbias: Maybe,
     frozen: bool,
+    bits: Maybe = None,
 ) -> None:
     assert masked is not None or (y is None and len(dys) == 1)
     if not x.size:
         return
-    mean, inverse, factor, shift = numbers
-    after, most = _after(ceiling), ceiling or 0.0
-    mask = NO_MASK if not after else BY_X if y is None else BY_Y
-    dy, more = dys if len(dys) > 1 else (dys[0], None)
-    shape = lying(x, *(a for a in (dy, more, y, masked, dx) if a is not None))
-    optional = (more, y if mask == BY_Y else None, masked, dx if frozen else None)
-    has_more, _, has_masked, has_dx = (int(a is not None) for a in optional)
-    arrays = (x, mean, factor, shift, most, dy, *optional)
-    variant = f", {mask}, {after}, {has_more}, {has_masked}, {has_dx}"
-    partial, splits = sums("normalization", "backward_sums", x, shape, *arrays, variant=variant)
+    partial = gradient_sums(x, numbers, dys, y, bits, ceiling, masked, dx if frozen else None)
     later = dx is not None and not frozen
-    line = context().array("line", (2, x.shape[1]), factor.dtype) if later else None
+    line = context().array("line", (2, x.shape[1]), numbers[2].dtype) if later else None
     if later or dscale is not None or dbias is not None:
-        arguments = (mean, inverse, factor, dscale, dbias, line, *shape, splits)
-        finish("normalization", "backward_finish", x, partial, *arguments)
-    if later:
-        g, after = (dy, after) if masked is None else (masked, NO_RELU)
-        affine, variant = (x, factor, shift, line, most, g, dx), f", {after}"
-        channel_pass("normalization", "backward", x, shape, *affine, variant=variant, held=3)
+        finish_gradient(partial, x, numbers, dscale, dbias, line)
+    if line is not None and dx is not None:
+        g, after = (dys[0], what_follows(ceiling)) if masked is None else (masked, NO_RELU)
+        _gradient(x, numbers, line, g, after, ceiling, dx)
+
+
+def gradient_sums(
+    x: Array,
+    numbers: Array,
+    dys: Sequence[Array],
+    y: Maybe,
+    bits: Maybe,
+    ceiling: float | None,
+    masked: Maybe,
+    dx: Maybe,
+) -> tuple[Array, int]:
+    """Write masked and, with frozen numbers, dx; return (2, splits, C) partial sums of g and of g *
+    (x - mean), and splits.
+    """
+    mean, _, factor, shift = numbers
+    after, mask = what_follows(ceiling), mask_kind(ceiling, y, bits)
+    dy, more = dys if len(dys) > 1 else (dys[0], None)
+    assert mask != BY_BITS or are_packs(x, dy, more, masked, dx)
+    shape = lying(x, *(a for a in (dy, more, y, masked, dx) if a is not None))
+    masks = y if mask == BY_Y else None, bits if mask == BY_BITS else None
+    arrays = (x, mean, factor, shift, ceiling or 0.0, dy, more, *masks, masked, dx)
+    variant = "".join(f", {int(a is not None)}" for a in (more, masked, dx))
+    variant = f", {mask}, {after}{variant}"
+    return sums("normalization", "backward_sums", x, shape, *arrays, variant=variant)
+
+
+def mask_kind(ceiling: float | None, y: Maybe, bits: Maybe) -> int:
+    """Return what tells where the gradient of what follows the normalization is 0."""
+    if ceiling is None:
+        return NO_MASK
+    return BY_X if y is None else BY_Y if bits is None else BY_BITS
+
+
+def finish_gradient(
+    partial: tuple[Array, int],
+    x: Array,
+    numbers: Array,
+    dscale: Maybe,
+    dbias: Maybe,
+    line: Maybe,
+) -> None:
+    """Add to dscale and dbias, write the line (2, C), with partial sums of `gradient_sums`."""
+    (parts, splits), (mean, inverse, factor, _) = partial, numbers
+    arguments = (parts, mean, inverse, factor, dscale, dbias, line, *lying(x), splits)
+    finish("normalization", "backward_finish", x, *arguments)
+
+
+def norm_gradient(x: Array, numbers: Array, line: Array, g: Array, dx: Array) -> None:
+    if x.size:
+        _gradient(x, numbers, line, g, NO_RELU, None, dx)
+
+
+def _gradient(
+    x: Array,
+    numbers: Array,
+    line: Array,
+    g: Array,
+    after: int,
+    ceiling: float | None,
+    dx: Array,
+) -> None:
+    _, _, factor, shift = numbers
+    arguments = (x, factor, shift, line, ceiling or 0.0, g, dx)
+    variant, shape = f", {after}", lying(x, g, dx)
+    channel_pass("normalization", "backward", x, shape, *arguments, variant=variant, held=3)

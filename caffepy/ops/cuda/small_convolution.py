@@ -89,7 +89,8 @@ def _device(index: int) -> _Device:
     )
 
 
-def _here() -> _Device:
+def here() -> _Device:
+    """Return what the current device has."""
     return _device(cupy.cuda.runtime.getDevice())
 
 
@@ -103,7 +104,7 @@ def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
         and 0 < geometry.operations <= OPERATIONS
         and max(prod(geometry.x), prod(geometry.y)) < 1 << 30
         and (np.dtype(dtype).itemsize == 2 or math_mode.current().precision != "fp32")
-        and _here().capability >= 80
+        and here().capability >= 80
     )
 
 
@@ -172,7 +173,7 @@ def _tiles(tiling: Tiling, shape: Shape) -> int:
 
 def _resident(tiling: Tiling) -> int:
     """Return how many blocks a multiprocessor holds at a time."""
-    return max(1, min(_here().shared // (tiling.shared + 1024), 16 // tiling.warps))
+    return max(1, min(here().shared // (tiling.shared + 1024), 16 // tiling.warps))
 
 
 def _name(name: str, dtype: DTypeLike, tiling: Tiling) -> str:
@@ -181,7 +182,7 @@ def _name(name: str, dtype: DTypeLike, tiling: Tiling) -> str:
 
 def _prepare(name: str, dtype: np.dtype[Any], tiling: Tiling) -> Run:
     found: Any = kernel("small_convolution", _name(name, dtype, tiling))
-    found.max_dynamic_shared_size_bytes = _here().shared
+    found.max_dynamic_shared_size_bytes = here().shared
     return partial(found, block=(32 * tiling.warps,), shared_mem=tiling.shared)
 
 
@@ -230,19 +231,19 @@ class _Correlation:
             pixels = images * prod(self.window(lines))
             parts = 128 * m * n * warps if split > 1 else 0
             shared = 4 * (8 * self.steps + 8 * n * line + max(pixels * (self.words | 1), parts))
-            if shared <= _here().shared:
+            if shared <= here().shared:
                 tiling = Tiling(0, m, n, warps, split, images, lines, shared)
                 yield tiling._replace(cycles=self._cycles(tiling, pixels))
 
     def _grid(self, tiling: Tiling) -> tuple[int, int]:
         across = -(-self.target[1] // (8 * tiling.n))
-        blocks = max(1, _here().processors * _resident(tiling) // across)
+        blocks = max(1, here().processors * _resident(tiling) // across)
         return min(_tiles(tiling, self.target), blocks), across
 
     def _cycles(self, tiling: Tiling, pixels: int) -> float:
         blocks, across = self._grid(tiling)
         rounds = -(-_tiles(tiling, self.target) // blocks)
-        resident = min(_resident(tiling), -(-blocks * across // _here().processors))
+        resident = min(_resident(tiling), -(-blocks * across // here().processors))
         weights = 8 * tiling.n * self.source[1] * prod(self.taps) * 4 / BYTES
         fetched = pixels * self.words * max(0.15, 4 / BYTES)
         written = 16 * tiling.m * tiling.groups * 8 * tiling.n * self.dtype.itemsize / BYTES
@@ -299,7 +300,7 @@ class _WeightGradient:
                 parts = 128 * m * n * warps if split > 1 else 0
                 right = 8 * steps * (8 * (n | 1) + 1)
                 shared = 4 * (right + 32 * warps + max(pixels * (channels | 1), parts))
-                if shared <= _here().shared:
+                if shared <= here().shared:
                     tiling = Tiling(0, m, n, warps, split, images, lines, shared)
                     yield tiling._replace(cycles=self._cycles(tiling, channels, pixels, steps))
 
@@ -307,13 +308,13 @@ class _WeightGradient:
         tiles = _tiles(tiling, self.geometry.y)
         down = -(-self.length // (16 * tiling.m * tiling.groups))
         across = -(-self.geometry.y[1] // (8 * tiling.n))
-        blocks = _here().processors * _resident(tiling)
+        blocks = here().processors * _resident(tiling)
         shares = min(tiles, max(1, blocks // (down * across)))
         return -(-tiles // -(-tiles // shares)), down, across
 
     def _cycles(self, tiling: Tiling, channels: int, pixels: int, steps: int) -> float:
         shares, down, across = self._grid(tiling)
-        processors, outputs = _here().processors, self.geometry.y[1]
+        processors, outputs = here().processors, self.geometry.y[1]
         rounds = -(-_tiles(tiling, self.geometry.y) // shares)
         resident = min(_resident(tiling), -(-shares * down * across // processors))
         fetched = pixels * channels * max(0.17 * self.each, 4 / BYTES)

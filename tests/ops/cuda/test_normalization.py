@@ -3,8 +3,9 @@ from math import inf
 import numpy as np
 import pytest
 
+from caffepy.device.blob import Layout
 from tests.ops.cuda.compare import data
-from tests.ops.cuda.stored import TOLERANCE, Activation, agree
+from tests.ops.cuda.stored import TOLERANCE, Activation, agree, loaded, stored
 
 pytestmark = pytest.mark.gpu
 
@@ -195,6 +196,45 @@ def test_norm_backward(layout, kind):
     check([dy], None, inf, None, dx, dscale, dbias, True)
     check([dy, more], y, inf, masked, dy, dscale, dbias, True)
     check([dy], None, inf, None, dy, None, None, True)
+
+
+@pytest.mark.parametrize("ceiling", [inf, 1.0])
+@pytest.mark.parametrize("kind", THOROUGH)
+@pytest.mark.parametrize("layout", ["a pack of channels last", "three packs last", "channels last"])
+def test_bits_in_place_of_y(layout, kind, ceiling):
+    """Bits that forward kept give what y would have given, to the bit."""
+    import cupy
+
+    from caffepy.ops import cuda
+
+    shape, _ = LAYOUTS[layout]
+    of = cupy.asarray(numbers(shape[1]).astype("f"))
+    x, other, dy, more = (stored(data(shape, seed=seed), kind, True) for seed in range(4))
+    y = stored(np.zeros(shape), kind, True)
+    bits = cupy.zeros(cuda.mask_size(shape, Layout(np.dtype(kind), True)), np.uint8)
+    cuda.norm_forward(x, of, other, ceiling, y, bits)
+    found = loaded(y)
+    passes = np.moveaxis((found > 0) & (found < ceiling), 1, -1).reshape(len(bits), -1)
+    unpacked = np.unpackbits(bits.get()[:, None], axis=1, bitorder="little")
+    np.testing.assert_array_equal(unpacked[:, : passes.shape[1]], passes)
+    answers = []
+    for given in (None, bits):
+        masked, dx = (stored(np.zeros(shape), kind, True) for _ in range(2))
+        dscale, dbias = cupy.zeros((2, shape[1]), np.float32)
+        arguments = (x, of, [dy, more], y, ceiling, masked, dx, dscale, dbias, False, given)
+        cuda.norm_backward(*arguments)
+        answers.append([a.get() for a in (masked, dx, dscale, dbias)])
+    for by_y, by_bits in zip(*answers, strict=True):
+        np.testing.assert_array_equal(by_y, by_bits)
+
+
+def test_bits_are_kept_of_whole_packs_only():
+    from caffepy.ops import cuda
+
+    sizes = {(True, 8): 6, (True, 12): 0, (False, 8): 0}
+    for (last, channels), size in sizes.items():
+        assert cuda.mask_size((2, channels, 3), Layout(np.dtype("uint16"), last)) == size
+    assert cuda.mask_size((2, 12, 3), Layout(np.dtype("float32"), True)) == 18
 
 
 @pytest.mark.parametrize("kind", KINDS)

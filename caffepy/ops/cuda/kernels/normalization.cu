@@ -5,6 +5,7 @@
 #include "pack.cuh"
 #include "reduce.cuh"
 #include "channels.cuh"
+#include "rectify.cuh"
 
 // sums of x and x^2, from those of x - k and (x - k)^2 with k the first x of the thread: no cancellation in float
 template <typename T, int V> struct Moments {
@@ -108,20 +109,12 @@ normalize(const T* x, const Wide<T>* mean, const Wide<T>* inverse, T* y, i64 out
                                       out(y));
 }
 
-// What follows: nothing, a ReLU, or one with a ceiling (ReLU6).
-enum After { NO_RELU, RELU, CLIPPED };
-
-// True where the gradient of a ReLU, whose argument or result is z, is 0.
-template <int AFTER, typename A> __device__ bool passes_nothing(A z, A ceiling) {
-  return AFTER && (z <= 0 || (AFTER == CLIPPED && z >= ceiling));
-}
-
 template <typename A> struct Affine {
   const A *factor, *shift;
   A ceiling;
 };
 
-// y = x * factor + shift [+ other], shift 0 where there is none; NaN stays NaN in the ReLU
+// y = x * factor + shift [+ other], shift 0 where there is none; NaN stays NaN in the ReLU, whose bits may be kept
 template <int OTHER, int AFTER> struct Forward {
   template <typename T, int V> struct Op {
     using A = Wide<T>;
@@ -131,26 +124,24 @@ template <int OTHER, int AFTER> struct Forward {
       take(factor, a.factor, c, A(1));
       take(shift, a.shift, c, A(0));
     }
-    __device__ void operator()(int v, T x, T other, T& y) const {
+    __device__ void operator()(int v, T x, T other, T& y, bool& passes) const {
       A z = fma(A(x), factor[v], shift[v]);
       if (OTHER) z += A(other);
       if (AFTER && z <= 0) z = 0;
       if (AFTER == CLIPPED && z > ceiling) z = ceiling;
       y = T(z);
+      passes = !passes_nothing<AFTER>(A(y), ceiling);
     }
   };
 };
 
-template <typename T, int OTHER, int AFTER> __global__ void __launch_bounds__(256, 4)
-forward(const T* x, const Wide<T>* factor, const Wide<T>* shift, double ceiling, const T* other, T* y, i64 outer,
-        i64 channels, i64 inner, i64 splits) {
+template <typename T, int OTHER, int AFTER, int KEEPS> __global__ void __launch_bounds__(256, 4)
+forward(const T* x, const Wide<T>* factor, const Wide<T>* shift, double ceiling, const T* other, T* y,
+        unsigned char* bits, i64 outer, i64 channels, i64 inner, i64 splits) {
   channel_pass<Forward<OTHER, AFTER>::template Op, T, PACK, OTHER ? 2 : 4>(
       Shape{outer, channels, inner, splits}, Affine<Wide<T>>{factor, shift, Wide<T>(ceiling)}, in(x),
-      in_if<OTHER>(other), out(y));
+      in_if<OTHER>(other), out(y), Bits<KEEPS ? WRITE : NEITHER>{bits});
 }
-
-// What tells where g is 0 for the ReLU: nothing, its argument x * factor + shift, or its result y.
-enum Mask { NO_MASK, BY_X, BY_Y };
 
 template <typename A> struct Gradient {
   const A *mean, *factor, *shift;
@@ -168,11 +159,12 @@ template <int MASK, int AFTER, int MORE, int MASKED, int DX> struct Summing {
       if (MASK == BY_X || DX) take(factor, a.factor, c, A(1));
       if (MASK == BY_X) take(shift, a.shift, c, A(0));
     }
-    __device__ void operator()(int v, T x, T dy, T more, T y, T& masked, T& dx) {
+    __device__ void operator()(int v, T x, T dy, T more, T y, bool passes, T& masked, T& dx) {
       A g = A(dy);
       if (MORE) g += A(more);
       if (MASK == BY_X && passes_nothing<AFTER>(fma(A(x), factor[v], shift[v]), ceiling)) g = 0;
       if (MASK == BY_Y && passes_nothing<AFTER>(A(y), ceiling)) g = 0;
+      if (MASK == BY_BITS && !passes) g = 0;
       first[v] += g;
       second[v] += g * (A(x) - mean[v]);
       if (MASKED) masked = T(g);
@@ -187,11 +179,12 @@ template <int MASK, int AFTER, int MORE, int MASKED, int DX> struct Summing {
 
 template <typename T, int MASK, int AFTER, int MORE, int MASKED, int DX> __global__ void __launch_bounds__(256, 3)
 backward_sums(const T* x, const Wide<T>* mean, const Wide<T>* factor, const Wide<T>* shift, double ceiling, const T* dy,
-              const T* more, const T* y, T* masked, T* dx, double* partial, i64 outer, i64 channels, i64 inner,
-              i64 splits) {
+              const T* more, const T* y, unsigned char* bits, T* masked, T* dx, double* partial, i64 outer,
+              i64 channels, i64 inner, i64 splits) {
   channel_sums_of<Summing<MASK, AFTER, MORE, MASKED, DX>::template Op, T, PACK, 2>(
       Shape{outer, channels, inner, splits}, partial, Gradient<Wide<T>>{mean, factor, shift, Wide<T>(ceiling)}, in(x),
-      in(dy), in_if<MORE>(more), in_if<MASK == BY_Y>(y), out_if<MASKED>(masked), out_if<DX>(dx));
+      in(dy), in_if<MORE>(more), in_if<MASK == BY_Y>(y), Bits<MASK == BY_BITS ? READ : NEITHER>{bits},
+      out_if<MASKED>(masked), out_if<DX>(dx));
 }
 
 // With p = sum of g and q = sum of g * (x - mean): dscale += q * inverse, dbias += p; and for
