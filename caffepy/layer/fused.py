@@ -20,6 +20,7 @@ from caffepy.layer.normalization import BatchNorm, Scale
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.shape import Split
 from caffepy.ops.objects import NormSums
+from caffepy.ops.protocol import Window
 from caffepy.proto.caffe_pb2 import PoolingParameter
 
 
@@ -41,6 +42,9 @@ class FusedGroup(Protocol):
     sums_for: "NormGroup | None"
     """The group half of whose backward is computed by that of this one, if there is any."""
 
+    own_diffs: Sequence[Blob]
+    """Blobs of its own whose diffs backward writes and nobody else reads."""
+
     @property
     def buffers(self) -> Sequence[Blob]:
         """Blobs of its own whose data forward writes and only backward of that pass reads."""
@@ -59,6 +63,7 @@ class ConvolutionReLU:
     """
 
     sums_for: "NormGroup | None" = None
+    own_diffs: Sequence[Blob] = ()
 
     def __init__(self, members: Sequence[Member]) -> None:
         convolution, relu = members
@@ -93,6 +98,7 @@ class PoolingReLU:
     """top = relu(maxima or means of the bottom), in place or not, with a slope of 0."""
 
     sums_for: "NormGroup | None" = None
+    own_diffs: Sequence[Blob] = ()
 
     def __init__(self, members: Sequence[Member]) -> None:
         pooling, relu = members
@@ -132,6 +138,7 @@ class InnerProductGroup:
     """InnerProduct, then ReLU of slope 0, Dropout or both, in one pass over the product."""
 
     sums_for: "NormGroup | None" = None
+    own_diffs: Sequence[Blob] = ()
 
     def __init__(self, members: Sequence[Member]) -> None:
         first, *after = members
@@ -221,6 +228,7 @@ class NormGroup:
         self.summed: Blob | None = None  # whose diff has the first half of backward
         self.sums_for: NormGroup | None = None
         self.sums_alike = True  # others that write part of that gradient have the same window
+        self.own_diffs: Sequence[Blob] = ()
         self._kept = [self.x] if learns and keeps else []
         if learns:
             self._kept.append(self.bits)
@@ -344,6 +352,49 @@ class NormGroup:
         layer.ops.norm_backward(*given, self.kept_bits)
 
 
+class NormPooling(NormGroup):
+    """[Convolution,] BatchNorm [, Scale], ReLU, Pooling: maxima of relu(x * factor + shift), which
+    is not kept.
+
+    x is the group's own after a convolution, with a diff of its own.
+    """
+
+    def __init__(self, members: Sequence[Member], learns: bool = True) -> None:
+        *rest, pooling = members
+        super().__init__(rest, learns, (False,))
+        assert isinstance(pooling.layer, Pooling)
+        self.pooling = pooling.layer
+        self.tops = pooling.tops
+        source = self.norm.bottoms[0]
+        self.x, self._kept = source, []
+        if self.convolution is not None:
+            self.x = self.layer.buffer_like(source)
+            self._kept = self.own_diffs = [self.x]
+
+    @property
+    def buffers(self) -> Sequence[Blob]:
+        """The output of the convolution, and the places of the maxima."""
+        return [*self._kept, *self.pooling.buffers]
+
+    @property
+    def _window(self) -> Window:
+        return self.pooling.kernel, self.pooling.stride, self.pooling.pad
+
+    def forward(self) -> None:
+        self.x.reshape_like(self.norm.bottoms[0])
+        _, numbers = self._prepare()
+        given = self.x.data, numbers, self.tops[0].data, self.pooling.index.data, self._window
+        self.layer.ops.norm_max_pool_forward(*given)
+
+    def backward(self) -> None:
+        layer, source = self.layer, self.norm.bottoms[0] if self.convolution is None else self.x
+        dx = source.diff if self.norm.propagate_down[0] else None
+        maxima = self.tops[0].diff, self.pooling.index.data, self._window
+        given = self.x.data, layer.numbers.data, *maxima, dx, *self._scale_diffs(), layer.is_global
+        layer.ops.norm_max_pool_backward(*given)
+        self._backward_convolution()
+
+
 def _flat(array: Array) -> Array:
     n, c, *spatial = array.shape
     flat: Array = array.reshape(n, c, prod(spatial))
@@ -362,6 +413,8 @@ class Pattern(NamedTuple):
 
 NORM = (Scale, Eltwise, ReLU, ReLU6, Split)
 PATTERNS = (
+    Pattern((Convolution, BatchNorm, Scale, ReLU, Pooling), ()),
+    Pattern((BatchNorm, Scale, ReLU, Pooling), ()),
     Pattern((Convolution, BatchNorm), NORM),
     Pattern((Convolution,), (ReLU,)),
     Pattern((BatchNorm,), NORM),
@@ -381,5 +434,7 @@ GROUPS: dict[type[Layer], Callable[[Sequence[Member]], FusedGroup]] = {
 def make_group(members: Sequence[Member], learns: bool, has_gradient: Sequence[bool]) -> FusedGroup:
     """Return the group; `learns` if it runs backward, then `has_gradient` of each top counts."""
     if any(isinstance(member.layer, BatchNorm) for member in members):
+        if isinstance(members[-1].layer, Pooling):
+            return NormPooling(members, learns)
         return NormGroup(members, learns, has_gradient)
     return GROUPS[type(members[0].layer)](members)

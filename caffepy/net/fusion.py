@@ -4,18 +4,19 @@ The blobs between its members are not written. Groups are therefore for training
 commands do it, where nobody looks at these blobs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 from caffepy.layer import Layer
 from caffepy.layer.convolution import Convolution
 from caffepy.layer.eltwise import Eltwise
-from caffepy.layer.fused import PATTERNS, FusedGroup, Member, NormGroup, make_group
+from caffepy.layer.fused import PATTERNS, FusedGroup, Member, NormGroup, NormPooling, make_group
 from caffepy.layer.neuron import Dropout, ReLU, ReLU6
 from caffepy.layer.normalization import BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.shape import Split
 from caffepy.net.node import Node
+from caffepy.proto.caffe_pb2 import PoolingParameter
 
 
 class Step(NamedTuple):
@@ -59,7 +60,7 @@ def _share_sums(nodes: Sequence[Node], steps: Sequence[Step]) -> None:
     """
     for step in steps:
         group = step.group
-        if not isinstance(group, NormGroup) or not group.learns:
+        if not isinstance(group, NormGroup) or isinstance(group, NormPooling) or not group.learns:
             continue
         of_group = {id(top) for top in group.tops}
         readers = [
@@ -109,15 +110,21 @@ def find_groups(nodes: Sequence[Node]) -> list[list[int]]:
     for i, node in enumerate(nodes):
         if i in taken or node.layer.on_host or len(node.bottoms) != 1 or len(node.tops) != 1:
             continue
-        group = _group_from(nodes, i)
-        group = group[: next((k for k, j in enumerate(group) if j in taken), len(group))]
-        # The diff of a top with a loss weight must stay; a group overwrites it.
-        if len(group) == 1 or any(nodes[group[-1]].layer.loss_weights):
-            continue
-        if not any(harm(nodes, group) for harm in (_overtaken, _loses_mask, _hides)):
-            groups.append(group)
-            taken |= set(group)
+        for group in _groups_from(nodes, i, taken):
+            if _is_safe(nodes, group):
+                groups.append(group)
+                taken |= set(group)
+                break
     return groups
+
+
+def _is_safe(nodes: Sequence[Node], group: Sequence[int]) -> bool:
+    """True if layers may be computed together. The diff of a top with a loss weight must stay; a
+    group overwrites it.
+    """
+    if any(nodes[group[-1]].layer.loss_weights):
+        return False
+    return not any(harm(nodes, group) for harm in (_overtaken, _loses_mask, _hides))
 
 
 def _overtaken(nodes: Sequence[Node], group: Sequence[int]) -> bool:
@@ -145,6 +152,8 @@ def _loses_mask(nodes: Sequence[Node], group: Sequence[int]) -> bool:
     the gradient is 0 too.
     """
     kinds = {type(nodes[i].layer): i for i in group}
+    if BatchNorm in kinds and Pooling in kinds:
+        return False
     relu = kinds.get(ReLU, kinds.get(ReLU6))
     if relu is None or not nodes[group[-1]].need_backward:
         return False
@@ -166,8 +175,10 @@ def _hides(nodes: Sequence[Node], group: Sequence[int]) -> bool:
     return any(t.data_memory is memory for i in group[:-1] for t in nodes[i].tops)
 
 
-def _group_from(nodes: Sequence[Node], start: int) -> list[int]:
-    """Return the longest group that begins with this layer; the layer alone if there is none."""
+def _groups_from(nodes: Sequence[Node], start: int, taken: Container[int]) -> Iterator[list[int]]:
+    """Yield the longest group of each pattern that begins with this layer, in the patterns' order:
+    of several layers that are in no other group.
+    """
     for head, tail in PATTERNS:
         group: list[int] = []
         if _extend(nodes, group, start, head[0]) and all(
@@ -175,8 +186,9 @@ def _group_from(nodes: Sequence[Node], start: int) -> list[int]:
         ):
             for kind in tail:
                 _extend(nodes, group, _reader(nodes, group[-1]), kind)
-            return group
-    return [start]
+            group = group[: next((k for k, j in enumerate(group) if j in taken), len(group))]
+            if len(group) > 1:
+                yield group
 
 
 def _extend(nodes: Sequence[Node], group: list[int], index: int | None, kind: type[Layer]) -> bool:
@@ -196,6 +208,8 @@ def _extend(nodes: Sequence[Node], group: list[int], index: int | None, kind: ty
         mine = nodes[group[-1]].tops[0]
         others = [b for b in node.bottoms if b is not mine]
         fits = len(others) == 1 and others[0] is not node.tops[0]
+    if fits and isinstance(node.layer, Pooling):  # others than maxima follow no normalization
+        fits = len(group) <= 1 or node.layer.method == PoolingParameter.MAX
     if fits:
         group.append(index)
     return fits

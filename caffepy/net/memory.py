@@ -208,6 +208,7 @@ def _moments(usage: Usage) -> Iterator[tuple[bool, list[tuple[Memory, bool]]]]:
             *((top.diff_memory, False) for top in node.tops),
             *((copy.diff_memory, True) for copy in _casts(net, step)),
             *((bottom.blob.diff_memory, True) for bottom in bottoms if bottom.wanted),
+            *((blob.diff_memory, True) for blob in (step.group.own_diffs if step.group else ())),
             *_half(step),
         ]
         yield False, touched

@@ -453,6 +453,25 @@ class Ops(Protocol):
     def max_pool_backward(self, dy: Array, index: Array, dx: Array, window: Window) -> None:
         """dx = 0, then dx[index] += dy for every index but -1."""
 
+    def norm_max_pool_forward(
+        self, x: Array, numbers: Array, y: Array, index: Array, window: Window
+    ) -> None:
+        """Maxima of x * factor + shift: `norm_forward`, then `max_pool_forward` with `relu`."""
+
+    def norm_max_pool_backward(
+        self,
+        x: Array,
+        numbers: Array,
+        dy: Array,
+        index: Array,
+        window: Window,
+        dx: Maybe,
+        dscale: Maybe,
+        dbias: Maybe,
+        frozen: bool,
+    ) -> None:
+        """`max_pool_backward`, then `norm_backward`, of `norm_max_pool_forward`."""
+
     def ave_pool_forward(self, x: Array, y: Array, window: Window, relu: bool = False) -> None:
         """Write the mean of each window, at least 0 with `relu`.
 

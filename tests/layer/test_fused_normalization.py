@@ -12,7 +12,7 @@ from caffepy.device.blob import Blob, Layout
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
-from caffepy.layer.fused import Member, NormGroup
+from caffepy.layer.fused import Member, NormGroup, make_group
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 from tests.layer.harness import random
 
@@ -33,6 +33,7 @@ TEXTS = {
     ),
     "Eltwise": "eltwise_param { operation: SUM }",
     "LRN": "lrn_param { local_size: 3 alpha: 0.5 }",
+    "Pooling": "pooling_param { kernel_size: 3 stride: 2 pad: 1 }",
     "ReLU": "",
     "ReLU6": "",
     "Split": "",
@@ -43,6 +44,8 @@ GROUPS = {
     "usual": "Convolution BatchNorm Scale ReLU",
     "linear": "Convolution BatchNorm Scale",
     "pointwise": "Pointwise BatchNorm Scale ReLU",
+    "maxima": "Convolution BatchNorm Scale ReLU Pooling",
+    "maxima, no convolution": "BatchNorm Scale ReLU Pooling",
     "pointwise sum": "Pointwise BatchNorm Scale Eltwise ReLU Split",
     "sum": "Convolution BatchNorm Scale Eltwise",
     "unscaled": "Convolution BatchNorm ReLU",
@@ -97,7 +100,7 @@ class Chain:
                     if swap
                     else [blob, self.other]
                 )
-                own = of in ("Convolution", "Eltwise") or not in_place
+                own = of in ("Convolution", "Eltwise", "Pooling") or not in_place
                 tops = (
                     [self._blob() for _ in range(2)]
                     if kind == "Split"
@@ -161,6 +164,10 @@ class Chain:
         return answers
 
 
+def grouped(chain):
+    return make_group(chain.members, True, (True, True))
+
+
 def m_index(member, blob):
     return next(i for i, b in enumerate(member.bottoms) if b is blob)
 
@@ -182,15 +189,15 @@ def agree(answers, truths, near, flips=0):
 @pytest.mark.parametrize("name", GROUPS)
 def test_as_its_layers(name, phase, frozen, in_place):
     chain, alone = (Chain(MEMBERS[name], in_place, phase, frozen=frozen) for _ in range(2))
-    agree(chain.run(NormGroup(chain.members)), alone.run(), 1e-9)
+    agree(chain.run(grouped(chain)), alone.run(), 1e-9)
 
 
 def test_the_other_blob_may_come_first():
     chain, alone = (Chain(MEMBERS["all"], True, swap=True) for _ in range(2))
-    agree(chain.run(NormGroup(chain.members)), alone.run(), 1e-9)
+    agree(chain.run(grouped(chain)), alone.run(), 1e-9)
 
 
-@pytest.mark.parametrize("name", ["block", "all", "usual", "no convolution, sum"])
+@pytest.mark.parametrize("name", ["block", "all", "usual", "no convolution, sum", "maxima"])
 def test_only_what_is_wanted_is_computed(name):
     truths = Chain(MEMBERS[name], True).run()
     for first, other, params in product((False, True), repeat=3):
@@ -201,7 +208,7 @@ def test_only_what_is_wanted_is_computed(name):
                 down = [first]
             chain.members[i] = Member(m.layer, m.bottoms, m.tops, down)
             m.layer.param_propagate_down = [params] * len(m.layer.blobs)
-        answers = chain.run(NormGroup(chain.members))
+        answers = chain.run(grouped(chain))
         for key, answer in answers.items():
             truth = truths[key]
             if key.split()[-1].startswith("d") and key not in ("dx", "dother") and not params:
@@ -222,7 +229,7 @@ def test_a_group_that_never_learns_writes_over_what_it_reads(name):
 def test_a_top_without_a_gradient_adds_nothing():
     truth = Chain(MEMBERS["block"], True)
     answers, chain = truth.run(), Chain(MEMBERS["all"], True)
-    group = NormGroup(chain.members)
+    group = grouped(chain)
     for _ in range(2):
         group.forward()
     chain.tops[0].diff[...] = random(*chain.tops[0].shape, seed=2)
@@ -232,7 +239,7 @@ def test_a_top_without_a_gradient_adds_nothing():
 
 def test_shapes_may_change():
     chain = Chain(MEMBERS["usual"], True)
-    group = NormGroup(chain.members)
+    group = grouped(chain)
     group.forward()
     larger = random(4, 8, 6, 5)
     chain.x.reshape(larger.shape)
@@ -272,7 +279,7 @@ def test_on_a_gpu(name, layout, in_place, exact_products):
         chain = Chain(
             MEMBERS[name], in_place, TRAIN, CudaDevice(seed=1), lying, np.float32, frozen=frozen
         )
-        agree(chain.run(NormGroup(chain.members)), truths, near, flips)
+        agree(chain.run(grouped(chain)), truths, near, flips)
 
 
 @pytest.mark.gpu
@@ -292,7 +299,7 @@ def test_layers_on_a_gpu(types, layout):
 def test_a_recording_gives_the_same():
     lying, *_ = GPU_LAYOUTS["bfloat16"]
     chain = Chain(MEMBERS["all"], True, TRAIN, CudaDevice(seed=1), lying, np.float32)
-    group = NormGroup(chain.members)
+    group = grouped(chain)
     answers = chain.run(group)
 
     def both():

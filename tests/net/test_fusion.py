@@ -119,6 +119,19 @@ NETS = {
         + on("BatchNorm", "bn", "x")
         + on("Power", "p", "x", top="last")
     ),
+    "norm and max pooling": conv("c", "data")
+    + norm("c")
+    + on("ReLU", "r", "c")
+    + on("Pooling", "m", "c", POOL, "last"),
+    "norm and maxima that are overwritten": conv("c", "data")
+    + norm("c")
+    + on("ReLU", "r", "c")
+    + on("Pooling", "m", "c", POOL, "last")
+    + on("Sigmoid", "s", "last"),
+    "norm and mean": conv("c", "data")
+    + norm("c")
+    + on("ReLU", "r", "c")
+    + on("Pooling", "m", "c", POOL.replace("{", "{ pool: AVE"), "last"),
     "mean not in place": conv("c", "data")
     + on("Pooling", "m", "c", POOL.replace("{", "{ pool: AVE"), "m")
     + on("ReLU", "r", "m", top="last"),
@@ -154,6 +167,9 @@ GROUPS = {
     "split without gradient": [["a", "bn_a", "scale_a", "ra", "a_ra_0_split"]],
     "max pooling": [["m", "r"]],
     "max pooling, overwritten": [["m", "r"]],
+    "norm and max pooling": [["c", "bn_c", "scale_c", "r", "m"]],
+    "norm and maxima that are overwritten": [["c", "bn_c", "scale_c", "r", "m"]],
+    "norm and mean": [["c", "bn_c", "scale_c", "r"]],
     "mean not in place": [["m", "r"]],
     "product": [["ip", "r", "d"]],
 }

@@ -91,6 +91,17 @@ POOLED = (
     + library.pooling("again", "positive", "pool: AVE kernel_size: 2")
     + loss("fc", "again")
 )
+NORMALIZED_MAXIMA = (
+    DATA
+    + conv("a", "data")
+    + conv("b", "a", relu=False)
+    + library.in_place("BatchNorm", "b_norm", "b")
+    + library.layer("Scale", "b_scale", "b", "scale_param { bias_term: true }", top="b")
+    + library.relu("b_relu", "b")
+    + library.pooling("max", "b", "kernel_size: 3 stride: 2 pad: 1")
+    + conv("c", "max")
+    + loss("fc", "c")
+)
 FORCED = (
     "force_backward: true "
     + DATA
@@ -136,6 +147,7 @@ NETS: dict[str, tuple[str, Source]] = {
     "residual": (RESIDUAL, images),
     "forced": (FORCED, images),
     "pooled": (POOLED, images),
+    "normalized maxima": (NORMALIZED_MAXIMA, images),
     "others": (OTHERS, images),
     "siamese": (test_siamese.NET, test_siamese.pairs),
     "recurrent": (test_tagger.NET, test_tagger.sentences),

@@ -54,6 +54,41 @@ def test_max(case, dtype):
     np.testing.assert_allclose(dx, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("has_dx", [True, False])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_maxima_of_a_normalization(case, frozen, has_dx):
+    """As normalization, ReLU and pooling one after the other."""
+    shape, kernel, stride, pad, out = CASES[case]
+    window = kernel, stride, pad
+    n, c, h, w = shape
+    rng = np.random.default_rng(0)
+    x, numbers = rng.standard_normal(shape), rng.standard_normal((4, c))
+    y, index = np.empty((n, c, *out)), np.empty((n, c, *out), np.int32)
+    dy, flat = rng.standard_normal(y.shape), (n, c, h * w)
+    cpu.norm_max_pool_forward(x, numbers, y, index, window)
+    z, want, where = np.empty(shape), np.empty_like(y), np.empty_like(index)
+    cpu.norm_forward(x.reshape(flat), numbers, None, np.inf, z.reshape(flat))
+    cpu.max_pool_forward(z, want, where, window, relu=True)
+    np.testing.assert_allclose(y, want, 1e-12, 1e-12)
+    np.testing.assert_array_equal(index, where)
+    answers = []
+    for together in (True, False):
+        dx, sums = np.full(shape, np.nan), np.ones((2, c))
+        given = dx if has_dx else None
+        if together:
+            cpu.norm_max_pool_backward(x, numbers, dy, index, window, given, *sums, frozen)
+        else:
+            g = np.empty(shape)
+            cpu.max_pool_backward(dy, index, g, window)
+            g, to = g.reshape(flat), None if given is None else given.reshape(flat)
+            arguments = x.reshape(flat), numbers, [g], z.reshape(flat), np.inf, g, to
+            cpu.norm_backward(*arguments, *sums, frozen)
+        answers.append([sums, dx] if has_dx else [sums])
+    for a, b in zip(*answers, strict=True):
+        np.testing.assert_allclose(a, b, 1e-9, 1e-9)
+
+
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("case", ["2x2", "pad", "3x3 stride 2, wide"])
 def test_a_window_without_a_maximum_keeps_its_first_element(case, value):

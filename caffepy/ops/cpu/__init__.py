@@ -101,6 +101,8 @@ from caffepy.ops.cpu.pooling import (
     ave_pool_forward,
     max_pool_backward,
     max_pool_forward,
+    norm_max_pool_backward,
+    norm_max_pool_forward,
     pool_index_type,
     stochastic_pool_forward,
     stochastic_pool_mean,

@@ -13,8 +13,9 @@ import numpy as np
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, kernel
+from caffepy.ops.cpu.normalization import norm_backward
 from caffepy.ops.cpu.random import mix, seed_of_pass
-from caffepy.ops.protocol import Pair, Window
+from caffepy.ops.protocol import Maybe, Pair, Window
 
 
 class _Layout(NamedTuple):
@@ -89,6 +90,25 @@ def _max_forward(
                 y[n, o], index[n, o] = x[n, layout.corner[o]], layout.corner[o]
             if relu and y[n, o] <= 0:
                 y[n, o], index[n, o] = 0, -1
+
+
+@kernel
+def _norm_max_forward(
+    x: Array,
+    factor: Array,
+    shift: Array,
+    y: Array,
+    index: Array,
+    layout: _Layout,
+    lo: int,
+    hi: int,
+) -> None:
+    plane = np.empty((1, x.shape[1]), x.dtype)
+    for n in range(lo, hi):
+        s, b = factor[n % factor.size], shift[n % factor.size]
+        for e in range(x.shape[1]):
+            plane[0, e] = x[n, e] * s + b
+        _max_forward(plane, y[n : n + 1], index[n : n + 1], layout, True, 0, 1)
 
 
 @kernel
@@ -196,6 +216,31 @@ def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
 
 def max_pool_forward(x: Array, y: Array, index: Array, window: Window, relu: bool = False) -> None:
     _share(_max_forward, _layout(x.shape[2:], y.shape[2:], window), relu, x, y, index)
+
+
+def norm_max_pool_forward(x: Array, numbers: Array, y: Array, index: Array, window: Window) -> None:
+    _, _, factor, shift = numbers
+    run = partial(_norm_max_forward, *(_planes(x)[0], factor, shift), *_planes(y, index))
+    layout = _layout(x.shape[2:], y.shape[2:], window)
+    parallel(partial(run, layout), x.shape[0] * x.shape[1], 1 + 20_000 // prod(x.shape[2:]))
+
+
+def norm_max_pool_backward(
+    x: Array,
+    numbers: Array,
+    dy: Array,
+    index: Array,
+    window: Window,
+    dx: Maybe,
+    dscale: Maybe,
+    dbias: Maybe,
+    frozen: bool,
+) -> None:
+    g = np.empty_like(x) if dx is None else dx
+    max_pool_backward(dy, index, g, window)
+    flat, g = (a.reshape(*a.shape[:2], prod(a.shape[2:])) for a in (x, g))
+    to = None if dx is None else g
+    norm_backward(flat, numbers, [g], None, None, None, to, dscale, dbias, frozen)
 
 
 def max_pool_backward(dy: Array, index: Array, dx: Array, window: Window) -> None:

@@ -114,6 +114,8 @@ from caffepy.ops.cuda.pooling import (
     ave_pool_forward,
     max_pool_backward,
     max_pool_forward,
+    norm_max_pool_backward,
+    norm_max_pool_forward,
     pool_index_type,
     stochastic_pool_forward,
     stochastic_pool_mean,

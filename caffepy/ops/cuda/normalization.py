@@ -211,3 +211,34 @@ def _gradient(
     arguments = (x, factor, shift, line, ceiling or 0.0, g, dx)
     variant, shape = f", {after}", lying(x, g, dx)
     channel_pass("normalization", "backward", x, shape, *arguments, variant=variant, held=3)
+
+
+def maxima_gradient(
+    x: Array,
+    numbers: Array,
+    maxima: tuple[Array, Array],
+    dx: Array,
+    dscale: Maybe,
+    dbias: Maybe,
+    frozen: bool,
+    windows: Sequence[int],
+    across: int,
+) -> None:
+    """Compute `norm_backward` for dy and index of maxima of x * factor + shift, without a ReLU.
+
+    The numbers of `windows` are those of windows.cuh, over an element are at most `across` in a
+    row; see OfMaxima for how arrays lie.
+    """
+    (mean, _, factor, _), shape = numbers, lying(x)
+    to = dx if frozen else None
+    arrays, variant = (x, mean, factor, *maxima, to, *windows), f", {across}, {int(frozen)}"
+    partial = sums("normalization", "maxima_sums", x, shape, *arrays, variant=variant)
+    line = None if frozen else context().array("line", (2, x.shape[1]), factor.dtype)
+    if line is not None or dscale is not None or dbias is not None:
+        finish_gradient(partial, x, numbers, dscale, dbias, line)
+    if line is not None:
+        arrays = (x, factor, line, *maxima, dx, *windows)
+        held, variant = 3, f", {across}"
+        channel_pass(
+            "normalization", "maxima_backward", x, shape, *arrays, variant=variant, held=held
+        )

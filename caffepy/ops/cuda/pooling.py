@@ -1,12 +1,15 @@
 """Max, average and stochastic pooling."""
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
+from cupy import empty_like
 
 from caffepy.ops.cuda.launch import Array, c_type, channels_last, divisor, launch_expression
-from caffepy.ops.protocol import Pair, Window
+from caffepy.ops.cuda.normalization import are_packs, maxima_gradient, norm_backward
+from caffepy.ops.protocol import Maybe, Pair, Window
 
 WIDE = 32
 """A warp sums a window of this many elements or more, if planes are contiguous."""
@@ -30,12 +33,12 @@ def _pool(
     arrays: tuple[Array, ...],
     window: Window,
     *others: Any,
-    relu: bool | None = None,
+    flags: Sequence[bool] = (),
 ) -> None:
     """Call a kernel with a thread for each part of `over`: the large (N, C, H, W) or the small (N,
     C, Ho, Wo) array.
 
-    It has a variant for each value of `relu`, unless that is None.
+    It has a variant for each value of the flags.
     """
     if not over.size:
         return
@@ -53,17 +56,56 @@ def _pool(
         name, numbers, threads = "ave_pool_forward_wide", [], over.size * 32
     elif not name.startswith("stochastic"):
         numbers.append(min(kernel[1] if over is small else -(-kernel[1] // stride[1]), AHEAD))
+    sizes = window_sizes(images, channels // v, over, large, small, window)
+    expression = f"{name}<{', '.join([*types, *map(str, numbers), *(str(int(f)) for f in flags)])}>"
+    launch_expression("pooling", expression, threads, *arrays, *sizes, *others)
+
+
+def window_sizes(
+    images: int, packs: int, over: Array, large: Array, small: Array, window: Window
+) -> list[int]:
+    """Return the numbers of WINDOWS in windows.cuh, for a pass over the large or small array."""
     planes = (*large.shape[2:], *small.shape[2:])
-    sizes = (images, channels // v, *planes, *(int(side) for pair in window for side in pair))
-    divisors = (divisor(int(d)) for d in (channels // v, *over.shape[:1:-1], *stride))
-    if relu is not None:
-        numbers.append(int(relu))
-    expression = f"{name}<{', '.join([*types, *map(str, numbers)])}>"
-    launch_expression("pooling", expression, threads, *arrays, *sizes, *divisors, *others)
+    divisors = (divisor(int(d)) for d in (packs, *over.shape[:1:-1], *window[1]))
+    return [images, packs, *planes, *(int(side) for pair in window for side in pair), *divisors]
 
 
 def max_pool_forward(x: Array, y: Array, index: Array, window: Window, relu: bool = False) -> None:
-    _pool("max_pool_forward", y, x, y, (x, y, index), window, relu=relu)
+    flags = relu, False
+    _pool("max_pool_forward", y, x, y, (x, y, index), window, None, None, 0, flags=flags)
+
+
+def norm_max_pool_forward(x: Array, numbers: Array, y: Array, index: Array, window: Window) -> None:
+    _, _, factor, shift = numbers
+    others = factor, shift, 0 if channels_last(x, y) else x.shape[1]
+    _pool("max_pool_forward", y, x, y, (x, y, index), window, *others, flags=(True, True))
+
+
+def norm_max_pool_backward(
+    x: Array,
+    numbers: Array,
+    dy: Array,
+    index: Array,
+    window: Window,
+    dx: Maybe,
+    dscale: Maybe,
+    dbias: Maybe,
+    frozen: bool,
+) -> None:
+    if not x.size:
+        return
+    flat = x.reshape(*x.shape[:2], -1)
+    whole = channels_last(x, dy) and x.shape[1] % (16 // x.itemsize) == 0
+    if not (whole and are_packs(x, dy, index, dx)) or index.dtype != np.uint8 or dx is None:
+        g = empty_like(x) if dx is None else dx
+        max_pool_backward(dy, index, g, window)
+        to, g = None if dx is None else g.reshape(flat.shape), g.reshape(flat.shape)
+        norm_backward(flat, numbers, [g], None, None, None, to, dscale, dbias, frozen)
+        return
+    kernel, stride, _ = window
+    across = min(-(-kernel[1] // stride[1]), AHEAD)
+    sizes = window_sizes(len(x), x.shape[1] * x.itemsize // 16, x, x, dy, window)
+    maxima_gradient(flat, numbers, (dy, index), dx, dscale, dbias, frozen, sizes, across)
 
 
 def max_pool_backward(dy: Array, index: Array, dx: Array, window: Window) -> None:
@@ -71,14 +113,14 @@ def max_pool_backward(dy: Array, index: Array, dx: Array, window: Window) -> Non
 
 
 def ave_pool_forward(x: Array, y: Array, window: Window, relu: bool = False) -> None:
-    _pool("ave_pool_forward", y, x, y, (x, y), window, relu=relu)
+    _pool("ave_pool_forward", y, x, y, (x, y), window, flags=(relu,))
 
 
 def ave_pool_backward(dy: Array, dx: Array, window: Window, y: Array | None = None) -> None:
     if y is not None:
         channels_last(dy, y)  # raises if their layouts differ
     arrays = (dy, dx, dy if y is None else y)
-    _pool("ave_pool_backward", dx, dx, dy, arrays, window, relu=y is not None)
+    _pool("ave_pool_backward", dx, dx, dy, arrays, window, flags=(y is not None,))
 
 
 def stochastic_pool_forward(

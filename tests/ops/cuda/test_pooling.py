@@ -182,6 +182,57 @@ def test_relu_in_types_and_orders(case, kind, last, sizes, busy, monkeypatch):
             np.testing.assert_allclose(loaded(du), dx, *TOLERANCE[kind])
 
 
+NORMALIZED = [
+    ("uint16", 64, True),
+    ("float16", 24, True),
+    ("float32", 12, True),
+    ("uint16", 9, True),
+    ("float32", 5, False),
+]
+"""Element type, channels, and whether they lie last: all that the kernels take, and two others."""
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("kind", "channels", "last"), NORMALIZED)
+@pytest.mark.parametrize("case", ["3x3 stride 2", "padded", "wide"])
+def test_maxima_of_a_normalization(case, kind, channels, last, frozen):
+    """As a normalization and a pooling one after the other, but for the order of sums."""
+    import cupy
+
+    from caffepy.ops import cuda
+
+    how = {"3x3 stride 2": ((3, 3), (2, 2), (0, 0)), "padded": ((3, 3), (2, 2), (1, 1))}
+    window = how.get(case, ((2, 5), (1, 2), (0, 1)))
+    shape = 3, channels, 13, 16
+    flat = 3, channels, 13 * 16
+    numbers = cupy.asarray(data((4, channels)).astype("f"))
+    x = stored(data(shape), kind, last)
+    top = top_shape(shape, window)
+    dy = stored(data(top, seed=1), kind, last)
+    answers = []
+    for together in (True, False):
+        y, dx = stored(np.zeros(top), kind, last), stored(np.zeros(shape), kind, last)
+        index = stored(np.zeros(top), "float32", last).astype(np.uint8, order="K")
+        dscale, dbias = cupy.zeros((2, channels), np.float32)
+        given = dscale, dbias, frozen
+        if together:
+            cuda.norm_max_pool_forward(x, numbers, y, index, window)
+            cuda.norm_max_pool_backward(x, numbers, dy, index, window, dx, *given)
+        else:
+            z = stored(np.zeros(shape), kind, last)
+            cuda.norm_forward(x.reshape(flat), numbers, None, np.inf, z.reshape(flat))
+            cuda.max_pool_forward(z, y, index, window, relu=True)
+            cuda.max_pool_backward(dy, index, dx, window)
+            g = dx.reshape(flat)
+            cuda.norm_backward(x.reshape(flat), numbers, [g], None, None, None, g, *given)
+        answers.append([loaded(y), index.get(), loaded(dx), dscale.get(), dbias.get()])
+    for exact, (a, b) in enumerate(zip(*answers, strict=True)):
+        if exact < 2:
+            np.testing.assert_array_equal(a, b)
+        else:
+            assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", CASES)
 def test_relu(case, dtype):

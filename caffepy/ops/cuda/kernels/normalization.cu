@@ -6,6 +6,7 @@
 #include "reduce.cuh"
 #include "channels.cuh"
 #include "rectify.cuh"
+#include "windows.cuh"
 
 // sums of x and x^2, from those of x - k and (x - k)^2 with k the first x of the thread: no cancellation in float
 template <typename T, int V> struct Moments {
@@ -237,4 +238,32 @@ backward(const T* x, const Wide<T>* factor, const Wide<T>* shift, const Wide<T>*
   channel_pass<Straight<AFTER>::template Op, T, PACK, 2>(
       Shape{outer, channels, inner, splits}, Line<Wide<T>>{factor, shift, line, line + channels, Wide<T>(ceiling)},
       in(x), in(dy), out(dx));
+}
+
+// The gradient of maxima over windows, as an array that is read: images lie with their channels last, in whole packs.
+template <typename T, int W> struct OfMaxima {
+  using Element = T;
+  const T* dy;
+  const unsigned char* index;
+  Windows s;
+  template <int V> __device__ bool fits() const { return true; }
+  template <int V> __device__ Pack<T, V> load(i64 i) const { return of_maxima<V, W>(s, i, dy, index); }
+  template <int V> __device__ void store(i64, const Pack<T, V>&) const {}
+};
+
+// backward_sums and backward for the gradient of maxima
+template <typename T, int W, int DX> __global__ void __launch_bounds__(256, 3)
+maxima_sums(const T* x, const Wide<T>* mean, const Wide<T>* factor, const T* dy, const unsigned char* index, T* dx, WINDOWS,
+            double* partial, i64 outer, i64 channels, i64 inner, i64 splits) {
+  channel_sums_of<Summing<NO_MASK, NO_RELU, 0, 0, DX>::template Op, T, PACK, 2>(
+      Shape{outer, channels, inner, splits}, partial, Gradient<Wide<T>>{mean, factor, nullptr, 0}, in(x),
+      OfMaxima<T, W>{dy, index, NUMBERS}, in_if<0>(x), in_if<0>(x), Bits<NEITHER>{}, out_if<0>(dx), out_if<DX>(dx));
+}
+
+template <typename T, int W> __global__ void __launch_bounds__(256, 3)
+maxima_backward(const T* x, const Wide<T>* factor, const Wide<T>* line, const T* dy, const unsigned char* index, T* dx,
+                WINDOWS, i64 outer, i64 channels, i64 inner, i64 splits) {
+  channel_pass<Straight<NO_RELU>::template Op, T, PACK, 2>(
+      Shape{outer, channels, inner, splits}, Line<Wide<T>>{factor, nullptr, line, line + channels, 0}, in(x),
+      OfMaxima<T, W>{dy, index, NUMBERS}, out(dx));
 }

@@ -1,72 +1,17 @@
-// Pooling over windows of images (N, H, W, C), in packs of V channels; planes (N, C, H, W) are N * C images of one
-// channel. Window (i, j) begins at row i * stride - pad, column likewise. An index tells the element of a window that
-// has its maximum: unsigned char its number in the window, int its number in the plane; -1 (255) names none. W elements of
-// a row are loaded at a time, the last one again where there are fewer. R: relu.
+// Pooling over windows (windows.cuh). An index tells which element has the maximum. W elements of a row are loaded at a
+// time, the last one again where there are fewer. R: relu.
 
 #include "pack.cuh"
 #include "reduce.cuh"
 #include "random.cuh"
-
-struct Windows {
-  int packs, h, w, ho, wo, kh, kw, sh, sw, ph, pw;
-  Divisor by_packs, by_columns, by_rows, by_sh, by_sw;
-  __device__ i64 large() const { return i64(h) * w * packs; }   // packs of an image
-  __device__ i64 small() const { return i64(ho) * wo * packs; }  // packs of its windows
-};
-
-#define WINDOWS                                                                                                     \
-  i64 images, i64 packs, i64 h, i64 w, i64 ho, i64 wo, i64 kh, i64 kw, i64 sh, i64 sw, i64 ph, i64 pw, i64 by_packs, \
-      i64 by_columns, i64 by_rows, i64 by_sh, i64 by_sw
-#define NUMBERS                                                                                                       \
-  Windows {                                                                                                           \
-    int(packs), int(h), int(w), int(ho), int(wo), int(kh), int(kw), int(sh), int(sw), int(ph), int(pw), {by_packs},     \
-        {by_columns}, {by_rows}, {by_sh}, {by_sw}                                                                     \
-  }
-
-// Pack number e of what is written: images of so many rows and columns.
-struct Place {
-  i64 image;
-  int row, column, pack;
-  __device__ Place(const Windows& s, i64 e, int rows, int columns) {
-    const unsigned at = s.by_packs.quotient(unsigned(e)), line = s.by_columns.quotient(at);
-    pack = int(unsigned(e) - at * unsigned(s.packs));
-    column = int(at - line * unsigned(columns));
-    image = s.by_rows.quotient(line);
-    row = int(line - unsigned(image) * unsigned(rows));
-  }
-};
-
-// Rows or columns [lo, hi) of a window that lie in the plane; `full` of its divisor lie in the plane or its padding.
-struct Span {
-  int start, lo, hi, full;
-  __device__ Span(int at, int kernel, int stride, int pad, int size) {
-    start = at * stride - pad;
-    const int end = start + kernel;
-    full = max(min(end, size + pad) - start, 1);
-    lo = max(start, 0);
-    hi = min(end, size);
-  }
-};
-
-// Windows [lo, hi) over a row or column; `reached` is hi with those that begin beyond the plane counted to its end,
-// since their maximum is there.
-struct Cover {
-  int lo, hi, reached;
-  __device__ Cover(int at, int kernel, const Divisor& by_stride, int pad, int size, int windows) {
-    lo = at + pad < kernel ? 0 : int(by_stride.quotient(at + pad - kernel)) + 1;
-    hi = min(int(by_stride.quotient(at + pad)) + 1, windows);
-    reached = at == size - 1 ? windows : hi;
-  }
-};
-
-template <typename I> __device__ int index_of(const Windows& s, int row, int column, int top, int left) {
-  return sizeof(I) == 1 ? max(row - top, 0) * s.kw + max(column - left, 0) : row * s.w + column;
-}
+#include "windows.cuh"
 
 // y = the first largest element, index = where; of a window without numbers above -inf its first element.
-// R: 0 instead of what is not above 0, which is nowhere.
-template <typename T, typename I, int V, int W, bool R>
-__global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* __restrict__ index, WINDOWS) {
+// R: 0 instead of what is not above 0, which is nowhere. NORM: elements are x * factor + shift, rounded, with a number of
+// each channel of images, or of each of so many planes.
+template <typename T, typename I, int V, int W, bool R, bool NORM>
+__global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* __restrict__ index, WINDOWS,
+                                 const Wide<T>* factor, const Wide<T>* shift, i64 planes) {
   using A = Wide<T>;
   const Windows s = NUMBERS;
   const A least = -__int_as_float(0x7f800000);
@@ -75,6 +20,16 @@ __global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* 
     const Span rows(at.row, s.kh, s.sh, s.ph, s.h), columns(at.column, s.kw, s.sw, s.pw, s.w);
     const Pack<T, V>* image = reinterpret_cast<const Pack<T, V>*>(x) + at.image * s.large() + at.pack;
     const int corner_row = min(rows.lo, s.h - 1), corner_column = min(columns.lo, s.w - 1);
+    A factors[V], shifts[V];
+    if (NORM) {
+      const i64 channel = planes ? at.image % planes : i64(at.pack) * V;
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        factors[v] = factor[channel + v];
+        shifts[v] = shift[channel + v];
+      }
+    }
+    const auto value = [&](T number, int v) { return NORM ? A(T(fma(A(number), factors[v], shifts[v]))) : A(number); };
     A best[V];
     int where[V];
 #pragma unroll
@@ -92,7 +47,7 @@ __global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* 
         for (int k = 0; k < W; ++k)  // an element that comes again is not larger
 #pragma unroll
           for (int v = 0; v < V; ++v) {
-            const A number = A(taken[k].v[v]);
+            const A number = value(taken[k].v[v], v);
             if (number > best[v]) {
               best[v] = number;
               where[v] = line + c + k;
@@ -105,7 +60,7 @@ __global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* 
     Pack<I, V> places;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      largest.v[v] = best[v] == least ? corner[v] : T(best[v]);
+      largest.v[v] = T(best[v] == least ? value(corner[v], v) : best[v]);
       places.v[v] = I(where[v]);
       if (R && A(largest.v[v]) <= 0) {
         largest.v[v] = T(A(0));
@@ -117,42 +72,10 @@ __global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* 
   }
 }
 
-// dx = sum of the dy of those windows whose index names the element, in the order of the windows
 template <typename T, typename I, int V, int W>
 __global__ void max_pool_backward(const T* __restrict__ dy, const I* __restrict__ index, T* __restrict__ dx, WINDOWS) {
-  using A = Wide<T>;
   const Windows s = NUMBERS;
-  FOR_EACH(e, images * s.large()) {
-    const Place at(s, e, s.h, s.w);
-    const Cover rows(at.row, s.kh, s.by_sh, s.ph, s.h, s.ho), columns(at.column, s.kw, s.by_sw, s.pw, s.w, s.wo);
-    const i64 image = at.image * s.small() + at.pack;
-    const Pack<T, V>* gradients = reinterpret_cast<const Pack<T, V>*>(dy) + image;
-    const Pack<I, V>* indices = reinterpret_cast<const Pack<I, V>*>(index) + image;
-    A sum[V] = {};
-    for (int i = rows.lo; i < rows.reached; ++i)
-      for (int j = columns.lo; j < columns.reached; j += W) {
-        Pack<T, V> gradient[W];
-        Pack<I, V> named[W];
-#pragma unroll
-        for (int k = 0; k < W; ++k) {
-          const int window = (i * s.wo + min(j + k, columns.reached - 1)) * s.packs;
-          gradient[k] = gradients[window];
-          named[k] = indices[window];
-        }
-#pragma unroll
-        for (int k = 0; k < W; ++k) {
-          const int place = index_of<I>(s, at.row, at.column, i * s.sh - s.ph, (j + k) * s.sw - s.pw);
-          const int here = j + k < columns.reached ? place : -2;
-#pragma unroll
-          for (int v = 0; v < V; ++v)
-            if (named[k].v[v] == here) sum[v] += A(gradient[k].v[v]);
-        }
-      }
-    Pack<T, V> total;
-#pragma unroll
-    for (int v = 0; v < V; ++v) total.v[v] = T(sum[v]);
-    reinterpret_cast<Pack<T, V>*>(dx)[e] = total;
-  }
+  FOR_EACH(e, images * s.large()) reinterpret_cast<Pack<T, V>*>(dx)[e] = of_maxima<V, W>(s, e, dy, index);
 }
 
 template <bool R, typename T> __device__ T rectified(T y) {
