@@ -473,7 +473,9 @@ class Normalize(Layer):
         self.absolute = not self.scaled and other.normalize_type == "L1"
         self.eps = ours.eps if self.scaled else 1e-6
         shared = ours.channel_shared
-        self.takes_preferred_layout = self.scaled and not self.across and not shared
+        # Scales of all channels, of a norm at each place: one pass each way, from the bottom.
+        self.by_channel = self.scaled and not self.across and not shared
+        self.takes_preferred_layout = self.backward_reads_bottom = self.by_channel
         if self.scaled:
             shape = () if shared else (bottom[0].shape[1],)
             self.make_params({"scale": shape}, [_from_one(ours, "scale_filler")])
@@ -504,9 +506,17 @@ class Normalize(Layer):
         if not self.scaled and self.param.normalize_param.fix_gradient:
             self.divisor = self.buffer(self.norm.shape)
             self.divisor.host_data.fill(1)
-        self.normalized = self.buffer_like(bottom[0])
+        # The bottom where its values stay, else x, or x / n.
+        keeps = self.by_channel and not is_in_place(bottom[0], top[0])
+        self.normalized = bottom[0] if keeps else self.buffer_like(bottom[0])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if self.by_channel:
+            if self.normalized is not bottom[0]:
+                self.ops.copy(bottom[0].data, self.normalized.data)
+            x, y = (a.reshape(self.view) for a in (self.normalized.data, top[0].data))
+            self.ops.scaled_norm_forward(x, self.blobs[0].data, y, self.norm.data, self.eps)
+            return
         x, y, norm = bottom[0].data.reshape(self.view), self.normalized.data, self.norm.data
         self.ops.normalize_forward(x, y.reshape(self.view), norm, self.eps, self.absolute)
         for norms in top[1:]:
@@ -522,6 +532,13 @@ class Normalize(Layer):
         second top, too; with fix_gradient it is not divided by the norm.
         """
         y, dy = self.normalized.data, top[0].diff
+        if self.by_channel:
+            scale, norm = self.blobs[0], self.norm.data
+            dscale = scale.diff if self.param_propagate_down[0] else None
+            x, dy = y.reshape(self.view), dy.reshape(self.view)
+            dx = bottom[0].diff.reshape(self.view) if propagate_down[0] else None
+            self.ops.scaled_norm_backward(x, scale.data, norm, self.eps, dy, dx, dscale)
+            return
         if self.scaled and self.param_propagate_down[0]:
             view, scale = self.scale_view, self.blobs[0]
             gradients = None, scale.diff.reshape(-1), None

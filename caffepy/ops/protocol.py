@@ -327,6 +327,25 @@ class Ops(Protocol):
         with `absolute`; dnorm (outer, inner). dx may be dy.
         """
 
+    def scaled_norm_forward(
+        self, x: Array, scale: Array, y: Array, norm: Array, eps: float
+    ) -> None:
+        """y = x / norm * scale, the norm (outer, inner) as of `normalize_forward`, scale (C)."""
+
+    def scaled_norm_backward(
+        self,
+        x: Array,
+        scale: Array,
+        norm: Array,
+        eps: float,
+        dy: Array,
+        dx: Maybe,
+        dscale: Maybe,
+    ) -> None:
+        """dx = scale * (dy - u * sum of u * dy over the channels) / norm, u = x / norm, SSD's
+        gradient; add sums of u * dy to dscale (C). dx may be dy.
+        """
+
     def batch_norm_statistics(self, x: Array, mean: Array, variance: Array) -> None:
         """Write the mean and biased variance of each channel, sums in float64 on the CPU."""
 

@@ -129,7 +129,12 @@ from caffepy.ops.cpu.timers import PhaseTimer, Stopwatch
 from caffepy.ops.cpu.transform import transform_batch
 from caffepy.ops.cpu.update import update_params
 from caffepy.ops.cpu.update_state import Sums, UpdateState
-from caffepy.ops.cpu.vector_norm import normalize_backward, normalize_forward
+from caffepy.ops.cpu.vector_norm import (
+    normalize_backward,
+    normalize_forward,
+    scaled_norm_backward,
+    scaled_norm_forward,
+)
 from caffepy.ops.cpu.volumes import (
     ave_pool_volumes_backward,
     ave_pool_volumes_forward,

@@ -142,7 +142,12 @@ from caffepy.ops.cuda.timers import PhaseTimer, Stopwatch
 from caffepy.ops.cuda.transform import transform_batch
 from caffepy.ops.cuda.update import update_params
 from caffepy.ops.cuda.update_state import Sums, UpdateState
-from caffepy.ops.cuda.vector_norm import normalize_backward, normalize_forward
+from caffepy.ops.cuda.vector_norm import (
+    normalize_backward,
+    normalize_forward,
+    scaled_norm_backward,
+    scaled_norm_forward,
+)
 from caffepy.ops.cuda.volumes import (
     ave_pool_volumes_backward,
     ave_pool_volumes_forward,
