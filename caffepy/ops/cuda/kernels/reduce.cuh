@@ -50,3 +50,27 @@ template <typename A> struct Sums {
       part[o * shares + blockIdx.y] = sum;
   }
 };
+
+__device__ unsigned warp_total(unsigned x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(0xffffffffu, x);
+#else
+  return warp_sum(x);
+#endif
+}
+
+// Threads of the block before this one for which it is true, and of all of them.
+struct Rank {
+  unsigned before = 0, all = 0;
+  __device__ explicit Rank(bool is) {
+    __shared__ unsigned parts[32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const unsigned votes = __ballot_sync(0xffffffffu, is);
+    __syncthreads();
+    if (lane == 0) parts[warp] = __popc(votes);
+    __syncthreads();
+    const unsigned of_lane = lane < warps ? parts[lane] : 0;
+    all = warp_total(of_lane);
+    before = warp_total(lane < warp ? of_lane : 0) + __popc(votes & ((1u << lane) - 1));
+  }
+};

@@ -1,0 +1,64 @@
+"""Pooled regions on a GPU beside the CPU's: boxes of all kinds, planes of one cell, and of more than
+a warp holds.
+"""
+
+import numpy as np
+import pytest
+
+from caffepy.ops import cpu
+from tests.ops.cuda.compare import EXACT, agree, data
+
+pytestmark = pytest.mark.gpu
+
+
+def regions(count, images, height, width):
+    """Boxes in pixels, some of them tiny, huge, turned around or outside."""
+    draw = np.random.default_rng(count)
+    low = draw.uniform(-40, 1, (count, 2)) + draw.uniform(0, 1, (count, 2)) * [width, height]
+    high = low + draw.choice([-30, 0, 10, 90, 5000], (count, 2))
+    image = draw.integers(0, images, count)
+    return np.column_stack([image, low, high]).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "bins"),
+    [
+        (5, (2, 3, 7, 9), (2, 3)),
+        (300, (2, 5, 38, 50), (7, 7)),
+        (200, (3, 70, 5, 6), (1, 1)),
+        (40, (1, 2, 130, 150), (6, 7)),  # more cells than a warp holds
+        (0, (1, 2, 4, 4), (2, 2)),
+    ],
+)
+def test_pooled_regions(count, shape, bins):
+    n, c, h, w = shape
+    rois = regions(count, n, 16 * h, 16 * w)
+    x = np.round(data(shape), 1)
+    y, index = np.empty((count, c, *bins), np.float32), np.empty((count, c, *bins), np.int32)
+    agree("roi_pool_forward", x, rois, y, index, 1 / 16, tolerance=EXACT)
+    cpu.roi_pool_forward(x, rois, y, index, 1 / 16)
+    agree("roi_pool_backward", data(y.shape), rois, index, x, 1 / 16)
+    for samples in (0, 2):
+        given = 1 / 16, samples, 1, False
+        agree("roi_align_forward", x, rois, y, *given, tolerance=(1e-5, 1e-5))
+        agree("roi_align_backward", data(y.shape), rois, x, *given, tolerance=(1e-5, 1e-4))
+
+
+@pytest.mark.parametrize(
+    ("count", "outputs", "bins", "images", "size"),
+    [
+        (5, 1, 1, 1, (3, 4)),
+        (300, 3, 7, 2, (38, 50)),
+        (50, 2, 3, 1, (120, 130)),
+        (0, 2, 2, 1, (4, 4)),
+    ],
+)
+def test_pooled_parts(count, outputs, bins, images, size):
+    rois = regions(count, images, 16 * size[0], 16 * size[1])
+    x = data((images, outputs * bins**2, *size))
+    y = np.empty((count, outputs, bins, bins), np.float32)
+    agree("psroi_pool_forward", x, rois, y, 1 / 16)
+    agree("psroi_pool_backward", data(y.shape), rois, x, 1 / 16)
+    given = 1 / 16, 2, 1, True
+    agree("roi_align_forward", x, rois, y, *given, tolerance=(1e-5, 1e-5))
+    agree("roi_align_backward", data(y.shape), rois, x, *given, tolerance=(1e-5, 1e-4))
