@@ -160,32 +160,25 @@ class MultiBoxLoss(ClassLoss):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         locations, scores, priors, truths = self.given(bottom)
+        matches, labels = self.matches.data, self.labels.data
         self.check_truths(truths)
         self.match(locations, priors, truths)
         self.ops.location_losses(
-            locations, priors, truths, self.matches.data, self.location, self.location_loss.data
+            locations, priors, truths, matches, self.location, self.location_loss.data
         )
-        self.label(truths)
+        self.ops.label_matches(truths, matches, self.background, self.agnostic, labels)
         if self.mining != NONE:
             self.mine(scores, priors)
-        losses = self.class_losses(scores)
-        matched = self.matches.data >= 0
-        fixed = self.divisor(*matched.shape[::2])
-        self.normalizer.data[...] = np.maximum(np.sum(matched), 1) if fixed is None else fixed
-        weight = self.settings.loc_weight * self.parts[0]
-        total = weight * np.sum(np.where(matched, self.location_loss.data, 0))
-        total = total + self.parts[1] * np.sum(losses)
-        np.divide(total, self.normalizer.data, out=top[0].data)
+        self.set_class_losses(scores)
+        weights = self.settings.loc_weight * self.parts[0], float(self.parts[1])
+        given = self.location_loss.data, matches, self.class_loss.data, labels, weights
+        divisor = self.divisor(*matches.shape[::2])
+        self.ops.multibox_loss(*given, divisor, self.normalizer.data, top[0].data)
 
     def check_truths(self, truths: Array) -> None:
-        label, known = truths[:, 1], truths[:, 0] >= 0
-        if not self.settings.use_difficult_gt:
-            known &= truths[:, 7] == 0
-        inside = (label > -1) & ((label < self.classes) | self.agnostic)
-        self.bad_label.note(known & ~(inside & (label != self.background)), label)
+        rules = self.classes, self.background, self.agnostic, self.settings.use_difficult_gt
+        self.ops.check_truths(truths, *rules, self.bad_label.found, self.bad_box.found)
         self.bad_label.check()
-        size = np.max(np.abs(truths[:, 3:7]), axis=1)
-        self.bad_box.note(known & ~(size < np.inf), truths[:, 0])
         self.bad_box.check()
 
     def match(self, locations: Array, priors: Array, truths: Array) -> None:
@@ -216,16 +209,6 @@ class MultiBoxLoss(ClassLoss):
             self.ops.match_boxes(boxes, truths, label, self.rule, own, overlaps, counts)
             matches[:, c] = own
 
-    def label(self, truths: Array) -> None:
-        """Write the class of each prior: that of its true box, or the background."""
-        labels = self.labels.data
-        labels.fill(self.background)
-        known = truths[:, 1].astype(np.int32) if not self.agnostic else None
-        for c in range(self.matches.shape[1]):
-            own = self.matches.data[:, c]
-            of = self.background + 1 if known is None else known[np.maximum(own, 0)]
-            labels[...] = np.where(own >= 0, of, labels)
-
     def mine(self, scores: Array, priors: Array) -> None:
         """Choose the boxes that learn: others get the label -1, and lose their match."""
         param, matches = self.settings, self.matches.data[:, 0]
@@ -235,13 +218,17 @@ class MultiBoxLoss(ClassLoss):
             losses[...] = np.sum(entropies(scores, self.targets.data), axis=2)
         else:
             self.ops.class_losses(*self.rows(scores), losses.reshape(-1))
-        counts = self.counts.data
+        counts, overlaps = self.counts.data, self.overlaps.data
+        if self.mining == MAX_NEGATIVE and not self.suppresses:
+            rule = param.neg_pos_ratio, param.neg_overlap
+            self.ops.mine_negatives(losses, matches, overlaps, counts, *rule, labels)
+            return
         if self.mining == HARD_EXAMPLE:
             losses += self.location_loss.data[:, 0]
             allowed = np.ones_like(matches)
             numbers = np.full_like(counts[:, 0], param.sample_size)
         else:
-            free = (matches == -1) & (self.overlaps.data < param.neg_overlap)
+            free = (matches == -1) & (overlaps < param.neg_overlap)
             allowed = free.astype(np.int32)
             ratio = np.float32(param.neg_pos_ratio)
             numbers = (counts[:, 1] * ratio).astype(np.int32)
@@ -287,15 +274,14 @@ class MultiBoxLoss(ClassLoss):
         """Return the scores (N * P, K) and their labels (N * P)."""
         return scores.reshape(-1, self.classes), self.labels.data.reshape(-1)
 
-    def class_losses(self, scores: Array) -> Array:
-        """Return the losses (N, P) of the boxes that learn their class, 0 for others."""
-        learning, losses = self.labels.data >= 0, self.class_loss.data
+    def set_class_losses(self, scores: Array) -> None:
+        """Write the losses (N, P) of the boxes that learn their class."""
+        losses = self.class_loss.data
         if self.logistic:
             self.set_targets(self.background)
             losses[...] = np.sum(entropies(scores, self.targets.data), axis=2)
         elif self.mining != MAX_NEGATIVE:  # which has just taken them
             self.ops.class_losses(*self.rows(scores), losses.reshape(-1))
-        return np.where(learning, losses, 0)
 
     def set_targets(self, others: float) -> None:
         """Write the targets (N, P, K) of LOGISTIC: 1 for the label, `others` for other classes; as

@@ -769,6 +769,60 @@ class Ops(Protocol):
         allowed (N, P) int32, of equal ones the first, else 0; numbers (N) int32.
         """
 
+    def check_truths(
+        self,
+        truths: Array,
+        classes: int,
+        background: int,
+        any_class: bool,
+        difficult: bool,
+        bad_label: Array,
+        bad_box: Array,
+    ) -> None:
+        """Set bad_label (2) = 1 and the largest class of true boxes of an image that is the
+        background's or none, and bad_box (2) = 1 and the largest image of those that are not
+        finite, float64, on the CPU unless bad_label is set; difficult ones count with `difficult`,
+        all classes with `any_class`.
+        """
+
+    def label_matches(
+        self, truths: Array, matches: Array, background: int, one_class: bool, labels: Array
+    ) -> None:
+        """Write labels (N, P) int32: the class of the true box of the last of L matches (N, L, P)
+        that there is, with `one_class` background + 1, else the background.
+        """
+
+    def mine_negatives(
+        self,
+        losses: Array,
+        matches: Array,
+        overlaps: Array,
+        counts: Array,
+        ratio: float,
+        most: float,
+        labels: Array,
+    ) -> None:
+        """Write the label -1 for all boxes (N, P) without a match but those with the largest
+        losses, ratio times as many as matches in an image that has true boxes, of those with the
+        match -1 whose overlap is below `most`; counts (N, 2) as of `match_boxes`.
+        """
+
+    def multibox_loss(
+        self,
+        location: Array,
+        matches: Array,
+        of_class: Array,
+        labels: Array,
+        weights: tuple[float, float],
+        divisor: float | None,
+        norm: Array,
+        loss: Array,
+    ) -> None:
+        """loss = (weights[0] * sum of location losses (N, L, P) of matches + weights[1] * sum of
+        class losses (N, P) of boxes whose label is 0 or more) / norm; norm = the divisor, or the
+        number of matches, 1 or more.
+        """
+
     def class_losses(self, x: Array, labels: Array, losses: Array) -> None:
         """Write losses (R) = -log(softmax(x)[label]) of rows x (R, K), at most that of the least
         normal float; 0 for a label below 0; labels (R) int32.

@@ -3,14 +3,18 @@
 from caffepy.device.threads import blas_scope, set_num_threads
 from caffepy.ops.cpu.blas import add_bias, bias_gradient, matmul
 from caffepy.ops.cpu.boxes import (
+    check_truths,
     choose_largest,
     class_gradients,
     class_losses,
     decode_boxes,
     detect,
+    label_matches,
     location_gradients,
     location_losses,
     match_boxes,
+    mine_negatives,
+    multibox_loss,
 )
 from caffepy.ops.cpu.compiler import compile_ahead
 from caffepy.ops.cpu.convolution import Convolution

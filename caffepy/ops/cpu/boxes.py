@@ -329,6 +329,69 @@ def choose_largest(values: Array, allowed: Array, numbers: Array, chosen: Array)
     parallel(partial(_choose, values, allowed, numbers, chosen), len(values))
 
 
+def check_truths(
+    truths: Array,
+    classes: int,
+    background: int,
+    any_class: bool,
+    difficult: bool,
+    bad_label: Array,
+    bad_box: Array,
+) -> None:
+    image, label = truths[:, 0], truths[:, 1]
+    counts = (image >= 0) & (difficult | (truths[:, 7] == 0))
+    inside = (label > -1) & ((label < classes) | any_class) & (label != background)
+    finite = np.all(np.abs(truths[:, 3:7]) < np.inf, axis=1)
+    for bad, values, flag in ((~inside, label, bad_label), (~finite, image, bad_box)):
+        if np.any(counts & bad):
+            flag[:] = 1, np.max(values[counts & bad])
+            return
+
+
+def label_matches(
+    truths: Array, matches: Array, background: int, one_class: bool, labels: Array
+) -> None:
+    labels.fill(background)
+    known = truths[:, 1].astype(np.int32)
+    for c in range(matches.shape[1]):
+        own = matches[:, c]
+        matched = own >= 0
+        labels[matched] = background + 1 if one_class else known[own[matched]]
+
+
+def mine_negatives(
+    losses: Array,
+    matches: Array,
+    overlaps: Array,
+    counts: Array,
+    ratio: float,
+    most: float,
+    labels: Array,
+) -> None:
+    allowed = ((matches == -1) & (overlaps < most)).astype(np.int32)
+    numbers = (counts[:, 1] * np.float32(ratio)).astype(np.int32)
+    chosen = np.empty_like(allowed)
+    choose_largest(losses, allowed, np.where(counts[:, 0] > 0, numbers, 0), chosen)
+    labels[(matches < 0) & (chosen == 0)] = -1
+
+
+def multibox_loss(
+    location: Array,
+    matches: Array,
+    of_class: Array,
+    labels: Array,
+    weights: tuple[float, float],
+    divisor: float | None,
+    norm: Array,
+    loss: Array,
+) -> None:
+    matched, (by_location, by_class) = matches >= 0, weights
+    norm[...] = max(np.sum(matched), 1) if divisor is None else divisor
+    total = by_location * np.sum(np.where(matched, location, 0))
+    total = total + by_class * np.sum(np.where(labels >= 0, of_class, 0))
+    loss[...] = total / norm
+
+
 @kernel
 def _class_losses(x: Array, labels: Array, least: float, losses: Array, lo: int, hi: int) -> None:
     for r in range(lo, hi):

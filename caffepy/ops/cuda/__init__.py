@@ -17,14 +17,18 @@ except ImportError as error:
 from caffepy.ops.cuda.bias_relu import add_bias, bias_gradient, relu_bias_backward
 from caffepy.ops.cuda.blas import blas_scope, matmul, set_num_threads
 from caffepy.ops.cuda.boxes import (
+    check_truths,
     choose_largest,
     class_gradients,
     class_losses,
     decode_boxes,
     detect,
+    label_matches,
     location_gradients,
     location_losses,
     match_boxes,
+    mine_negatives,
+    multibox_loss,
 )
 from caffepy.ops.cuda.compiler import compile_ahead
 from caffepy.ops.cuda.convolution import Convolution

@@ -4,6 +4,7 @@
 
 #include "pack.cuh"
 #include "reduce.cuh"
+#include "block_reduce.cuh"
 
 using u64 = unsigned long long;
 
@@ -75,14 +76,35 @@ template <typename T> __device__ Box encoded(const T* truth, const T* prior, con
   return {__fdiv_rn(d[0], v.v[0]), __fdiv_rn(d[1], v.v[1]), __fdiv_rn(d[2], v.v[2]), __fdiv_rn(d[3], v.v[3])};
 }
 
+// Where item i of (outer, middle, inner) lies; divisions of 32 bits where they do.
+struct Place {
+  i64 outer, middle, inner;
+  __device__ Place(i64 i, i64 middles, i64 inners) {
+    const i64 line = quotient(i, inners);
+    inner = i - line * inners;
+    outer = quotient(line, middles);
+    middle = line - outer * middles;
+  }
+  static __device__ i64 quotient(i64 n, i64 d) { return (n | d) >> 32 ? n / d : i64(unsigned(n) / unsigned(d)); }
+};
+
+template <typename T> __device__ void write_four(T* to, const float (&values)[4]) {
+  Pack<T, 4> pack;
+  for (int k = 0; k < 4; ++k) pack.v[k] = T(values[k]);
+  if (aligned(to, sizeof pack))
+    *reinterpret_cast<Pack<T, 4>*>(to) = pack;
+  else
+    for (int k = 0; k < 4; ++k) to[k] = pack.v[k];
+}
+
 template <typename T>
 __global__ void decode_boxes(const T* locations, const T* priors, T* boxes, i64 images, i64 classes, i64 count, i64 kind,
                              i64 scaled) {
   FOR_EACH(i, images * classes * count) {
-    const i64 p = i % count, c = i / count % classes, n = i / count / classes;
-    const T* x = locations + ((n * count + p) * classes + c) * 4;
-    const Box box = decoded(x, priors + 4 * p, priors + 4 * (count + p), kind, scaled);
-    for (int k = 0; k < 4; ++k) boxes[4 * i + k] = T(box.v[k]);
+    const Place at(i, classes, count);
+    const T* x = locations + ((at.outer * count + at.inner) * classes + at.middle) * 4;
+    const i64 p = at.inner;
+    write_four(boxes + 4 * i, decoded(x, priors + 4 * p, priors + 4 * (count + p), kind, scaled).v);
   }
 }
 
@@ -97,122 +119,181 @@ template <typename T> struct Truths {
   __device__ Box box(i64 t) const { return Box(rows + 8 * t + 3); }
 };
 
-// For each box: -1, or -2 where it crosses the edge and that leaves it out, its largest overlap, and with which.
-template <typename T>
-__global__ void compare_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* nearest, i64 own, i64 images,
-                              i64 count, i64 known, i64 label, i64 difficult, i64 inside) {
-  const Truths<T> truths{rows, known, label, difficult};
-  FOR_EACH(i, images * count) {
-    const i64 n = i / count;
-    const Box a(boxes + 4 * (own ? i : i % count));
-    float largest = LEAST;
-    int at = -1;
-    bool any = false;
-    for (i64 t = 0; t < known; ++t) {
-      if (!truths.of(t, n) || !truths.wanted(t)) continue;
-      any = true;
-      const float both = overlap(a, truths.box(t));
-      if (both > largest) {
-        largest = both;
-        at = int(t);
-      }
-    }
-    const bool left_out = inside && any && a.crosses();
-    matches[i] = left_out ? -2 : -1;
-    overlaps[i] = T(at < 0 || left_out ? 0.0f : largest);
-    nearest[i] = left_out ? -1 : at;
-  }
-}
-
 // The larger of two pairs: overlap, then the earlier box, in one word; 0 is none.
-__device__ u64 pair(float both, i64 place) { return u64(__float_as_uint(both)) << 32 | (0xffffffffu - unsigned(place)); }
+__device__ u64 pair(unsigned both, i64 place) { return u64(both) << 32 | (0xffffffffu - unsigned(place)); }
 __device__ i64 place_of(u64 found) { return i64(0xffffffffu - unsigned(found)); }
+
+__device__ unsigned warp_largest(unsigned x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xffffffffu, x);
+#else
+  return warp_max(x);
+#endif
+}
 
 // The largest word of a block of whole warps, for all its threads.
 __device__ u64 block_largest(u64 x) {
   __shared__ u64 parts[32];
-  for (int offset = 16; offset; offset /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  x = warp_max(x);
   __syncthreads();
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
   __syncthreads();
-  x = 0;
-  for (int i = 0; i < blockDim.x / 32; ++i) x = max(x, parts[i]);
-  return x;
+  const int lane = threadIdx.x % 32;
+  return warp_max(lane < blockDim.x / 32 ? parts[lane] : u64(0));
 }
 
-// The box that overlaps a true one most, of those of an image that have no match.
-template <typename T>
-__device__ u64 best_box(const T* boxes, const int* matches, const Box& truth, i64 count) {
-  u64 found = 0;
-  for (i64 p = threadIdx.x; p < count; p += blockDim.x) {
-    if (matches[p] != -1) continue;
-    const float both = overlap(Box(boxes + 4 * p), truth);
-    if (both > LEAST) found = max(found, pair(both, p));
-  }
-  return block_largest(found);
-}
+constexpr int TILE = 256;  // threads of compare_boxes, and true boxes that it takes at a time
 
-// A block for each true box.
+// Blocks (of boxes, of images), a thread a box: -2 where it crosses the edge and that leaves it out, with `every` the
+// true box of the image that it overlaps most, the threshold or more, else -1; and its largest overlap. `best` gets the
+// best pair of each true box, and after those the number of matches of each image; they start at 0.
 template <typename T>
-__global__ void best_boxes(const T* boxes, const T* rows, const int* matches, u64* best, i64 own, i64 images, i64 count,
-                           i64 known, i64 label, i64 difficult) {
+__global__ void __launch_bounds__(TILE)
+compare_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, u64* best, i64 own, i64 count, i64 known,
+              i64 label, i64 difficult, i64 inside, double threshold, i64 every) {
+  __shared__ float corners[TILE][4];
+  __shared__ int row_of[TILE];
+  __shared__ u64 top[TILE];
   const Truths<T> truths{rows, known, label, difficult};
-  for (i64 t = blockIdx.x; t < known; t += gridDim.x) {
-    const i64 n = i64(rows[8 * t]);
-    u64 found = 0;
-    if (n < images && truths.of(t, n) && truths.wanted(t))
-      found = best_box(boxes + (own ? 4 * n * count : 0), matches + n * count, truths.box(t), count);
-    if (threadIdx.x == 0) best[t] = found;
+  const i64 n = blockIdx.y, p = blockIdx.x * i64(TILE) + threadIdx.x, i = n * count + p;
+  const i64 readable = min(p, count - 1);
+  const Box a(boxes + 4 * (own ? n * count + readable : readable));
+  const bool crosses = inside && a.crosses(), may = p < count && !crosses;
+  float largest = LEAST;
+  int at = -1;
+  bool any = false;
+  for (i64 start = 0; start < known; start += TILE) {
+    const i64 t = start + threadIdx.x;
+    const bool mine = t < known && truths.of(t, n) && truths.wanted(t);
+    const Rank rank(mine);
+    if (mine) {
+      const Box truth = truths.box(t);
+      for (int k = 0; k < 4; ++k) corners[rank.before][k] = truth.v[k];
+      row_of[rank.before] = int(t);
+      top[rank.before] = 0;
+    }
+    __syncthreads();
+    any |= rank.all > 0;
+    for (unsigned k = 0; k < rank.all; ++k) {
+      const float both = may ? overlap(a, Box(corners[k])) : 0.0f;
+      if (both > largest) {
+        largest = both;
+        at = row_of[k];
+      }
+      const unsigned bits = both > LEAST ? __float_as_uint(both) : 0, most = warp_largest(bits);
+      const unsigned first = __ffs(__ballot_sync(0xffffffffu, bits == most)) - 1;
+      if (most && threadIdx.x % 32 == first) atomicMax(&top[k], pair(most, p));
+    }
+    __syncthreads();
+    if (threadIdx.x < rank.all && top[threadIdx.x]) atomicMax(best + row_of[threadIdx.x], top[threadIdx.x]);
+    __syncthreads();
   }
+  const bool matched = every && at >= 0 && largest >= float(threshold);
+  if (p < count) {
+    matches[i] = crosses && any ? -2 : matched ? at : -1;
+    overlaps[i] = T(at < 0 ? 0.0f : largest);
+  }
+  const int found = __syncthreads_count(matched);
+  if (threadIdx.x == 0 && found) atomicAdd(best + known + n, u64(found));
 }
 
-// A block for each image: the best pair of those left, as long as there is one; then with `every` the nearest.
+// What match_pairs knows of the true boxes of its image: their rows, best pairs, and the pairs that they have got.
+struct Pairs {
+  u64 *best, *got;
+  int* row;
+};
+
+// Whether a box is none of those that are got.
+__device__ bool is_free(const Pairs& pairs, i64 own, i64 place) {
+  for (i64 k = 0; k < own; ++k)
+    if (pairs.got[k] && place_of(pairs.got[k]) == place) return false;
+  return true;
+}
+
+// A block for each image: the best pair of those left, as long as there is one. `pairs` (images, known, 3) is for more
+// true boxes than shared memory has room for.
 template <typename T>
-__global__ void match_pairs(const T* boxes, const T* rows, int* matches, T* overlaps, const int* nearest, u64* best,
-                            int* counts, i64 own, i64 count, i64 known, i64 label, i64 difficult, double threshold,
-                            i64 every) {
+__global__ void __launch_bounds__(1024)
+match_pairs(const T* boxes, const T* rows, int* matches, T* overlaps, const u64* best, u64* pairs, int* counts, i64 own,
+            i64 count, i64 known, i64 label, i64 difficult, i64 inside) {
+  constexpr int ROOM = 1024;
+  __shared__ u64 room[2][ROOM];
+  __shared__ int room_of_rows[ROOM];
   const Truths<T> truths{rows, known, label, difficult};
   const i64 n = blockIdx.x;
+  const int lane = threadIdx.x % 32;
   boxes += own ? 4 * n * count : 0;
   matches += n * count;
   overlaps += n * count;
-  nearest += n * count;
+  pairs += 3 * n * known;
+  const bool fits = known <= ROOM;
+  const Pairs of{fits ? room[0] : pairs, fits ? room[1] : pairs + known,
+                 fits ? room_of_rows : reinterpret_cast<int*>(pairs + 2 * known)};
+  i64 mine = 0;  // true boxes of this image that are wanted
   int any = 0;
-  for (i64 t = threadIdx.x; t < known; t += blockDim.x) any += truths.of(t, n);
-  any = int(block_sum(float(any)));
+  for (i64 start = 0; start < known; start += blockDim.x) {
+    const i64 t = start + threadIdx.x;
+    const bool here = t < known && truths.of(t, n), wanted = here && truths.wanted(t);
+    any += __syncthreads_count(here);
+    const Rank rank(wanted);
+    if (wanted) {
+      const i64 k = mine + rank.before;
+      of.row[k] = int(t);
+      of.best[k] = best[t];
+      of.got[k] = 0;
+    }
+    mine += rank.all;
+  }
+  __syncthreads();
   while (true) {
-    u64 most = 0;
-    for (i64 t = threadIdx.x; t < known; t += blockDim.x)
-      if (truths.of(t, n)) most = max(most, best[t]);
-    most = block_largest(most);
+    u64 most = 0;  // each warp finds it for itself
+    for (i64 k = lane; k < mine; k += 32) most = max(most, of.best[k]);
+    most = warp_max(most);
     if (!most) break;
-    u64 first = 0;  // of the true boxes with this pair
-    for (i64 t = threadIdx.x; t < known; t += blockDim.x)
-      if (truths.of(t, n) && best[t] == most) first = max(first, u64(known - t));
-    const i64 truth = known - i64(block_largest(first)), place = place_of(most);
+    unsigned first = 0xffffffffu;  // of the true boxes with this pair
+    for (i64 k = lane; k < mine; k += 32)
+      if (of.best[k] == most) first = min(first, unsigned(k));
+    first = 0xffffffffu - warp_largest(0xffffffffu - first);
+    __syncthreads();
     if (threadIdx.x == 0) {
-      matches[place] = int(truth);
-      overlaps[place] = T(__uint_as_float(unsigned(most >> 32)));
-      best[truth] = 0;
+      of.got[first] = most;
+      of.best[first] = 0;
     }
     __syncthreads();
-    for (i64 t = 0; t < known; ++t) {  // those whose best is gone look for another
-      const bool lost = truths.of(t, n) && best[t] && place_of(best[t]) == place;
-      if (!lost) continue;  // the same for all threads
-      const u64 next = best_box(boxes, matches, truths.box(t), count);
-      if (threadIdx.x == 0) best[t] = next;
-      __syncthreads();
+    for (i64 start = 0; start < mine; start += 32) {  // those whose best is gone look for another
+      const i64 k = start + lane;
+      const bool lost = k < mine && of.best[k] && place_of(of.best[k]) == place_of(most);
+      for (unsigned left = __ballot_sync(0xffffffffu, lost); left; left &= left - 1) {
+        const i64 truth = start + __ffs(left) - 1;
+        const Box b = truths.box(of.row[truth]);
+        u64 found = 0;
+        for (i64 p = threadIdx.x; p < count; p += blockDim.x) {
+          const Box a(boxes + 4 * p);
+          const float both = overlap(a, b);
+          if (!(both > LEAST) || (inside && a.crosses())) continue;
+          const u64 next = pair(__float_as_uint(both), p);
+          if (next > found && is_free(of, mine, p)) found = next;
+        }
+        found = block_largest(found);
+        if (threadIdx.x == 0) of.best[truth] = found;
+      }
+    }
+    __syncthreads();
+  }
+  int added = 0;
+  for (i64 start = 0; start < mine; start += blockDim.x) {
+    const i64 k = start + threadIdx.x;
+    const u64 got = k < mine ? of.got[k] : 0;
+    const i64 place = place_of(got);
+    added += __syncthreads_count(got && matches[place] == -1);
+    if (got) {
+      matches[place] = of.row[k];
+      overlaps[place] = T(__uint_as_float(unsigned(got >> 32)));
     }
   }
-  float found = 0;
-  for (i64 p = threadIdx.x; p < count; p += blockDim.x) {
-    if (every && matches[p] == -1 && nearest[p] >= 0 && float(overlaps[p]) >= float(threshold)) matches[p] = nearest[p];
-    found += matches[p] > -1;
-  }
-  found = block_sum(found);
   if (threadIdx.x == 0) {
     counts[2 * n] = any;
-    counts[2 * n + 1] = int(found);
+    counts[2 * n + 1] = int(best[known + n]) + added;
   }
 }
 
@@ -233,10 +314,11 @@ template <typename T>
 __global__ void location_losses(const T* locations, const T* priors, const T* truths, const int* matches, T* losses,
                                 i64 images, i64 classes, i64 count, i64 kind, i64 scaled, i64 square, i64 crossing) {
   FOR_EACH(i, images * classes * count) {
-    const i64 p = i % count, c = i / count % classes, n = i / count / classes;
     float loss = 0, d[4];
     if (matches[i] >= 0) {
-      const T* x = locations + ((n * count + p) * classes + c) * 4;
+      const Place at(i, classes, count);
+      const i64 p = at.inner;
+      const T* x = locations + ((at.outer * count + p) * classes + at.middle) * 4;
       const T* truth = truths + 8 * i64(matches[i]) + 3;
       differences(x, priors + 4 * p, priors + 4 * (count + p), truth, kind, scaled, crossing, d);
       for (float v : d) loss += square || fabsf(v) < 1 ? 0.5f * v * v : fabsf(v) - 0.5f;
@@ -251,98 +333,191 @@ __global__ void location_gradients(const T* locations, const T* priors, const T*
                                    i64 square, i64 crossing) {
   const float by = float(*factor);
   FOR_EACH(i, images * count * classes) {
-    const i64 c = i % classes, p = i / classes % count, n = i / classes / count;
-    const int match = matches[(n * classes + c) * count + p];
+    const Place at(i, count, classes);
+    const i64 p = at.middle;
+    const int match = matches[(at.outer * classes + at.inner) * count + p];
     float d[4] = {0, 0, 0, 0};
     if (match >= 0) {
       const T* truth = truths + 8 * i64(match) + 3;
       differences(locations + 4 * i, priors + 4 * p, priors + 4 * (count + p), truth, kind, scaled, crossing, d);
     }
-    for (int k = 0; k < 4; ++k) gradients[4 * i + k] = T(by * (square ? d[k] : fmaxf(-1.0f, fminf(d[k], 1.0f))));
+    for (float& v : d) v = by * (square ? v : fmaxf(-1.0f, fminf(v, 1.0f)));
+    write_four(gradients + 4 * i, d);
   }
 }
 
-// Larger floats have larger keys.
+// Larger floats have larger keys, none of them 0.
 __device__ unsigned ordered(float x) {
   const unsigned bits = __float_as_uint(x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
 }
 
-// A block for each row: the digits of the key of the last value that is chosen, the highest first; then those above it,
-// and of those with this key the first.
+// The sum over a block of up to 1024 threads, for all of them; calls take turns with `odd`.
+__device__ unsigned block_total(unsigned x, int odd) {
+  __shared__ unsigned parts[2][32];
+  const int lane = threadIdx.x % 32;
+  x = warp_total(x);
+  if (lane == 0) parts[odd][threadIdx.x / 32] = x;
+  __syncthreads();
+  return warp_total(lane < blockDim.x / 32 ? parts[odd][lane] : 0);
+}
+
+// Keys of a row, of which element i of a thread is that at place i * blockDim.x + threadIdx.x; 0 for what cannot be chosen.
+template <int HELD> struct Keys {
+  static constexpr int UNROLL = HELD <= 64 ? HELD : 4;
+  unsigned of[HELD];
+  template <typename F> __device__ Keys(i64 count, F key) {
+#pragma unroll UNROLL
+    for (int i = 0; i < HELD; ++i) {
+      const i64 p = i * i64(blockDim.x) + threadIdx.x;
+      of[i] = p < count ? key(p) : 0;
+    }
+  }
+  __device__ unsigned above(unsigned key) const {
+    unsigned found = 0;
+#pragma unroll UNROLL
+    for (int i = 0; i < HELD; ++i) found += of[i] > key;
+    return found;
+  }
+};
+
+// f(element, whether it is one of the `number` largest, of equal ones the first). Bit by bit the largest key from which
+// on there are as many; if there are more, only the first of those with this key count.
+template <int HELD, typename F> __device__ void largest(const Keys<HELD>& keys, i64 number, F f) {
+  unsigned found = block_total(keys.above(0), 0), least = 1;  // found: keys of `least` or more
+  const unsigned wanted = number < 0 ? 0 : number < found ? unsigned(number) : found;
+  if (found > wanted) least = 0;
+  for (int bit = 31; bit >= 0 && found > wanted; --bit) {
+    const unsigned next = least | 1u << bit, from_next = block_total(keys.above(next - 1), bit & 1);
+    if (from_next < wanted) continue;
+    least = next;
+    found = from_next;
+  }
+  __syncthreads();
+  const unsigned left = found > wanted ? wanted - block_total(keys.above(least), 0) : 0;
+  unsigned passed = 0;  // keys equal to `least` before
+#pragma unroll Keys<HELD>::UNROLL
+  for (int i = 0; i < HELD; ++i) {
+    bool chosen = wanted && keys.of[i] >= least;
+    if (wanted && found > wanted) {
+      const bool equal = keys.of[i] == least;
+      const Rank rank(equal);
+      chosen = keys.of[i] > least || (equal && passed + rank.before < left);
+      passed += rank.all;
+    }
+    f(i, chosen);
+  }
+}
+
+// A block for each row.
+template <typename T, int HELD>
+__global__ void __launch_bounds__(1024)
+choose_largest(const T* values, const int* allowed, const int* numbers, int* chosen, i64 count) {
+  const i64 n = blockIdx.x, start = n * count;
+  const Keys<HELD> keys(count, [=](i64 p) { return allowed[start + p] ? ordered(float(values[start + p])) : 0; });
+  largest(keys, numbers[n], [=](int i, bool is) {
+    const i64 p = i * i64(blockDim.x) + threadIdx.x;
+    if (p < count) chosen[start + p] = is;
+  });
+}
+
+// Rows of scores in shared memory, one for each thread, an odd number of words apart: threads read different banks.
+struct Rows {
+  float* words;
+  unsigned count, pitch;
+  Divisor by;
+  __device__ Rows(float* words, i64 count, i64 ready) : words(words), count(count), pitch(count | 1), by(ready) {}
+  __device__ float* row(unsigned r) const { return words + r * pitch; }
+  // f(element, row, score) for those of `rows` rows that follow each other in memory.
+  template <typename F> __device__ void each(unsigned rows, F f) const {
+#pragma unroll 4
+    for (unsigned e = threadIdx.x; e < rows * count; e += blockDim.x) {
+      const unsigned r = by.quotient(e);
+      f(e, r, words[e + r * (pitch - count)]);
+    }
+  }
+};
+
+__device__ float maximum(const float* row, unsigned count) {
+  float most = row[0];
+  for (unsigned k = 1; k < count; ++k) most = fmaxf(most, row[k]);
+  return most;
+}
+
+// -log(softmax at the label), at most that of the least normal float.
 template <typename T>
-__global__ void choose_largest(const T* values, const int* allowed, const int* numbers, int* chosen, i64 count) {
-  __shared__ unsigned histogram[256], shared[2], warps[32];
-  const i64 n = blockIdx.x;
-  values += n * count;
-  allowed += n * count;
-  chosen += n * count;
-  unsigned found = 0, known = 0, left = 0;
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    for (int k = threadIdx.x; k < 256; k += blockDim.x) histogram[k] = 0;
+__global__ void class_losses(const T* x, const int* labels, T* losses, i64 rows, i64 count, i64 ready, double least) {
+  extern __shared__ float words[];
+  const Rows scores(words, count, ready);
+  for (i64 first = blockIdx.x * i64(blockDim.x); first < rows; first += gridDim.x * i64(blockDim.x)) {
+    const unsigned here = unsigned(min(rows - first, i64(blockDim.x)));
     __syncthreads();
-    for (i64 p = threadIdx.x; p < count; p += blockDim.x) {
-      const unsigned key = ordered(float(values[p]));
-      if (allowed[p] && (key & known) == found) atomicAdd(&histogram[key >> shift & 255], 1u);
+    scores.each(here, [=](unsigned e, unsigned, float& score) { score = float(x[first * count + e]); });
+    __syncthreads();
+    if (threadIdx.x >= here) continue;
+    const int label = labels[first + threadIdx.x];
+    float loss = 0;
+    if (unsigned(label) < scores.count) {  // a GPU goes on until the error of a wrong one is seen
+      const float* row = scores.row(threadIdx.x);
+      const float most = maximum(row, scores.count);
+      float sum = 0;
+      for (unsigned k = 0; k < scores.count; ++k) sum += expf(row[k] - most);
+      const float share = expf(row[label] - most) / sum;
+      loss = -logf(share > float(least) || share != share ? share : float(least));
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      if (shift == 24) {
-        unsigned total = 0;
-        for (unsigned c : histogram) total += c;
-        left = numbers[n] < 0 ? 0 : min(unsigned(numbers[n]), total);
-      }
-      int digit = 255;
-      while (digit > 0 && histogram[digit] < left) left -= histogram[digit--];
-      shared[0] = unsigned(digit) << shift;
-      shared[1] = left;
-    }
-    __syncthreads();
-    found |= shared[0];
-    left = shared[1];
-    known |= 255u << shift;
-    __syncthreads();
-  }
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  unsigned passed = 0;  // values with this key before
-  for (i64 start = 0; start < count; start += blockDim.x) {
-    const i64 p = start + threadIdx.x;
-    const bool may = left && p < count && allowed[p];
-    const unsigned key = may ? ordered(float(values[p])) : 0;
-    const bool equal = may && key == found;
-    const unsigned votes = __ballot_sync(0xffffffffu, equal);
-    if (lane == 0) warps[warp] = __popc(votes);
-    __syncthreads();
-    unsigned before = passed + __popc(votes & ((1u << lane) - 1));
-    for (int w = 0; w < blockDim.x / 32; ++w) {
-      if (w < warp) before += warps[w];
-      passed += warps[w];
-    }
-    if (p < count) chosen[p] = may && (key > found || (equal && before < left));
-    __syncthreads();
+    losses[first + threadIdx.x] = T(loss);
   }
 }
 
-// A warp for each row of scores: -log(softmax at the label), at most that of the least normal float.
-template <typename T> __device__ float maximum(const T* row, i64 count) {
+// Scores are read for rows alone that have a label.
+template <typename T>
+__global__ void class_gradients(const T* x, const int* labels, const T* factor, T* gradients, i64 rows, i64 count,
+                                i64 ready) {
+  extern __shared__ float words[];
+  const Rows scores(words, count, ready);
+  int* of = reinterpret_cast<int*>(words + blockDim.x * scores.pitch);
+  const float by = float(*factor);
+  for (i64 first = blockIdx.x * i64(blockDim.x); first < rows; first += gridDim.x * i64(blockDim.x)) {
+    const unsigned here = unsigned(min(rows - first, i64(blockDim.x)));
+    const int label = threadIdx.x < here ? labels[first + threadIdx.x] : -1;
+    of[threadIdx.x] = label;
+    __syncthreads();
+    scores.each(here, [=](unsigned e, unsigned r, float& score) {
+      score = of[r] < 0 ? 0.0f : float(x[first * count + e]);
+    });
+    __syncthreads();
+    if (label >= 0) {
+      float* row = scores.row(threadIdx.x);
+      const float most = maximum(row, scores.count);
+      float sum = 0;
+      for (unsigned k = 0; k < scores.count; ++k) sum += row[k] = expf(row[k] - most);
+      for (unsigned k = 0; k < scores.count; ++k) row[k] = by * (row[k] / sum - float(int(k) == label));
+    }
+    __syncthreads();
+    scores.each(here, [=](unsigned e, unsigned, float& score) { gradients[first * count + e] = T(score); });
+  }
+}
+
+// Rows too long for that, a warp each.
+template <typename T> __device__ float long_maximum(const T* row, i64 count) {
   float most = float(row[0]);
   for (i64 k = threadIdx.x % 32; k < count; k += 32) most = fmaxf(most, float(row[k]));
   return warp_max(most);
 }
 
-template <typename T> __device__ float total(const T* row, i64 count, float most) {
+template <typename T> __device__ float long_total(const T* row, i64 count, float most) {
   float sum = 0;
   for (i64 k = threadIdx.x % 32; k < count; k += 32) sum += expf(float(row[k]) - most);
   return warp_sum(sum);
 }
 
 template <typename T>
-__global__ void class_losses(const T* x, const int* labels, T* losses, i64 rows, i64 count, double least) {
+__global__ void long_class_losses(const T* x, const int* labels, T* losses, i64 rows, i64 count, double least) {
   for (i64 r = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / 32; r < rows; r += gridDim.x * i64(blockDim.x) / 32) {
     float loss = 0;
-    if (labels[r] >= 0) {
+    if (labels[r] >= 0 && labels[r] < count) {
       const T* row = x + r * count;
-      const float most = maximum(row, count), sum = total(row, count, most);
+      const float most = long_maximum(row, count), sum = long_total(row, count, most);
       const float share = expf(float(row[labels[r]]) - most) / sum;
       loss = -logf(share > float(least) || share != share ? share : float(least));
     }
@@ -351,12 +526,12 @@ __global__ void class_losses(const T* x, const int* labels, T* losses, i64 rows,
 }
 
 template <typename T>
-__global__ void class_gradients(const T* x, const int* labels, const T* factor, T* gradients, i64 rows, i64 count) {
+__global__ void long_class_gradients(const T* x, const int* labels, const T* factor, T* gradients, i64 rows, i64 count) {
   const float by = float(*factor);
   for (i64 r = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / 32; r < rows; r += gridDim.x * i64(blockDim.x) / 32) {
     const T* row = x + r * count;
     const i64 label = labels[r];
-    const float most = label < 0 ? 0 : maximum(row, count), sum = label < 0 ? 1 : total(row, count, most);
+    const float most = label < 0 ? 0 : long_maximum(row, count), sum = label < 0 ? 1 : long_total(row, count, most);
     for (i64 k = threadIdx.x % 32; k < count; k += 32) {
       const float share = label < 0 ? 0 : expf(float(row[k]) - most) / sum;
       gradients[r * count + k] = T(by * (share - float(k == label)));
@@ -364,28 +539,194 @@ __global__ void class_gradients(const T* x, const int* labels, const T* factor, 
   }
 }
 
-// A block for each image and class takes the boxes in the order of their scores: those that overlap no earlier one of the
-// kept by more than the threshold, which falls by eta with each while it is above 1/2.
+// The largest value that is bad, or what is no number.
+struct Bad {
+  bool any = false, none = false;
+  float most = -__uint_as_float(0x7f800000u);
+  __device__ void add(bool bad, float value) {
+    any |= bad;
+    none |= bad && value != value;
+    if (bad) most = fmaxf(most, value);
+  }
+  // flag (2) = 1, value, if any of a block is.
+  __device__ void put_down(double* flag) const {
+    const bool found = __syncthreads_or(any), no_number = __syncthreads_or(none);
+    const float value = block_max(most);
+    if (threadIdx.x || !found) return;
+    flag[1] = no_number ? double(__uint_as_float(0x7fffffffu)) : double(value);
+    flag[0] = 1;
+  }
+};
+
+// A block: true boxes of images that are of no class or of the background, and those that are not finite.
 template <typename T>
-__global__ void detect(const T* boxes, const T* scores, const i64* order, const int* numbers, T* found, int* counts,
-                       i64 groups, i64 count, i64 classes, i64 most, i64 background, double threshold, double eta) {
-  const i64 row = blockIdx.x, n = row / classes, k = row % classes;
-  const T* of_class = boxes + (n * groups + (groups > 1 ? k : 0)) * count * 4;
-  T* kept = found + row * most * 5;
+__global__ void __launch_bounds__(1024)
+check_truths(const T* rows, double* bad_label, double* bad_box, i64 known, i64 classes, i64 background, i64 any_class,
+             i64 difficult) {
+  Bad labels, boxes;
+  for (i64 t = threadIdx.x; t < known; t += blockDim.x) {
+    const T* row = rows + 8 * t;
+    const float image = float(row[0]), label = float(row[1]);
+    const bool counts = image >= 0 && (difficult || float(row[7]) == 0);
+    const bool inside = label > -1 && (any_class || label < float(classes)) && label != float(background);
+    bool finite = true;
+    for (int k = 3; k < 7; ++k) finite &= fabsf(float(row[k])) < __uint_as_float(0x7f800000u);
+    labels.add(counts && !inside, label);
+    boxes.add(counts && !finite, image);
+  }
+  labels.put_down(bad_label);
+  boxes.put_down(bad_box);
+}
+
+// The class of each box: that of its true box in the last of `groups` that has one, or the background.
+template <typename T>
+__global__ void label_matches(const T* rows, const int* matches, int* labels, i64 images, i64 groups, i64 count,
+                              i64 background, i64 one_class) {
+  FOR_EACH(i, images * count) {
+    const i64 n = i / count, p = i - n * count;
+    i64 label = background;
+    for (i64 c = 0; c < groups; ++c) {
+      const int match = matches[(n * groups + c) * count + p];
+      if (match >= 0) label = one_class ? background + 1 : i64(rows[8 * i64(match) + 1]);
+    }
+    labels[i] = int(label);
+  }
+}
+
+// A block for each image: boxes without a match keep the label of the background if they are among those with the
+// largest losses, `ratio` as many as there are matches, of those that overlap less than `most`; else they get -1.
+template <typename T, int HELD>
+__global__ void __launch_bounds__(1024)
+mine_negatives(const T* losses, const int* matches, const T* overlaps, const int* counts, int* labels, i64 count,
+               double ratio, double most) {
+  const i64 n = blockIdx.x, start = n * count;
+  const Keys<HELD> keys(count, [=](i64 p) {
+    const i64 i = start + p;
+    return matches[i] == -1 && float(overlaps[i]) < float(most) ? ordered(float(losses[i])) : 0;
+  });
+  const i64 number = counts[2 * n] > 0 ? i64(__fmul_rn(float(counts[2 * n + 1]), float(ratio))) : 0;
+  largest(keys, number, [=](int i, bool is) {
+    const i64 p = i * i64(blockDim.x) + threadIdx.x;
+    if (p < count && !is && matches[start + p] < 0) labels[start + p] = -1;
+  });
+}
+
+// loss = (by_location * sum of location losses of matches + by_class * sum of class losses of labels) / norm, the norm
+// the number of matches, or the divisor unless that is below 0
+template <typename T>
+__global__ void multibox_loss(const T* location, const int* matches, const T* of_class, const int* labels, T* norm,
+                              T* loss, i64 places, i64 count, double by_location, double by_class, double divisor,
+                              double* partial, unsigned long long* arrived) {
+  Found found;
+  FOR_EACH(i, places) {
+    if (matches[i] >= 0) {
+      found.sum += by_location * double(location[i]);
+      found.count += 1;
+    }
+    if (i < count && labels[i] >= 0) found.sum += by_class * double(of_class[i]);
+  }
+  if (!concludes(found, partial, arrived)) return;
+  const double by = divisor >= 0 ? divisor : found.count > 1 ? found.count : 1;
+  *norm = T(by);
+  *loss = T(found.sum / by);
+}
+
+// Boxes of an image and class with the best scores, the best first, in shared memory.
+constexpr int BEST = 1024;
+
+// Of `candidates` boxes, taken in turn, those that overlap no earlier one of the kept by more than the threshold, which
+// falls by eta with each while it is above 1/2. 32 at a time: the block compares them with those kept before, then a
+// warp takes them in turn. place(c) is that of candidate c.
+template <typename T, typename Place>
+__device__ int keep_apart(const T* boxes, const T* scores, i64 classes, int candidates, Place place, double threshold,
+                          double eta, T* kept) {
+  __shared__ unsigned most[32];
+  __shared__ int shared_known;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   float limit = float(threshold);
   int known = 0;
-  const int candidates = k == background ? 0 : numbers[row];
-  for (int c = 0; c < candidates; ++c) {
-    const i64 p = order[row * most + c];
-    const Box box(of_class + 4 * p);
-    bool covered = false;
-    for (int j = threadIdx.x; j < known && !covered; j += blockDim.x) covered = overlap(box, Box(kept + 5 * j + 1)) > limit;
-    if (__syncthreads_or(covered)) continue;
-    if (threadIdx.x < 4) kept[5 * known + 1 + threadIdx.x] = T(box.v[threadIdx.x]);
-    if (threadIdx.x == 4) kept[5 * known] = scores[(n * count + p) * classes + k];
-    ++known;
-    if (float(eta) < 1 && limit > 0.5f) limit = __fmul_rn(limit, float(eta));
+  for (int start = 0; start < candidates; start += 32) {
+    const bool is = start + lane < candidates;
+    const i64 p = is ? place(start + lane) : 0;
+    const Box box(boxes + 4 * p);
+    if (warp == 0) most[lane] = 0;
     __syncthreads();
+    unsigned largest = 0;
+    for (int j = warp; j < known; j += warps) {
+      const float both = overlap(box, Box(kept + 5 * j + 1));
+      if (both > 0) largest = max(largest, __float_as_uint(both));
+    }
+    if (largest) atomicMax(&most[lane], largest);
+    __syncthreads();
+    if (warp == 0) {
+      float overlapped = __uint_as_float(most[lane]);
+      int mine = -1;
+      for (int c = 0; c < 32 && start + c < candidates; ++c) {
+        if (__shfl_sync(0xffffffffu, overlapped, c) > limit) continue;
+        Box other = box;
+        for (float& v : other.v) v = __shfl_sync(0xffffffffu, v, c);
+        const float both = overlap(box, other);
+        if (both > overlapped) overlapped = both;
+        if (lane == c) mine = known;
+        ++known;
+        if (float(eta) < 1 && limit > 0.5f) limit = __fmul_rn(limit, float(eta));
+      }
+      if (mine >= 0) {
+        kept[5 * mine] = scores[p * classes];
+        for (int k = 0; k < 4; ++k) kept[5 * mine + 1 + k] = T(box.v[k]);
+      }
+      if (lane == 0) shared_known = known;
+    }
+    __syncthreads();
+    known = shared_known;
   }
+  return known;
+}
+
+// A block for each image and class: the best of its boxes, at most `most`, up to BEST, in the order of scores, then those
+// apart.
+template <typename T, int HELD>
+__global__ void __launch_bounds__(1024)
+detect(const T* boxes, const T* scores, T* found, int* counts, i64 groups, i64 count, i64 classes, i64 most,
+       i64 background, double least, double threshold, double eta) {
+  __shared__ u64 best[BEST], sorted[BEST];
+  __shared__ int number;
+  const i64 row = blockIdx.x, n = row / classes, k = row % classes;
+  if (k == background) {
+    if (threadIdx.x == 0) counts[row] = 0;
+    return;
+  }
+  const T* of_class = scores + n * count * classes + k;
+  if (threadIdx.x == 0) number = 0;
+  const Keys<HELD> keys(count, [=](i64 p) {
+    const float score = float(of_class[p * classes]);
+    return score > float(least) ? ordered(score) : 0;
+  });
+  largest(keys, most, [&](int i, bool is) {
+    if (is) best[atomicAdd(&number, 1)] = pair(keys.of[i], i * i64(blockDim.x) + threadIdx.x);
+  });
+  __syncthreads();
+  for (int c = threadIdx.x; c < number; c += blockDim.x) {
+    int before = 0;
+    for (int j = 0; j < number; ++j) before += best[j] > best[c];
+    sorted[before] = best[c];
+  }
+  __syncthreads();
+  const T* of_boxes = boxes + (n * groups + (groups > 1 ? k : 0)) * count * 4;
+  const auto place = [&](int c) { return place_of(sorted[c]); };
+  const int known = keep_apart(of_boxes, of_class, classes, number, place, threshold, eta, found + row * most * 5);
+  if (threadIdx.x == 0) counts[row] = known;
+}
+
+// The same of boxes that are sorted already: places in `order`, so many as `numbers` tells.
+template <typename T>
+__global__ void __launch_bounds__(1024)
+detect_sorted(const T* boxes, const T* scores, const i64* order, const int* numbers, T* found, int* counts, i64 groups,
+              i64 count, i64 classes, i64 most, i64 background, double threshold, double eta) {
+  const i64 row = blockIdx.x, n = row / classes, k = row % classes;
+  const T *of_boxes = boxes + (n * groups + (groups > 1 ? k : 0)) * count * 4, *of_class = scores + n * count * classes + k;
+  const auto place = [=](int c) { return order[row * most + c]; };
+  const int candidates = k == background ? 0 : numbers[row];
+  const int known = keep_apart(of_boxes, of_class, classes, candidates, place, threshold, eta, found + row * most * 5);
   if (threadIdx.x == 0) counts[row] = known;
 }
