@@ -1,9 +1,10 @@
 """Boxes that a region proposal network proposes."""
 
-import cupy
 import numpy as np
 
-from caffepy.ops.cuda.launch import Array, launch, launch_blocks
+from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.context import context
+from caffepy.ops.cuda.launch import Array, c_type, launch, launch_blocks
 
 
 def decode_proposals(
@@ -27,9 +28,11 @@ def suppress_overlaps(
 ) -> None:
     images, count, _ = boxes.shape
     columns = -(-count // 64)
-    words = cupy.empty((images, count, columns), np.uint64)
-    removed = cupy.zeros((images, columns), np.uint64)
-    arguments = boxes, words, images, count, columns, float(threshold), float(unit)
-    launch("proposals", "find_overlaps", boxes, words.size, *arguments)
+    words = context().array("overlaps", (images, count, columns), np.uint64)
+    removed = context().array("removed", (images, columns), np.uint64)
+    if images and count:
+        find = kernel("proposals", f"find_overlaps<{c_type(boxes)}>")
+        arguments = boxes, words, count, columns, float(threshold), float(unit)
+        find((columns, columns, images), (64,), arguments)
     given = boxes, words, removed, kept, counts, count, columns, kept.shape[1]
-    launch_blocks("proposals", "keep_boxes", boxes, images, *given)
+    launch_blocks("proposals", "keep_boxes", boxes, images, *given, threads=1024)

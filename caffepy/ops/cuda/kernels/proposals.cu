@@ -55,38 +55,106 @@ template <typename T> __device__ bool overlaps(const T* a, const T* b, float thr
   return __fdiv_rn(both, __fsub_rn(__fadd_rn(first, second), both)) > threshold;
 }
 
-// Bit b of word (n, p, q): box 64 q + b, which comes after p, overlaps it.
+// Bit b of word (n, p, q): another box, 64 q + b, overlaps p. Blocks (of boxes p, q, n), a thread a box p; words of q below
+// p / 64 are not written.
 template <typename T>
-__global__ void find_overlaps(const T* boxes, u64* words, i64 images, i64 count, i64 columns, double threshold,
-                              double unit) {
-  FOR_EACH(k, images * count * columns) {
-    const i64 q = k % columns, p = k / columns % count, n = k / columns / count;
-    const T* all = boxes + n * count * 4;
-    u64 bits = 0;
-    for (i64 b = 0; b < 64; ++b) {
-      const i64 other = 64 * q + b;
-      if (other > p && other < count && overlaps(all + 4 * p, all + 4 * other, float(threshold), float(unit)))
-        bits |= u64(1) << b;
-    }
-    words[k] = bits;
-  }
+__global__ void __launch_bounds__(64)
+find_overlaps(const T* boxes, u64* words, i64 count, i64 columns, double threshold, double unit) {
+  __shared__ T others[64][4];
+  if (blockIdx.y < blockIdx.x) return;
+  const i64 n = blockIdx.z, p = blockIdx.x * i64(64) + threadIdx.x, first = blockIdx.y * i64(64);
+  const T* all = boxes + n * count * 4;
+  const int here = int(min(count - first, i64(64)));
+  for (int k = threadIdx.x; k < 4 * here; k += 64) others[k / 4][k % 4] = all[4 * first + k];
+  __syncthreads();
+  if (p >= count) return;
+  T own[4];
+  for (int k = 0; k < 4; ++k) own[k] = all[4 * p + k];
+  u64 bits = 0;
+  for (int b = 0; b < here; ++b)
+    if (first + b != p && overlaps(own, others[b], float(threshold), float(unit))) bits |= u64(1) << b;
+  words[(n * count + p) * columns + blockIdx.y] = bits;
 }
 
-// A block for each image takes the boxes in turn: those that no earlier one of the kept overlaps, until `most` are kept.
-// removed (N, columns) starts at 0.
+// Of the boxes of a word that may stay those that no kept one before overlaps, at most `most`, by a warp; `pairs` are the
+// words of lane and lane + 32. All boxes that nothing undecided before them overlaps are decided at once.
+__device__ u64 decide(u64 undecided, const u64 (&pairs)[2], i64 most) {
+  const unsigned lane = threadIdx.x % 32;
+  u64 before[2], kept = 0;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) before[k] = pairs[k] & ((u64(1) << (lane + 32 * k)) - 1);
+  while (undecided) {
+    u64 stay = 0, go = 0;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const bool open = undecided >> (lane + 32 * k) & 1;
+      stay |= u64(__ballot_sync(0xffffffffu, open && !(before[k] & undecided))) << (32 * k);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) go |= u64(__ballot_sync(0xffffffffu, (before[k] & stay) != 0)) << (32 * k);
+    kept |= stay;
+    undecided &= ~(stay | go);
+  }
+  while (__popcll(kept) > most) kept &= ~(u64(1) << (63 - __clzll(kept)));
+  return kept;
+}
+
+// A block for each image takes the boxes in turn, 64 at a time: those that no earlier one of the kept overlaps, until
+// `most` are kept. removed (N, columns) is for more columns than shared memory has room for.
 template <typename T>
-__global__ void keep_boxes(const T*, const u64* words, u64* removed, int* kept, int* counts, i64 count, i64 columns,
-                           i64 most) {
+__global__ void __launch_bounds__(1024)
+keep_boxes(const T*, const u64* words, u64* removed, int* kept, int* counts, i64 count, i64 columns, i64 most) {
+  constexpr int ROOM = 2048;
+  __shared__ u64 room[ROOM], chosen;
+  __shared__ int places[64];
   const i64 n = blockIdx.x;
-  u64* gone = removed + n * columns;
+  const int lane = threadIdx.x % 32;
+  words += n * count * columns;
+  kept += n * most;
+  u64* gone = columns <= ROOM ? room : removed + n * columns;
+  for (i64 q = threadIdx.x; q < columns; q += blockDim.x) gone[q] = 0;
   i64 found = 0;
-  for (i64 p = 0; p < count && found < most; ++p) {
-    if (gone[p / 64] >> (p % 64) & 1) continue;
-    if (threadIdx.x == 0) kept[n * most + found] = int(p);
-    ++found;
+  u64 next[2];  // of a warp: the words of the boxes to come with each other
+  const auto load = [&](i64 q) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const i64 p = 64 * q + lane + 32 * k;
+      next[k] = p < count ? words[p * columns + q] : 0;
+    }
+  };
+  if (threadIdx.x < 32) load(0);
+  for (i64 q = 0; q < columns && found < most; ++q) {
+    const i64 first = 64 * q;
     __syncthreads();
-    for (i64 q = p / 64 + threadIdx.x; q < columns; q += blockDim.x) gone[q] |= words[(n * count + p) * columns + q];
+    if (threadIdx.x < 32) {
+      const u64 pairs[2] = {next[0], next[1]};
+      load(q + 1);  // on its way meanwhile
+      const i64 here = min(count - first, i64(64));
+      const u64 all = here < 64 ? (u64(1) << here) - 1 : ~u64(0), stay = decide(~gone[q] & all, pairs, most - found);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int b = lane + 32 * k, rank = __popcll(stay & ((u64(1) << b) - 1));
+        if (!(stay >> b & 1)) continue;
+        places[rank] = b;
+        kept[found + rank] = int(first + b);
+      }
+      if (lane == 0) chosen = stay;
+    }
     __syncthreads();
+    const int taken = __popcll(chosen);
+    // Threads beside each other take columns, those behind each other the rows of what stays.
+    const i64 rest = columns - q - 1;
+    const int across = int(min(i64(blockDim.x), (rest + 31) / 32 * 32)), rows = across ? blockDim.x / across : 0;
+    if (threadIdx.x < across * rows) {
+      const int row = threadIdx.x / across;
+      for (i64 k = q + 1 + threadIdx.x % across; k < columns; k += across) {
+        u64 bits = 0;
+#pragma unroll 8
+        for (int b = row; b < taken; b += rows) bits |= words[(first + places[b]) * columns + k];
+        if (bits) atomicOr(&gone[k], bits);
+      }
+    }
+    found += taken;
   }
   if (threadIdx.x == 0) counts[n] = int(found);
 }
