@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, Memory
 from caffepy.layer.python import Python
 from caffepy.layer.rpn import Normalized, RcnnLayer
 from caffepy.net.net import Net
@@ -80,19 +80,20 @@ def change_units(
 
     ConfigError if they are of other numbers of outputs.
     """
+    changed = set[Memory]()  # layers may share their weights, as those of a pyramid's levels
     for name, units in stored.items():
         if units == own.get(name, PLAIN) or name not in net.layer_names:
             continue
         log.info("%s: from the units of normalized targets to those of the net", name)
         layer = net.layers[net.layer_names.index(name)]
-        arrays = [blob.host_data for blob in layer.blobs]
-        for target, array in zip(arrays, _plain(arrays, units, layer.param), strict=True):
-            target[...] = array
+        arrays = _plain([blob.host_data for blob in layer.blobs], units, layer.param)
         if name in own:
             mean, std = np.asarray(own[name].mean), np.asarray(own[name].std)
-            scaled = TargetUnits(mean=-mean / std, std=1 / std)
-            for target, array in zip(arrays, _plain(arrays, scaled, layer.param), strict=True):
-                target[...] = array
+            arrays = _plain(arrays, TargetUnits(mean=-mean / std, std=1 / std), layer.param)
+        for blob, array in zip(layer.blobs, arrays, strict=True):
+            if blob.data_memory not in changed:
+                blob.host_data[...] = array
+                changed.add(blob.data_memory)
 
 
 def make_plain(layer: LayerParameter) -> None:

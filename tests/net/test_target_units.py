@@ -104,6 +104,36 @@ def test_a_net_that_does_not_learn_them_predicts_the_targets(case: str, ending: 
         np.testing.assert_array_equal(array, expected)
 
 
+SHARES = 'param { name: "weights" } param { name: "NAME" }'
+ONE, TWO = (
+    FASTER.replace("inner_product_param", f"{SHARES} inner_product_param").replace("NAME", name)
+    for name in ("bias", "NAME")
+)
+TWICE = ONE + TWO[TWO.index('layer { name: "bbox_pred"') :].replace("bbox_pred", "again").replace(
+    '"boxes"', '"boxes again"'
+)
+LOSSES = LOSS + LOSS.replace('"loss"', '"loss again"').replace('"boxes"', '"boxes again"')
+
+
+@pytest.mark.parametrize("ending", ["caffemodel", "h5"])
+@pytest.mark.parametrize("bias", ["bias", "another"], ids=["all", "weights"])
+def test_weights_that_layers_share_change_once(bias: str, ending: str) -> None:
+    layers = TWICE.replace("NAME", bias)
+    learned = net_of(LEARNING + layers + LOSSES)
+    names = "bbox_pred", "again"
+    expected = [unnormalized("Faster R-CNN", *arrays(learned, name)) for name in names]
+    path = save(learned, ending)
+    found = net_of(DEPLOY + layers)
+    found.copy_from(path)
+    other = net_of(LEARNING + layers + LOSSES, "'bbox_normalize_stds': (0.2, 0.2, 0.2, 0.2)")
+    other.copy_from(path)
+    for name, wanted in zip(names, expected, strict=True):
+        for array, plain in zip(arrays(found, name), wanted, strict=True):
+            np.testing.assert_allclose(array, plain, rtol=1e-6, atol=1e-7)
+        for array, plain in zip(arrays(other, name), wanted, strict=True):
+            np.testing.assert_allclose(array, plain / 0.2, rtol=1e-5, atol=1e-6)
+
+
 def test_other_units_of_a_net_that_learns() -> None:
     learned = net_of(LEARNING + FASTER + LOSS)
     weights, bias = arrays(learned, "bbox_pred")
