@@ -397,7 +397,8 @@ def _log_mean(direction: str, node: Node, what: str, array: Array) -> None:
 def _log_norms(params: Sequence[Blob]) -> None:
     """Log the norms of all learnable parameters after a whole backward pass."""
     both = [p.host_data for p in params], [p.host_diff for p in params]
-    l1 = [sum(float(np.abs(a).sum()) for a in arrays) for arrays in both]
-    l2 = [sum(float(np.square(a).sum()) for a in arrays) ** 0.5 for arrays in both]
+    with np.errstate(all="ignore"):  # as in passes
+        l1 = [sum(float(np.abs(a).sum()) for a in arrays) for arrays in both]
+        l2 = [sum(float(np.square(a).sum()) for a in arrays) ** 0.5 for arrays in both]
     text = "L1 norm = (%.6g, %.6g); L2 norm = (%.6g, %.6g)"
     log.error("    [Backward] All net params (data, diff): " + text, *l1, *l2)

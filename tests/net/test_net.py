@@ -359,6 +359,16 @@ def test_debug_info_lines(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages[-1].startswith("    [Backward] All net params (data, diff): L1 norm = (")
 
 
+def test_debug_info_of_infinite_norms(caplog: pytest.LogCaptureFixture) -> None:
+    net = net_of("debug_info: true " + TWO_LAYERS)
+    feed(net)
+    net.forward()
+    net.learnable_params[0].host_data[...] = 1e30
+    with caplog.at_level(logging.INFO, "caffepy"), np.errstate(all="raise"):
+        net.backward()
+    assert "L2 norm = (inf, " in caplog.messages[-1]
+
+
 def test_callbacks_run_for_every_layer() -> None:
     net = net_of(TWO_LAYERS)
     feed(net)
