@@ -149,3 +149,18 @@ def test_a_kernel_that_is_loaded_gives_what_it_gave_when_it_was_compiled(tmp_pat
         ).stdout
 
     assert run() == run()
+
+
+def test_the_first_kernel_loads_no_scipy_but_scripts_may():
+    pytest.importorskip("scipy")
+    program = """
+import sys
+import numba, numpy as np
+from caffepy.ops import cpu
+cpu.add_bias(np.zeros((2, 3), np.float32), np.ones(3, np.float32))
+assert "scipy.linalg" not in sys.modules
+x = np.array([[1.0, 2.0, 4.0], [3.0, 1.0, 0.0]])
+np.testing.assert_allclose(numba.njit(lambda x: np.cov(x))(x), np.cov(x))
+np.testing.assert_allclose(numba.njit(lambda x: np.dot(x, x.T))(x), x @ x.T)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

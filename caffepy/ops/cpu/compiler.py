@@ -6,9 +6,11 @@ They call no other kernels, but functions that are `inlined`.
 """
 
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 import numba
@@ -109,6 +111,23 @@ def _warn(message: str, *values: str) -> None:
     if message not in _said:
         _said.add(message)
         log.warning(message, *values)
+
+
+def _do_without_scipy() -> None:
+    """Import the module of numba's that would import scipy.linalg, 0.1 s, to see whether np.cov can
+    be compiled: by the first kernel of every process, and none of ours uses it.
+    """
+    if "scipy.linalg" in sys.modules or "numba.np.arraymath" in sys.modules:
+        return
+    sys.modules["scipy.linalg"] = None  # type: ignore[assignment] # cannot be imported
+    try:
+        from numba.np import arraymath
+    finally:
+        del sys.modules["scipy.linalg"]
+    arraymath._HAVE_BLAS = find_spec("scipy") is not None  # np.dot imports it where it is used
+
+
+_do_without_scipy()
 
 
 class _FirstCompilation(event.Listener):
