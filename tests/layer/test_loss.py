@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import ConfigError, DataError
+from caffepy.ops import cpu
 from caffepy.proto.binary import array_to_blob
 
 from .harness import Single, check_golden, check_gradient, random, seeded
@@ -221,6 +222,17 @@ def test_label_outside_is_named(type_, label):
     single = Single(f'type: "{type_}"', probabilities(2, 3), np.array([0, label]), *matrix)
     with pytest.raises(DataError, match=f"label {label:g} is not one of the 3 classes 0 to 2"):
         single.forward()
+
+
+@pytest.mark.parametrize("label", [-2, 3, 4, np.nan])
+def test_the_gradient_of_a_label_outside_writes_nowhere_else(label):
+    """A script may catch forward's error and run backward."""
+    room, p = np.zeros((6, 3, 1), np.float32), random(2, 3, 1).astype(np.float32)
+    labels, weight, norm = np.full((2, 1), label, np.float32), np.ones(1, np.float32), np.array(2.0)
+    cpu.softmax_loss_backward(p, labels, None, weight, norm, room[2:4])
+    np.testing.assert_array_equal(room[2:4], p / 2)
+    assert not room[:2].any()
+    assert not room[4:].any()
 
 
 def test_label_outside_may_be_the_ignored_one():

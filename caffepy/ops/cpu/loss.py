@@ -179,7 +179,7 @@ def _softmax_loss_gradient(
             if skip and t == ignore:
                 for c in range(prob.shape[1]):
                     dx[n, c, p] = 0
-            else:
+            elif 0 <= t < prob.shape[1]:  # forward refuses others, which a script may catch
                 dx[n, t, p] -= s
 
 
