@@ -192,12 +192,6 @@ class Convolution(_Filtering):
             self.ops.copy(b.data, x.data[self.inside])
         return self.copies or bottom
 
-    def backward_data(self, y: Blob, x: Blob, copy: Blob) -> None:
-        """Write the diff of a bottom, by way of its copy if there is one."""
-        self.conv.backward_data(y.diff, self.blobs[0].data, copy.diff)
-        if copy is not x:
-            self.ops.copy(copy.diff[self.inside], x.diff)
-
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         for x, y in zip(self.whole(bottom), top, strict=True):
             self.conv.forward(x.data, self.blobs[0].data, self.bias, y.data)
@@ -208,15 +202,26 @@ class Convolution(_Filtering):
         given = x.data, self.blobs[0].data, self.bias, top.data, preparation
         self.conv.forward_prepare(*given)
 
+    def gradients(
+        self, dy: Array, db: Array | None, x: Blob, copy: Blob, propagate_down: bool
+    ) -> None:
+        """Add to dw, and to db unless it is None; write the diff of a bottom with `propagate_down`,
+        by way of its copy if there is one.
+        """
+        dw = self.weight_diff
+        if dw is not None or db is not None:
+            with self.side_stream(propagate_down):
+                self.conv.backward_weight(copy.data, dy, dw, db)
+        if propagate_down:
+            self.conv.backward_data(dy, self.blobs[0].data, copy.diff)
+            if copy is not x:
+                self.ops.copy(copy.diff[self.inside], x.diff)
+
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        dw, db = self.weight_diff, self.bias_diff
-        whole = self.copies or bottom
-        for y, down, x, copy in zip(top, propagate_down, bottom, whole, strict=True):
-            if dw is not None or db is not None:
-                with self.side_stream(any(propagate_down)):
-                    self.conv.backward_weight(copy.data, y.diff, dw, db)
-            if down:
-                self.backward_data(y, x, copy)
+        for y, down, x, copy in zip(
+            top, propagate_down, bottom, self.copies or bottom, strict=True
+        ):
+            self.gradients(y.diff, self.bias_diff, x, copy, down)
 
     def sums_gradients(self, top: Blob, bottom: Blob, alike: bool) -> bool:
         """True if `backward_norm` may save passes; `alike` if what is added to the bottom's diff

@@ -16,7 +16,7 @@ from caffepy.layer.convolution import Convolution
 from caffepy.layer.eltwise import Eltwise
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.layer.neuron import Dropout, ReLU, ReLU6, is_in_place
-from caffepy.layer.normalization import BatchNorm, Scale
+from caffepy.layer.normalization import LRN, BatchNorm, Scale
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.shape import Split
 from caffepy.ops.objects import NormSums
@@ -81,17 +81,104 @@ class ConvolutionReLU:
 
     def backward(self) -> None:
         layer, dy = self.layer, self.top.diff
-        dw, db = layer.weight_diff, layer.bias_diff
         (x,) = layer.copies or [self.bottom]
         rows = self.top.data, dy
         if layer.axis != 1:  # (N, O, ...), also where several axes stand for N
             rows = rows[0].reshape(layer.conv.y_shape), dy.reshape(layer.conv.y_shape)
-        layer.ops.relu_bias_backward(*rows, db)
-        if dw is not None:
-            with layer.side_stream(self.propagate_down):
-                layer.conv.backward_weight(x.data, dy, dw, None)
-        if self.propagate_down:
-            layer.backward_data(self.top, self.bottom, x)
+        layer.ops.relu_bias_backward(*rows, layer.bias_diff)
+        layer.gradients(dy, None, self.bottom, x, self.propagate_down)
+
+
+class _BehindReLU:
+    """Base of groups of a Convolution over channels, its ReLU of slope 0, in place or not, and a
+    layer whose gradient tells ReLU's mask.
+
+    The convolution's output is a buffer of the group's own.
+    """
+
+    sums_for: "NormGroup | None" = None
+    own_diffs: Sequence[Blob] = ()
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        convolution, relu, last = members
+        assert isinstance(convolution.layer, Convolution)
+        assert relu.layer.can_fuse
+        self.layer = convolution.layer
+        (self.bottom,), (self.convolved,) = convolution.bottoms, convolution.tops
+        (self.top,), (self.propagate_down,) = last.tops, convolution.propagate_down
+        self.output = self.layer.buffer_like(self.convolved)
+
+    def convolve(self) -> Array:
+        """Write relu(w * bottom + b) into the buffer; return it."""
+        layer, y = self.layer, self.output
+        y.reshape_like(self.convolved)
+        (x,) = layer.whole([self.bottom])
+        layer.conv.forward(x.data, layer.blobs[0].data, layer.bias, y.data, relu=True)
+        return y.data
+
+    def gradients(self, dy: Array) -> None:
+        """The gradients of the convolution but for that of its bias."""
+        (x,) = self.layer.copies or [self.bottom]
+        self.layer.gradients(dy, None, self.bottom, x, self.propagate_down)
+
+
+class ConvolutionPooling(_BehindReLU):
+    """top = maxima of relu(w * bottom + b).
+
+    A maximum has the sign of the element it was taken of, and each of its gradients goes to one
+    element: ReLU's mask and the bias's gradient are those of the maxima, of which there are fewer.
+    Backward writes the gradient of the convolution's output over that output, and changes the top's
+    diff: it becomes that of the maxima before ReLU.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        super().__init__(members)
+        pooling = members[-1].layer
+        assert isinstance(pooling, Pooling)
+        self.pooling = pooling
+
+    @property
+    def buffers(self) -> Sequence[Blob]:
+        """The convolution's output and the places of the maxima."""
+        return [self.output, *self.pooling.buffers]
+
+    def forward(self) -> None:
+        self.convolve()
+        self.pooling.forward([self.output], [self.top])
+
+    def backward(self) -> None:
+        pooling, dy, gradient = self.pooling, self.top.diff, self.output.data
+        pooling.ops.relu_bias_backward(self.top.data, dy, self.layer.bias_diff)
+        window = pooling.kernel, pooling.stride, pooling.pad
+        pooling.ops.max_pool_backward(dy, pooling.index.data, gradient, window)
+        self.gradients(gradient)
+
+
+class ConvolutionLRN(_BehindReLU):
+    """top = LRN across channels of relu(w * bottom + b).
+
+    LRN's gradient reads what ReLU wrote, hence knows its mask; it is written over the top's diff.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        super().__init__(members)
+        lrn = members[-1].layer
+        assert isinstance(lrn, LRN)
+        self.lrn = lrn
+
+    @property
+    def buffers(self) -> Sequence[Blob]:
+        """The convolution's output and what LRN keeps."""
+        return [self.output, *self.lrn.buffers]
+
+    def forward(self) -> None:
+        self.lrn.normalize(self.convolve(), self.top.data)
+
+    def backward(self) -> None:
+        dy = self.top.diff
+        self.lrn.gradient(self.output.data, self.top.data, dy, dy, relu=True)
+        self.layer.ops.relu_bias_backward(None, dy, self.layer.bias_diff)
+        self.gradients(dy)
 
 
 class PoolingReLU:
@@ -416,6 +503,8 @@ PATTERNS = (
     Pattern((Convolution, BatchNorm, Scale, ReLU, Pooling), ()),
     Pattern((BatchNorm, Scale, ReLU, Pooling), ()),
     Pattern((Convolution, BatchNorm), NORM),
+    Pattern((Convolution, ReLU, LRN), ()),
+    Pattern((Convolution, ReLU, Pooling), ()),
     Pattern((Convolution,), (ReLU,)),
     Pattern((BatchNorm,), NORM),
     Pattern((InnerProduct,), (ReLU, Dropout)),
@@ -423,12 +512,15 @@ PATTERNS = (
 )
 """The first whose head fits counts."""
 
-GROUPS: dict[type[Layer], Callable[[Sequence[Member]], FusedGroup]] = {
-    Convolution: ConvolutionReLU,
-    InnerProduct: InnerProductGroup,
-    Pooling: PoolingReLU,
+GROUPS: dict[tuple[type[Layer], type[Layer]], Callable[[Sequence[Member]], FusedGroup]] = {
+    (Convolution, ReLU): ConvolutionReLU,
+    (Convolution, LRN): ConvolutionLRN,
+    (Convolution, Pooling): ConvolutionPooling,
+    (InnerProduct, ReLU): InnerProductGroup,
+    (InnerProduct, Dropout): InnerProductGroup,
+    (Pooling, ReLU): PoolingReLU,
 }
-"""The class for a group without a BatchNorm, by the type of its first layer."""
+"""The class for a group without a BatchNorm, by the types of its first and last layers."""
 
 
 def make_group(members: Sequence[Member], learns: bool, has_gradient: Sequence[bool]) -> FusedGroup:
@@ -437,4 +529,5 @@ def make_group(members: Sequence[Member], learns: bool, has_gradient: Sequence[b
         if isinstance(members[-1].layer, Pooling):
             return NormPooling(members, learns)
         return NormGroup(members, learns, has_gradient)
-    return GROUPS[type(members[0].layer)](members)
+    first, *_, last = (type(member.layer) for member in members)
+    return GROUPS[first, last](members)

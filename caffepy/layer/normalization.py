@@ -50,7 +50,7 @@ class LRN(SameShape):
         self.alpha, self.beta = param.alpha, param.beta
         self.terms = param.local_size, param.alpha, param.beta, param.k
         self.across = param.norm_region == LRNParameter.ACROSS_CHANNELS
-        self.takes_preferred_layout = self.backward_reads_top = self.across
+        self.takes_preferred_layout = self.backward_reads_top = self.can_fuse = self.across
         # Kernel, stride and padding of the window.
         self.pooling = (param.local_size,) * 2, (1, 1), (param.local_size // 2,) * 2
 
@@ -77,7 +77,7 @@ class LRN(SameShape):
         """Write y, and s unless recomputing it is cheaper."""
         x, y = self.keep_input(bottom), top[0].data
         if self.across:
-            self.ops.lrn_forward(x, y, self._kept_scale, self.terms)
+            self.normalize(x, y)
             return
         s = self.scale.data
         self.ops.multiply(x, x, self.product.data)
@@ -85,6 +85,14 @@ class LRN(SameShape):
         self.ops.power_forward(self.window.data, s, 1.0, self.alpha, 1.0)
         self.ops.power_forward(s, y, -self.beta, 1.0, 0.0)
         self.ops.multiply(x, y, y)
+
+    def normalize(self, x: Array, y: Array) -> None:
+        """Write y across channels."""
+        self.ops.lrn_forward(x, y, self._kept_scale, self.terms)
+
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array, relu: bool = False) -> None:
+        """Write dx across channels; dx may be dy. `relu`: dx = 0 where x <= 0."""
+        self.ops.lrn_backward(x, y, self._kept_scale, dy, dx, self.terms, relu)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = dy * s^-beta - 2 * beta * (alpha / number in the window) * x * sum over the window
@@ -94,11 +102,7 @@ class LRN(SameShape):
             return
         x, dy, dx = self.kept.data, top[0].diff, bottom[0].diff
         if self.across:
-            # Neighbours read a channel's dy, so in place they must not find its dx there.
-            out = self.product.data if dx is dy else dx
-            self.ops.lrn_backward(x, top[0].data, self._kept_scale, dy, out, self.terms)
-            if out is not dx:
-                self.ops.copy(out, dx)
+            self.gradient(x, top[0].data, dy, dx)
             return
         s, window, product = self.scale.data, self.window.data, self.product.data
         self.ops.power_forward(s, product, -self.beta, 1.0, 0.0)

@@ -92,6 +92,7 @@ def _region(nodes: Sequence[Node], steps: Sequence[Step], begin: int) -> list[_B
         step = steps[index]
         members = [nodes[i] for i in step.layers or (step.last,)]
         alone = any(n.of_root or n.layer.is_data or n.layer.on_host for n in members)
+        alone |= step.group is not None and step.group.sums_for is not None
         if alone or len(members[-1].tops) > 1:
             break
         before = {id(b): b for b in _owners(owner, members)}

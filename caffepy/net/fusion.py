@@ -12,7 +12,7 @@ from caffepy.layer.convolution import Convolution
 from caffepy.layer.eltwise import Eltwise
 from caffepy.layer.fused import PATTERNS, FusedGroup, Member, NormGroup, NormPooling, make_group
 from caffepy.layer.neuron import Dropout, ReLU, ReLU6
-from caffepy.layer.normalization import BatchNorm
+from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.shape import Split
 from caffepy.net.node import Node
@@ -196,6 +196,15 @@ def _groups_from(nodes: Sequence[Node], start: int, taken: Container[int]) -> It
                 yield group
 
 
+def _tells_mask(first: Layer, node: Node) -> bool:
+    """True if the gradient of this LRN or Pooling tells that of a ReLU before it, in a group that
+    begins with this layer.
+    """
+    means = isinstance(node.layer, Pooling) and node.layer.method != PoolingParameter.MAX
+    over_channels = not isinstance(first, Convolution) or first.axis == 1
+    return over_channels and not means and node.tops[0] is not node.bottoms[0]
+
+
 def _extend(nodes: Sequence[Node], group: list[int], index: int | None, kind: type[Layer]) -> bool:
     """Append a layer to the group if it is of this type and fits; return whether it does."""
     if index is None or type(nodes[index].layer) is not kind:
@@ -213,8 +222,8 @@ def _extend(nodes: Sequence[Node], group: list[int], index: int | None, kind: ty
         mine = nodes[group[-1]].tops[0]
         others = [b for b in node.bottoms if b is not mine]
         fits = len(others) == 1 and others[0] is not node.tops[0]
-    if fits and isinstance(node.layer, Pooling):  # others than maxima follow no normalization
-        fits = len(group) <= 1 or node.layer.method == PoolingParameter.MAX
+    if fits and group and isinstance(node.layer, LRN | Pooling):
+        fits = _tells_mask(first.layer, node)
     if fits:
         group.append(index)
     return fits

@@ -307,10 +307,17 @@ class Ops(Protocol):
         """
 
     def lrn_backward(
-        self, x: Array, y: Array, scale: Maybe, dy: Array, dx: Array, terms: Terms
+        self,
+        x: Array,
+        y: Array,
+        scale: Maybe,
+        dy: Array,
+        dx: Array,
+        terms: Terms,
+        relu: bool = False,
     ) -> None:
-        """dx = dy * s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s; no array
-        may be another one's. s comes from `scale`, or if the channels lie last from x.
+        """dx = dy * s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s; dx may be
+        dy. s comes from `scale`, or if the channels lie last from x. `relu`: dx = 0 where x <= 0.
         """
 
     def normalize_forward(

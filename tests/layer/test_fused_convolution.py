@@ -1,4 +1,6 @@
-"""A Convolution with its ReLU against the two layers one after the other."""
+"""A Convolution with its ReLU, and with what knows the mask behind it, against the layers one by
+one.
+"""
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from caffepy.device.blob import PLAIN, Blob, Layout
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
-from caffepy.layer.fused import ConvolutionReLU, Member
+from caffepy.layer.fused import ConvolutionLRN, ConvolutionPooling, ConvolutionReLU, Member
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 from tests.layer.harness import random
 
@@ -135,6 +137,85 @@ def test_on_a_gpu(case, layout):
     agree(
         Pair(case, True, [True, True], CudaDevice(seed=1), layout).together(True), want, tolerance
     )
+
+
+class Behind(Pair):
+    """A Pair with a layer behind it that knows ReLU's mask, and their group."""
+
+    def __init__(self, case, behind, wanted, device=None, layout=None):
+        super().__init__(case, True, wanted, device, layout)
+        self.group, text = BEHIND[behind]
+        with self.device.scope():
+            self.last = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, self.device)
+            self.y = Blob(device=self.device)
+            if layout:
+                self.y.set_layout(layout)
+            self.last.setup([self.middle], [self.y])
+            self.last.reshape([self.middle], [self.y])
+
+    def one_by_one(self, down):
+        with self.device.scope():
+            self.conv.forward([self.x], [self.middle])
+            self.relu.forward([self.middle], [self.middle])
+            self.last.forward([self.middle], [self.y])
+            self.y.host_diff[...] = quarters(random(*self.y.shape, seed=1))
+            self.last.backward([self.y], [True], [self.middle])
+            self.relu.backward([self.middle], [True], [self.middle])
+            self.conv.backward([self.middle], [down], [self.x])
+        return self.results()
+
+    def together(self, down):
+        group = self.group(
+            [
+                Member(self.conv, [self.x], [self.middle], [down]),
+                Member(self.relu, [self.middle], [self.middle], [True]),
+                Member(self.last, [self.middle], [self.y], [True]),
+            ]
+        )
+        with self.device.scope():
+            for _ in range(2):  # nothing is left of the pass before
+                for blob in self.conv.blobs:
+                    blob.host_diff.fill(1)
+                group.forward()
+                self.y.host_diff[...] = quarters(random(*self.y.shape, seed=1))
+                group.backward()
+        return self.results()
+
+
+POOLING = 'type: "Pooling" pooling_param { %s }'
+LRN = 'type: "LRN" lrn_param { %s alpha: 0.3 k: 2 }'
+BEHIND = {
+    "overlapping maxima": (ConvolutionPooling, POOLING % "kernel_size: 3 stride: 2 pad: 1"),
+    "touching maxima": (ConvolutionPooling, POOLING % "kernel_size: 2 stride: 2"),
+    "maxima apart": (ConvolutionPooling, POOLING % "kernel_size: 2 stride: 3"),
+    "LRN": (ConvolutionLRN, LRN % "local_size: 3 beta: 0.75"),
+    "wide LRN": (ConvolutionLRN, LRN % "local_size: 11 beta: 0.6"),
+}
+IMAGES = [case for case, (shape, _) in CASES.items() if len(shape) == 4]
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("case", IMAGES)
+def test_what_knows_the_mask_as_the_layers_one_by_one(case, behind):
+    for down, *wanted in ((True, True, True), (False, True, False), (True, False, True)):
+        apart = Behind(case, behind, wanted).one_by_one(down)
+        together = Behind(case, behind, wanted).together(down)
+        assert any(np.count_nonzero(a) for a in apart)
+        agree(together, apart, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("behind", ["overlapping maxima", "LRN", "wide LRN"])
+@pytest.mark.parametrize("case", IMAGES)
+def test_what_knows_the_mask_on_a_gpu(case, behind, layout):
+    layout, tolerance = LAYOUTS[layout]
+    if case in NO_FORMAT:
+        layout = PLAIN
+    wanted = [True, True]
+    want = Behind(case, behind, wanted).one_by_one(True)
+    on_gpu = Behind(case, behind, wanted, CudaDevice(seed=1), layout).together(True)
+    agree(on_gpu, want, tolerance)
 
 
 def test_formats_that_are_not_taken():

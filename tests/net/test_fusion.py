@@ -18,6 +18,7 @@ LOSS = library.inner_product("fc", "last", 3) + library.softmax_loss("fc")
 CONV = 'convolution_param { num_output: 5 kernel_size: 3 pad: 1 weight_filler { type: "msra" } }'
 
 POOL = "pooling_param { kernel_size: 3 stride: 2 }"
+LRN = "lrn_param { local_size: 3 alpha: 0.7 }"
 
 
 def conv(name: str, bottom: str) -> str:
@@ -109,6 +110,41 @@ NETS = {
         + on("Power", "seen", "a", "propagate_down: false", top="seen")
         + on("Power", "p", "a", top="last")
     ),
+    "conv relu, max pooling": conv("c", "data")
+    + on("ReLU", "r", "c")
+    + on("Pooling", "m", "c", POOL, "last"),
+    "conv relu not in place, max pooling": conv("c", "data")
+    + on("ReLU", "r", "c", top="x")
+    + on("Pooling", "m", "x", POOL, "last"),
+    "conv relu, max pooling, overwritten": conv("c", "data")
+    + on("ReLU", "r", "c")
+    + on("Pooling", "m", "c", POOL, "x")
+    + on("BatchNorm", "bn", "x")
+    + on("Power", "p", "x", top="last"),
+    "conv relu, mean": conv("c", "data")
+    + on("ReLU", "r", "c")
+    + on("Pooling", "m", "c", POOL.replace("{", "{ pool: AVE"), "last"),
+    "conv, max pooling": conv("c", "data") + on("Pooling", "m", "c", POOL, "last"),
+    "conv relu, norm, max pooling": conv("c", "data")
+    + on("ReLU", "r", "c")
+    + on("LRN", "n", "c", LRN, "x")
+    + on("Pooling", "m", "x", POOL, "last"),
+    "conv relu not in place, norm": conv("c", "data")
+    + on("ReLU", "r", "c", top="x")
+    + on("LRN", "n", "x", LRN, "last"),
+    "conv relu, norm, overwritten": conv("c", "data")
+    + on("ReLU", "r", "c")
+    + on("LRN", "n", "c", LRN, "x")
+    + on("BatchNorm", "bn", "x")
+    + on("Power", "p", "x", top="last"),
+    "conv relu, norm in place": conv("c", "data")
+    + on("ReLU", "r", "c")
+    + on("LRN", "n", "c", LRN)
+    + on("Power", "p", "c", top="last"),
+    "conv relu, norm within channels": conv("c", "data")
+    + on("ReLU", "r", "c")
+    + on("LRN", "n", "c", LRN.replace("alpha", "norm_region: WITHIN_CHANNEL alpha"), "last"),
+    "conv, norm": conv("c", "data") + on("LRN", "n", "c", LRN, "last"),
     "max pooling": conv("c", "data")
     + on("Pooling", "m", "c", POOL, "last")
     + on("ReLU", "r", "last"),
@@ -165,6 +201,17 @@ GROUPS = {
     ],
     "projection": [["a", "bn_a", "scale_a", "sum", "rs"], ["b", "bn_b", "scale_b"]],
     "split without gradient": [["a", "bn_a", "scale_a", "ra", "a_ra_0_split"]],
+    "conv relu, max pooling": [["c", "r", "m"]],
+    "conv relu not in place, max pooling": [["c", "r", "m"]],
+    "conv relu, max pooling, overwritten": [["c", "r"]],
+    "conv relu, mean": [["c", "r"]],
+    "conv, max pooling": [],
+    "conv relu, norm, max pooling": [["c", "r", "n"]],
+    "conv relu not in place, norm": [["c", "r", "n"]],
+    "conv relu, norm, overwritten": [["c", "r", "n"]],
+    "conv relu, norm in place": [["c", "r"]],
+    "conv relu, norm within channels": [["c", "r"]],
+    "conv, norm": [],
     "max pooling": [["m", "r"]],
     "max pooling, overwritten": [["m", "r"]],
     "norm and max pooling": [["c", "bn_c", "scale_c", "r", "m"]],

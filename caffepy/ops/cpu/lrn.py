@@ -14,6 +14,7 @@ import numpy as np
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.neuron import relu_bias_backward
 from caffepy.ops.protocol import Maybe, Terms
 
 PIXELS = 256  # computed at a time, for all channels, so that they stay in cache
@@ -103,5 +104,9 @@ def lrn_forward(x: Array, y: Array, scale: Maybe, terms: Terms) -> None:
     _run(_forward, (x, y, scale), terms)
 
 
-def lrn_backward(x: Array, y: Array, scale: Maybe, dy: Array, dx: Array, terms: Terms) -> None:
+def lrn_backward(
+    x: Array, y: Array, scale: Maybe, dy: Array, dx: Array, terms: Terms, relu: bool = False
+) -> None:
     _run(_backward, (x, y, scale, dy, dx), terms)
+    if relu:
+        relu_bias_backward(x, dx, None)

@@ -2,7 +2,19 @@
 
 from math import prod
 
-from caffepy.ops.cuda.launch import Array, c_type, channels_last, launch, launch_expression, packs
+import cupy
+
+from caffepy.ops.cuda.bias_relu import relu_bias_backward
+from caffepy.ops.cuda.copies import copy
+from caffepy.ops.cuda.launch import (
+    THREADS,
+    Array,
+    c_type,
+    channels_last,
+    launch,
+    launch_expression,
+    packs,
+)
 from caffepy.ops.protocol import Terms
 
 RUN = 16
@@ -16,21 +28,44 @@ def lrn_forward(x: Array, y: Array, scale: Array | None, terms: Terms) -> None:
     size, alpha, beta, k = terms
     numbers = float(alpha / size), float(beta), float(k)
     if scale is None:
-        _lines("lrn_forward", (x, y), size // 2, *numbers)
+        _lines("lrn_forward", (x, y), packs(x), size // 2, *numbers)
     else:
         _planes("lrn_forward", (x, y, scale), size // 2, *numbers)
 
 
 def lrn_backward(
-    x: Array, y: Array, scale: Array | None, dy: Array, dx: Array, terms: Terms
+    x: Array,
+    y: Array,
+    scale: Array | None,
+    dy: Array,
+    dx: Array,
+    terms: Terms,
+    relu: bool = False,
 ) -> None:
+    if not x.size:
+        return
     size, alpha, beta, k = terms
-    factor = float(2 * alpha * beta / size)
+    factor, half = float(2 * alpha * beta / size), size // 2
+    at_once = 0 if scale is not None or half > WIDEST else _lines_at_once(x, dy, dx)
+    if dx is dy and not at_once:  # neighbours read a channel's dy
+        dy = cupy.empty_like(dx)
+        copy(dx, dy)
     if scale is None:
         numbers = float(alpha / size), factor, float(beta), float(k)
-        _lines("lrn_backward", (x, dy, dx), size // 2, *numbers)
+        threads = -(-x.size // (x.shape[1] * max(1, at_once))) * THREADS
+        _lines("lrn_backward", (x, dy, dx), threads, half, *numbers, relu=relu)
     else:
-        _planes("lrn_backward", (x, y, scale, dy, dx), size // 2, factor, float(beta))
+        _planes("lrn_backward", (x, y, scale, dy, dx), half, factor, float(beta))
+    if relu and (scale is not None or half > WIDEST):
+        relu_bias_backward(x, dx, None)
+
+
+def _lines_at_once(*arrays: Array) -> int:
+    """Return how many whole lines of channels the threads of a block take, as in lrn.cu."""
+    channels, pack = arrays[0].shape[1], 16 // arrays[0].itemsize
+    if channels % pack or any(a.data.ptr % 16 for a in arrays):
+        pack = 1
+    return THREADS // int(channels // pack)
 
 
 def _planes(name: str, arrays: tuple[Array, ...], half: int, *numbers: float) -> None:
@@ -41,7 +76,15 @@ def _planes(name: str, arrays: tuple[Array, ...], half: int, *numbers: float) ->
     launch("lrn", name, x, threads, *arrays, n, channels, pixels, half, *numbers)
 
 
-def _lines(name: str, arrays: tuple[Array, ...], half: int, *numbers: float) -> None:
+def _lines(
+    name: str,
+    arrays: tuple[Array, ...],
+    threads: int,
+    half: int,
+    *numbers: float,
+    relu: bool | None = None,
+) -> None:
+    """Call a kernel, which has a variant for each value of `relu` unless that is None."""
     x = arrays[0]
     if not x.size:
         return
@@ -51,5 +94,6 @@ def _lines(name: str, arrays: tuple[Array, ...], half: int, *numbers: float) -> 
     if half > WIDEST:
         launch("lrn", f"{name}_wide", x, x.size, *arrays, lines, channels, half, *numbers)
         return
-    instance = f"{name}_lines<{c_type(x)}, {half}, {int(beta == 0.75)}>"
-    launch_expression("lrn", instance, packs(x), *arrays, lines, channels, *numbers)
+    variant = [half, int(beta == 0.75), *([] if relu is None else [int(relu)])]
+    instance = f"{name}_lines<{', '.join([c_type(x), *map(str, variant)])}>"
+    launch_expression("lrn", instance, threads, *arrays, lines, channels, *numbers)

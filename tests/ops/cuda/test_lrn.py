@@ -87,6 +87,40 @@ def test_channels_last(shape, kind, window):
             np.testing.assert_allclose(loaded(arrays[3]), dx, *NEAR[kind])
 
 
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("place", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "last", "size"),
+    [
+        ((3, 96, 7, 5), True, 5),
+        ((2, 17, 3, 2), True, 5),
+        ((3, 2056, 2, 1), True, 3),  # more than a block has threads for
+        ((2, 40, 5, 5), True, 15),
+        ((2, 40, 5, 5), False, 5),
+    ],
+)
+def test_in_place_with_a_mask(shape, last, size, place, relu):
+    import cupy
+
+    from caffepy.ops import cpu, cuda
+
+    x, dy = 3 * data(shape), data(shape, seed=1)
+    y, scale, dx = (np.empty_like(x) for _ in range(3))
+    terms = size, ALPHA, 0.75, K
+    cpu.lrn_forward(x, y, scale, terms)
+    cpu.lrn_backward(x, y, scale, dy, dx, terms)
+    want = np.where((x > 0) | (not relu), dx, 0)
+    given = dy.copy()
+    cpu.lrn_backward(x, y, scale, given, given, terms, relu)
+    np.testing.assert_array_equal(given, want)
+    with cupy.cuda.Stream(non_blocking=True):
+        on_gpu = [stored(a, "float32", last) for a in (x, y, scale, dy, np.ones(shape))]
+        out = on_gpu[3] if place else on_gpu[4]
+        kept = None if last else on_gpu[2]
+        cuda.lrn_backward(on_gpu[0], on_gpu[1], kept, on_gpu[3], out, terms, relu)
+        np.testing.assert_allclose(loaded(out), want, *NEAR["float32"])
+
+
 def test_of_nothing():
     from caffepy.ops import cuda
 

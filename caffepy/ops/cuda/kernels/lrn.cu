@@ -178,30 +178,44 @@ __device__ void forward_lines(const T* x, T* y, i64 lines, i64 channels, Wide<T>
   });
 }
 
-template <int V, typename T, int HALF, int THREE_QUARTERS>
+// dx may be dy: a block reads all of its lines before it writes, unless a line is longer than its threads.
+template <int V, typename T, int HALF, int THREE_QUARTERS, int R>
 __device__ void backward_lines(const T* x, const T* dy, T* dx, i64 lines, i64 channels, Wide<T> alpha, Wide<T> factor,
                                Wide<T> beta, Wide<T> k) {
   using A = Wide<T>;
   constexpr int SIDE = (2 * HALF + V - 1) / V * V;  // terms of the window need s, which has a window of its own
-  packs_of_lines<V>(lines, channels, [=](i64 line, int c) {
-    A u[2 * SIDE + V], du[2 * SIDE + V], squares[2 * SIDE + V], terms[2 * SIDE + V], powers[V];
-    read<V>(u, x + line, c - SIDE, int(channels));
-    read<V>(du, dy + line, c - SIDE, int(channels));
+  const unsigned packs = unsigned(channels / V), together = max(1u, blockDim.x / packs);
+  const unsigned step = min(packs, blockDim.x), own = threadIdx.x / step;
+  for (i64 first = blockIdx.x * i64(together); first < lines; first += gridDim.x * i64(together)) {
+    const bool there = own < together && first + own < lines;
+    const i64 line = (first + own) * channels;
+    for (unsigned pack = threadIdx.x % step; pack < packs; pack += step) {
+      const int c = int(pack) * V;
+      A u[2 * SIDE + V], du[2 * SIDE + V], squares[2 * SIDE + V], terms[2 * SIDE + V], powers[V];
+      if (there) {
+        read<V>(u, x + line, c - SIDE, int(channels));
+        read<V>(du, dy + line, c - SIDE, int(channels));
+      }
+      if (packs <= blockDim.x) __syncthreads();
+      if (!there) break;
 #pragma unroll
-    for (int i = 0; i < 2 * SIDE + V; ++i) squares[i] = u[i] * u[i];
+      for (int i = 0; i < 2 * SIDE + V; ++i) squares[i] = u[i] * u[i];
 #pragma unroll
-    for (int i = -HALF; i < V + HALF; ++i) {
-      const Power<THREE_QUARTERS, A> power(k + alpha * window<HALF>(squares, SIDE + i), beta);
-      const bool inside = c + i >= 0 && c + i < channels;
-      terms[SIDE + i] = inside ? du[SIDE + i] * u[SIDE + i] * power.of * power.inverse : A(0);
-      if (i >= 0 && i < V) powers[i] = power.of;
+      for (int i = -HALF; i < V + HALF; ++i) {
+        const Power<THREE_QUARTERS, A> power(k + alpha * window<HALF>(squares, SIDE + i), beta);
+        const bool inside = c + i >= 0 && c + i < channels;
+        terms[SIDE + i] = inside ? du[SIDE + i] * u[SIDE + i] * power.of * power.inverse : A(0);
+        if (i >= 0 && i < V) powers[i] = power.of;
+      }
+      Pack<T, V> total;
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const A d = du[SIDE + v] * powers[v] - factor * u[SIDE + v] * window<HALF>(terms, SIDE + v);
+        total.v[v] = T(R && u[SIDE + v] <= 0 ? A(0) : d);
+      }
+      *reinterpret_cast<Pack<T, V>*>(dx + line + c) = total;
     }
-    Pack<T, V> pack;
-#pragma unroll
-    for (int v = 0; v < V; ++v)
-      pack.v[v] = T(du[SIDE + v] * powers[v] - factor * u[SIDE + v] * window<HALF>(terms, SIDE + v));
-    *reinterpret_cast<Pack<T, V>*>(dx + line + c) = pack;
-  });
+  }
 }
 
 // Lines of channels, whose windows are 2*HALF + 1 wide.
@@ -215,15 +229,16 @@ __global__ void lrn_forward_lines(const T* x, T* y, i64 lines, i64 channels, dou
     forward_lines<1, T, HALF, THREE_QUARTERS>(x, y, lines, channels, A(alpha), A(beta), A(k));
 }
 
-template <typename T, int HALF, int THREE_QUARTERS>
+// R: dx = 0 where x <= 0
+template <typename T, int HALF, int THREE_QUARTERS, int R>
 __global__ void lrn_backward_lines(const T* x, const T* dy, T* dx, i64 lines, i64 channels, double alpha,
                                    double factor, double beta, double k) {
   using A = Wide<T>;
   constexpr int V = PACK;
   if (channels % V == 0 && aligned(x, 16) && aligned(dy, 16) && aligned(dx, 16))
-    backward_lines<V, T, HALF, THREE_QUARTERS>(x, dy, dx, lines, channels, A(alpha), A(factor), A(beta), A(k));
+    backward_lines<V, T, HALF, THREE_QUARTERS, R>(x, dy, dx, lines, channels, A(alpha), A(factor), A(beta), A(k));
   else
-    backward_lines<1, T, HALF, THREE_QUARTERS>(x, dy, dx, lines, channels, A(alpha), A(factor), A(beta), A(k));
+    backward_lines<1, T, HALF, THREE_QUARTERS, R>(x, dy, dx, lines, channels, A(alpha), A(factor), A(beta), A(k));
 }
 
 // The same for windows of any width, all of which is read for every element.
