@@ -148,6 +148,17 @@ def _handle(kind: str) -> int:
     return handle
 
 
+@cache
+def _capability(device: int) -> int:
+    found = cupy.cuda.runtime.getDeviceProperties(device)
+    return 10 * int(found["major"]) + int(found["minor"])
+
+
+def capability() -> int:
+    """Return ten times the compute capability of the current device, such as 90."""
+    return _capability(cupy.cuda.runtime.getDevice())
+
+
 def context() -> Context:
     """Return the context of the current device and stream."""
     key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)

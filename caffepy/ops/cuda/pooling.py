@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from cupy import empty_like
 
+from caffepy.ops.cuda.context import capability
 from caffepy.ops.cuda.launch import Array, c_type, channels_last, divisor, launch_expression
 from caffepy.ops.cuda.normalization import are_packs, maxima_gradient, norm_backward
 from caffepy.ops.protocol import Maybe, Pair, Window
@@ -17,6 +18,10 @@ AHEAD = 4
 """Most elements of a row that a thread loads at a time."""
 BUSY = 1 << 16
 """A large device needs this many threads; packs of channels get narrower for them."""
+WIDEST = 3
+"""The largest window of kernels that take tiles."""
+TILE = 4
+"""Neighbours of a row of the larger array that a thread of these takes, as in pooling.cu."""
 
 _INDEX = {"uint8": "unsigned char", "int32": "int"}
 
@@ -71,6 +76,11 @@ def window_sizes(
 
 
 def max_pool_forward(x: Array, y: Array, index: Array, window: Window, relu: bool = False) -> None:
+    narrow = x.dtype.itemsize == 2 and capability() >= 90
+    if narrow and _suits_tiles(y, x, y, index, window):
+        tile = TILE // window[1][0]
+        _pool_tiles("max_pool_forward_tiles", y, tile, (x, y, index), x, y, window, relu=relu)
+        return
     flags = relu, False
     _pool("max_pool_forward", y, x, y, (x, y, index), window, None, None, 0, flags=flags)
 
@@ -109,7 +119,55 @@ def norm_max_pool_backward(
 
 
 def max_pool_backward(dy: Array, index: Array, dx: Array, window: Window) -> None:
-    _pool("max_pool_backward", dx, dx, dy, (dy, index, dx), window)
+    arrays = (dy, index, dx)
+    if _suits_tiles(dx, dx, dy, index, window):
+        _pool_tiles("max_pool_backward_tiles", dx, TILE, arrays, dx, dy, window)
+    else:
+        _pool("max_pool_backward", dx, dx, dy, arrays, window)
+
+
+def _suits_tiles(over: Array, large: Array, small: Array, index: Array, window: Window) -> bool:
+    """Return True if kernels of tiles can do it, and have enough to do: square windows, none of
+    which begins beyond the plane, over whole packs of channels.
+    """
+    (kernel, *kernels), (stride, *strides), (pad, *pads) = ({*pair} for pair in window)
+    pack = 16 // large.itemsize
+    begins = ((n - 1) * stride - pad for n in small.shape[2:])
+    return (
+        not (kernels or strides or pads)
+        and stride in (1, 2)
+        and pad < kernel <= WIDEST
+        and index.dtype == np.uint8
+        and all(begin < size for begin, size in zip(begins, large.shape[2:], strict=True))
+        and over.size >= pack * TILE * BUSY // 2
+        and channels_last(large, small)
+        and large.shape[1] % pack == 0
+        and all(a.data.ptr % (pack * a.itemsize) == 0 for a in (large, small, index))
+    )
+
+
+def _pool_tiles(
+    name: str,
+    over: Array,
+    tile: int,
+    arrays: tuple[Array, ...],
+    large: Array,
+    small: Array,
+    window: Window,
+    relu: bool | None = None,
+) -> None:
+    """Call a kernel with a thread for each pack of channels of `tile` neighbours of a row."""
+    (n, c, *size), pack = over.shape, 16 // over.itemsize
+    (kernel, _), (stride, _), (pad, _) = window
+    packs, tiles = c // pack, -(-size[1] // tile)
+    planes = (*large.shape[2:], *small.shape[2:])
+    sizes = (n, packs, *planes, *(int(side) for pair in window for side in pair))
+    divisors = (divisor(int(d)) for d in (packs, tiles, size[0], stride, stride))
+    numbers = [pack, kernel, stride, pad] if relu is None else [kernel, stride, pad, int(relu)]
+    expression = f"{name}<{', '.join([c_type(over), *map(str, numbers)])}>"
+    launch_expression(
+        "pooling", expression, n * size[0] * tiles * packs, *arrays, *sizes, *divisors
+    )
 
 
 def ave_pool_forward(x: Array, y: Array, window: Window, relu: bool = False) -> None:

@@ -72,10 +72,171 @@ __global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* 
   }
 }
 
+// Two numbers of 16 bits in a word: the larger ones; all bits of those that are equal, or not above.
+template <typename T> struct Pair;
+#define PAIR(type, name)                                                                 \
+  template <> struct Pair<type> {                                                        \
+    static __device__ unsigned largest(unsigned a, unsigned b) {                         \
+      unsigned c;                                                                        \
+      asm("max." name " %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));                        \
+      return c;                                                                          \
+    }                                                                                    \
+    static __device__ unsigned equal(unsigned a, unsigned b) {                           \
+      unsigned c;                                                                        \
+      asm("set.eq.u32." name " %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));                 \
+      return c;                                                                          \
+    }                                                                                    \
+    static __device__ unsigned at_most(unsigned a, unsigned b) {                         \
+      unsigned c;                                                                        \
+      asm("set.le.u32." name " %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));                 \
+      return c;                                                                          \
+    }                                                                                    \
+  };
+PAIR(bf16_t, "bf16x2")
+PAIR(half_t, "f16x2")
+
+// max_pool_forward for numbers of 16 bits (compute capability 9.0), index in bytes, windows of K x K with stride S and
+// padding P, none of which begins beyond the plane. A thread takes 8 channels of NEXT neighbours of a row, loads each
+// element under them once, two channels to a word; then it looks where the maxima came from, last element first.
+template <typename T, int K, int S, int P, bool R>
+__global__ void max_pool_forward_tiles(const T* __restrict__ x, T* __restrict__ y, unsigned char* __restrict__ index,
+                                       WINDOWS) {
+  constexpr int V = 8, WORDS = 4, NEXT = 4 / S, COLUMNS = (NEXT - 1) * S + K;
+  using Words = Pack<unsigned, WORDS>;
+  const unsigned bits = T(-__int_as_float(0x7f800000)).bits, least = bits << 16 | bits;
+  const Windows s = NUMBERS;
+  const int tiles = (s.wo + NEXT - 1) / NEXT;
+  FOR_EACH(e, images * s.ho * tiles * s.packs) {
+    const Place at(s, e, s.ho, tiles);  // by_columns divides by the tiles of a row
+    const int top = at.row * S - P, left = at.column * NEXT * S - P;
+    const Words* image = reinterpret_cast<const Words*>(x) + at.image * s.large() + at.pack;
+    Words taken[K][COLUMNS];
+#pragma unroll
+    for (int r = 0; r < K; ++r)
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        const int row = top + r, column = left + c;
+        if (row >= 0 && row < s.h && column >= 0 && column < s.w) {
+          taken[r][c] = image[(row * s.w + column) * s.packs];
+        } else {
+#pragma unroll
+          for (int w = 0; w < WORDS; ++w) taken[r][c].v[w] = least;
+        }
+      }
+    const i64 first = at.image * s.small() + (i64(at.row) * s.wo + at.column * NEXT) * s.packs + at.pack;
+#pragma unroll
+    for (int u = 0; u < NEXT; ++u) {
+      if (at.column * NEXT + u >= s.wo) break;
+      const unsigned corner = max(-top, 0) * K + max(-left - u * S, 0);
+      Words largest, where;
+      unsigned odd = 0;
+#pragma unroll
+      for (int w = 0; w < WORDS; ++w) {
+        unsigned best = taken[0][u * S].v[w], place = corner << 16 | corner;
+#pragma unroll
+        for (int r = 0; r < K; ++r)
+#pragma unroll
+          for (int c = 0; c < K; ++c) best = Pair<T>::largest(best, taken[r][u * S + c].v[w]);
+#pragma unroll
+        for (int r = K - 1; r >= 0; --r)
+#pragma unroll
+          for (int c = K - 1; c >= 0; --c) {
+            const unsigned here = Pair<T>::equal(taken[r][u * S + c].v[w], best);
+            place = (here & (r * K + c) * 0x10001u) | (~here & place);
+          }
+        odd |= Pair<T>::equal(best, least);
+        largest.v[w] = best;
+        where.v[w] = place;
+      }
+      if (odd) {  // no number above -inf: the first element of the plane
+        const Words start = image[(max(top, 0) * s.w + max(left + u * S, 0)) * s.packs];
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) {
+          const unsigned none = Pair<T>::equal(largest.v[w], least);
+          largest.v[w] = (none & start.v[w]) | (~none & largest.v[w]);
+          where.v[w] = (none & (corner << 16 | corner)) | (~none & where.v[w]);
+        }
+      }
+      if (R) {
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) {
+          const unsigned none = Pair<T>::at_most(largest.v[w], 0);
+          largest.v[w] &= ~none;
+          where.v[w] |= none;
+        }
+      }
+      Pack<unsigned char, V> places;
+#pragma unroll
+      for (int v = 0; v < V; ++v) places.v[v] = (unsigned char)(where.v[v / 2] >> 16 * (v % 2));
+      reinterpret_cast<Words*>(y)[first + u * s.packs] = largest;
+      reinterpret_cast<Pack<unsigned char, V>*>(index)[first + u * s.packs] = places;
+    }
+  }
+}
+
+// dx = sum of the dy of those windows whose index names the element, in the order of the windows
 template <typename T, typename I, int V, int W>
 __global__ void max_pool_backward(const T* __restrict__ dy, const I* __restrict__ index, T* __restrict__ dx, WINDOWS) {
   const Windows s = NUMBERS;
   FOR_EACH(e, images * s.large()) reinterpret_cast<Pack<T, V>*>(dx)[e] = of_maxima<V, W>(s, e, dy, index);
+}
+
+// The quotient of a compile-time number that may be negative, rounded down.
+__device__ constexpr int floor_of(int n, int d) { return n >= 0 ? n / d : -((d - 1 - n) / d); }
+
+// The same for windows of K x K with stride S, which divides TILE, and padding P, none of which begins beyond the plane:
+// a thread makes TILE neighbours of a row, and takes each of the windows over them once.
+constexpr int TILE = 4;
+
+template <typename T, int V, int K, int S, int P>
+__global__ void max_pool_backward_tiles(const T* __restrict__ dy, const unsigned char* __restrict__ index,
+                                        T* __restrict__ dx, WINDOWS) {
+  using A = Wide<T>;
+  constexpr int FIRST = -floor_of(K - 1 - P, S), COUNT = floor_of(TILE - 1 + P, S) - FIRST + 1;
+  const Windows s = NUMBERS;
+  const int tiles = (s.w + TILE - 1) / TILE;
+  FOR_EACH(e, images * s.h * tiles * s.packs) {
+    const Place at(s, e, s.h, tiles);  // by_columns divides by the tiles of a row
+    const Cover rows(at.row, K, s.by_sh, P, s.h, s.ho);
+    const int left = at.column * TILE, first = left / S + FIRST;
+    const Pack<T, V>* gradients = reinterpret_cast<const Pack<T, V>*>(dy) + at.image * s.small() + at.pack;
+    const Pack<unsigned char, V>* indices =
+        reinterpret_cast<const Pack<unsigned char, V>*>(index) + at.image * s.small() + at.pack;
+    A sum[TILE][V] = {};
+    for (int i = rows.lo; i < rows.hi; ++i) {
+      const int line = (at.row - (i * S - P)) * K;
+      Pack<T, V> gradient[COUNT];
+      Pack<unsigned char, V> named[COUNT];
+#pragma unroll
+      for (int n = 0; n < COUNT; ++n) {
+        const int j = min(max(first + n, 0), s.wo - 1), window = (i * s.wo + j) * s.packs;
+        gradient[n] = gradients[window];
+        named[n] = indices[window];
+      }
+#pragma unroll
+      for (int n = 0; n < COUNT; ++n) {
+        const bool there = first + n >= 0 && first + n < s.wo;
+#pragma unroll
+        for (int u = 0; u < TILE; ++u) {
+          const int across = u - ((FIRST + n) * S - P);
+          if (across < 0 || across >= K) continue;
+          const int here = there ? line + across : -1;
+#pragma unroll
+          for (int v = 0; v < V; ++v)
+            if (named[n].v[v] == here) sum[u][v] += A(gradient[n].v[v]);
+        }
+      }
+    }
+    Pack<T, V>* to = reinterpret_cast<Pack<T, V>*>(dx) + at.image * s.large() + (at.row * s.w + left) * s.packs + at.pack;
+#pragma unroll
+    for (int u = 0; u < TILE; ++u) {
+      if (left + u >= s.w) break;
+      Pack<T, V> total;
+#pragma unroll
+      for (int v = 0; v < V; ++v) total.v[v] = T(sum[u][v]);
+      to[u * s.packs] = total;
+    }
+  }
 }
 
 template <bool R, typename T> __device__ T rectified(T y) {
