@@ -1,6 +1,7 @@
 """The two ways to run an iteration: layer by layer, or by replaying CUDA graphs.
 
-    EagerRunner      the host calls each layer and reads the loss of each pass before it goes on
+    EagerRunner      the host calls each layer and reads the loss of each pass before it goes on; on
+                     the CPU a short pass is replayed as one call, which checks its loss
     CapturedRunner   the host runs the data layers and launches a graph; results come later
 
 `positions` returns those of data layers and random numbers, for rollback; `enqueue` runs an

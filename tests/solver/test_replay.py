@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -190,6 +191,29 @@ def test_a_wrong_label_ends_the_run_where_it_stands() -> None:
         ended.append(numbers(solver))
     np.testing.assert_array_equal(*ended)
     assert said[0] == said[1]
+
+
+def test_a_damaged_file_is_told_where_it_is_told_layer_by_layer(tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    with h5py.File(tmp_path / "good.h5", "w") as file:
+        file["data"], file["label"] = rng.standard_normal((24, 6)), rng.integers(0, 3, 24)
+    (tmp_path / "bad.h5").write_text("no HDF5")
+    (tmp_path / "files.txt").write_text(f"{tmp_path}/good.h5 {tmp_path}/bad.h5")
+    param = f'hdf5_data_param {{ source: "{tmp_path}/files.txt" batch_size: 4 }}'
+    net = library.linear_classifier(library.layer("HDF5Data", "in", "", param, top="data label"), 3)
+    ended, said = [], []
+    for capture in (False, True):
+        solver = solver_of('lr_policy: "fixed" ', net)
+        solver.capture = capture
+        with pytest.raises(DataError, match="an HDF5 file") as error:
+            solver.step(40)
+        said.append(str(error.value))
+        assert solver.iter == 5
+        assert (replays(solver) > 0) == capture
+        ended.append(numbers(solver))
+    np.testing.assert_array_equal(*ended)
+    assert said[0] == said[1]
+    assert 'layer "in" (HDF5Data)' in said[0]
 
 
 def test_several_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
