@@ -305,9 +305,10 @@ class SequentialLoader(Loader):
 
         Returns by their place the images of another shape or type, which `images` has no room for.
         """
-        todo = 1 + np.flatnonzero(~self.source.copy(items, images, labels)[1:])
-        if not len(todo):
+        copied = self.source.copy(items, images, labels)[1:]
+        if copied.all():
             return {}
+        todo = 1 + np.flatnonzero(~copied)
         others: dict[int, Array] = {}
         errors: dict[int, CaffeError] = {}
 

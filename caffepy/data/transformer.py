@@ -135,7 +135,9 @@ class Transformer:
         """
         n = len(draws)
         mirror = draws[:, 0] % 2 == 1 if self.param.mirror else np.zeros(n, np.bool_)
-        room = np.asarray(sizes, np.uint64) - np.asarray(self.crop, np.uint64) if self.crop else 0
+        if not self.crop:
+            return np.zeros(n, np.int64), np.zeros(n, np.int64), mirror
+        room = np.asarray(sizes, np.uint64) - np.asarray(self.crop, np.uint64)
         room = np.broadcast_to(room, (n, 2))
         first = int(self.param.mirror)
         numbers = draws[:, first : first + 2]

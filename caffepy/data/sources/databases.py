@@ -59,6 +59,8 @@ class Records(Sequence[Record]):
     @classmethod
     def joined(cls, parts: Sequence["Records"]) -> "Records":
         """Several Records as one; they are copied unless they lie in the same content."""
+        if len(parts) == 1:
+            return parts[0]
         if all(part.content is parts[0].content for part in parts):
             return cls(parts[0].content, np.concatenate([part.rows for part in parts]))
         numbers = [number for part in parts for number in part.rows[:, 4]]
