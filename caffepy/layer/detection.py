@@ -32,9 +32,11 @@ def count_priors(bottom: Blobs, classes: int, groups: int) -> int:
     return count
 
 
-def check_refinement(bottom: Blobs, n: int, count: int) -> None:
-    """ConfigError unless bottoms 3 and 4, if it is there, are RefineDet's of n images."""
-    for (k, blob), each in zip(enumerate(bottom[3:5], start=3), (2, 4), strict=False):
+def check_refinement(bottom: Blobs, first: int, n: int, count: int) -> None:
+    """ConfigError unless the bottoms from `first` on, if they are there, are RefineDet's scores and
+    locations of the priors of n images.
+    """
+    for (k, blob), each in zip(enumerate(bottom[first:], start=first), (2, 4), strict=False):
         if blob.count != n * count * each:
             raise ConfigError(
                 f"bottom {k} must be RefineDet's {'scores' if each == 2 else 'locations'} of "
@@ -103,7 +105,7 @@ class DetectionOutput(Layer):
         self.found = self.buffer((n, self.classes, most, 5))
         self.refines = len(bottom) > 4, len(bottom) > 3 and bottom[3].shape == (n, 2 * count)
         if any(self.refines):
-            check_refinement(bottom, n, count)
+            check_refinement(bottom, 3, n, count)
             self.moved, self.own = self.buffer((n, 1, count, 4)), self.buffer((2, count, 4))
             self.scores = self.buffer((n, count, self.classes))
         self.counts = self.buffer((n, self.classes), np.int32)

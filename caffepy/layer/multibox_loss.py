@@ -1,14 +1,14 @@
 """MultiBoxLoss: what a single-shot detector learns from (Liu et al. 2016, SSD)."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, layer
-from caffepy.layer.detection import count_priors, no_class
+from caffepy.layer.detection import check_refinement, count_priors, no_class
 from caffepy.layer.loss import ClassLoss
 from caffepy.ops.boxes import NOWHERE, PREDICTIONS, PRIORS, BoxCode, LocationLoss, Matching
 from caffepy.proto.caffe_pb2 import MultiBoxLossParameter
@@ -45,14 +45,20 @@ class MultiBoxLoss(ClassLoss):
     they are background (MAX_NEGATIVE), or all do (NONE), or only the sample_size boxes with the
     largest loss learn at all (HARD_EXAMPLE).
 
+    RefineDet has two bottoms more (Zhang et al. 2018): scores (N, P * 2) of priors, whose second
+    one must be objectness_score or more for a negative to be mined by MAX_NEGATIVE or HARD_EXAMPLE,
+    and locations (N, P * 4), which move the priors of each image first.
+
     As in SSD, targets that have the variances in them lack their factor in the gradient, and
     LOGISTIC without mining takes the targets of a later image for rows of an earlier one.
     """
 
-    bottoms = 4
+    bottoms = (4, 6)
     constant_bottoms: Mapping[int, str] = {
         2: "{type} cannot differentiate its priors; give propagate_down: false",
         3: "{type} cannot differentiate its true boxes; give propagate_down: false",
+        4: "{type} cannot differentiate the scores of priors; give propagate_down: false",
+        5: "{type} cannot differentiate the locations of priors; give propagate_down: false",
     }
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -120,6 +126,8 @@ class MultiBoxLoss(ClassLoss):
                 f"true boxes must have the shape (1, 1, G, 8), not {list(truths.shape)}"
             )
         self.view = (n, count, groups, 4)
+        check_refinement(bottom, 4, n, count)
+        self.own_priors = self.buffer((n, 2, count, 4)) if len(bottom) > 5 else None
         maps = (n, groups, count)
         self.matches, self.labels = self.buffer(maps, np.int32), self.buffer((n, count), np.int32)
         self.overlaps, self.counts = self.buffer((n, count)), self.buffer((n, 2), np.int32)
@@ -150,7 +158,7 @@ class MultiBoxLoss(ClassLoss):
     def given(self, bottom: Blobs) -> tuple[Array, Array, Array, Array]:
         """Return locations (N, P, L, 4), scores (N, P, K), priors (2, P, 4) and truths (G, 8)."""
         n, count, *_ = self.view
-        locations, scores, priors, truths = (blob.data for blob in bottom)
+        locations, scores, priors, truths = (blob.data for blob in bottom[:4])
         return (
             locations.reshape(self.view),
             scores.reshape(n, count, self.classes),
@@ -162,13 +170,22 @@ class MultiBoxLoss(ClassLoss):
         locations, scores, priors, truths = self.given(bottom)
         matches, labels = self.matches.data, self.labels.data
         self.check_truths(truths)
+        if self.own_priors:
+            self.move_priors(bottom[5].data, priors)
         self.match(locations, priors, truths)
-        self.ops.location_losses(
-            locations, priors, truths, matches, self.location, self.location_loss.data
-        )
+        for part, own in self.parts_with_priors(priors):
+            self.ops.location_losses(
+                locations[part],
+                own,
+                truths,
+                matches[part],
+                self.location,
+                self.location_loss.data[part],
+            )
         self.ops.label_matches(truths, matches, self.background, self.agnostic, labels)
         if self.mining != NONE:
-            self.mine(scores, priors)
+            sure = bottom[4].data.reshape(*scores.shape[:2], 2)[..., 1] if bottom[4:] else None
+            self.mine(scores, priors, sure)
         self.set_class_losses(scores)
         weights = self.settings.loc_weight * self.parts[0], float(self.parts[1])
         given = self.location_loss.data, matches, self.class_loss.data, labels, weights
@@ -181,6 +198,23 @@ class MultiBoxLoss(ClassLoss):
         self.bad_label.check()
         self.bad_box.check()
 
+    def move_priors(self, moves: Array, priors: Array) -> None:
+        """Write the priors of each image, moved by its moves (N, P * 4), and their variances."""
+        assert self.own_priors is not None, "RefineDet's layer"
+        n, _, count, _ = self.own_priors.shape
+        boxes = np.empty_like(self.own_priors.data, shape=(n, 1, count, 4))
+        self.ops.decode_boxes(moves.reshape(n, count, 1, 4), priors, self.code, boxes)
+        self.own_priors.data[:, 0] = boxes[:, 0]
+        self.own_priors.data[:, 1] = priors[1]
+
+    def parts_with_priors(self, priors: Array) -> Iterator[tuple[slice, Array]]:
+        """Yield parts of a batch and their priors (2, P, 4): all, or RefineDet's image by image."""
+        if self.own_priors is None:
+            yield slice(None), priors
+            return
+        for i in range(self.view[0]):
+            yield slice(i, i + 1), self.own_priors.data[i]
+
     def match(self, locations: Array, priors: Array, truths: Array) -> None:
         """Find the matches, for each class that has locations of its own."""
         param, counts, overlaps = self.settings, self.counts.data, self.overlaps.data
@@ -188,9 +222,10 @@ class MultiBoxLoss(ClassLoss):
         if not param.use_prior_for_matching or self.suppresses:
             self.ops.decode_boxes(locations, priors, self.code, self.boxes.data)
         if param.use_prior_for_matching:
+            boxes = priors[:1] if self.own_priors is None else self.own_priors.data[:, 0].copy()
             first = matches[:, 0] if by_class else matches.reshape(overlaps.shape)
             own = np.empty_like(self.labels.data) if by_class else first
-            self.ops.match_boxes(priors[:1], truths, -1, self.rule, own, overlaps, counts)
+            self.ops.match_boxes(boxes, truths, -1, self.rule, own, overlaps, counts)
             if by_class:
                 of = np.where(own >= 0, truths[:, 1][np.maximum(own, 0)], -1)
                 for c in range(self.classes):
@@ -209,8 +244,10 @@ class MultiBoxLoss(ClassLoss):
             self.ops.match_boxes(boxes, truths, label, self.rule, own, overlaps, counts)
             matches[:, c] = own
 
-    def mine(self, scores: Array, priors: Array) -> None:
-        """Choose the boxes that learn: others get the label -1, and lose their match."""
+    def mine(self, scores: Array, priors: Array, sure: Array | None) -> None:
+        """Choose the boxes that learn, by RefineDet of those whose priors are `sure` (N, P) enough:
+        others get the label -1, and lose their match.
+        """
         param, matches = self.settings, self.matches.data[:, 0]
         labels, losses, chosen = self.labels.data, self.class_loss.data, self.chosen.data
         if self.logistic:
@@ -219,7 +256,7 @@ class MultiBoxLoss(ClassLoss):
         else:
             self.ops.class_losses(*self.rows(scores), losses.reshape(-1))
         counts, overlaps = self.counts.data, self.overlaps.data
-        if self.mining == MAX_NEGATIVE and not self.suppresses:
+        if self.mining == MAX_NEGATIVE and not self.suppresses and sure is None:
             rule = param.neg_pos_ratio, param.neg_overlap
             self.ops.mine_negatives(losses, matches, overlaps, counts, *rule, labels)
             return
@@ -232,6 +269,8 @@ class MultiBoxLoss(ClassLoss):
             allowed = free.astype(np.int32)
             ratio = np.float32(param.neg_pos_ratio)
             numbers = (counts[:, 1] * ratio).astype(np.int32)
+        if sure is not None:
+            allowed = allowed * (sure >= np.float32(param.objectness_score)).astype(np.int32)
         numbers = np.where(counts[:, 0] > 0, numbers, 0).astype(np.int32)
         if self.suppresses:
             self.choose_apart(losses, allowed, numbers, priors)
@@ -316,5 +355,7 @@ class MultiBoxLoss(ClassLoss):
                 self.ops.class_gradients(*self.rows(scores), factor, flat)
         if propagate_down[0]:
             self.factor.data[...] *= self.settings.loc_weight
-            given = locations, priors, truths, self.matches.data, self.location, self.factor.data
-            self.ops.location_gradients(*given, bottom[0].diff.reshape(self.view))
+            gradients = bottom[0].diff.reshape(self.view)
+            for part, own in self.parts_with_priors(priors):
+                given = locations[part], own, truths, self.matches.data[part], self.location
+                self.ops.location_gradients(*given, self.factor.data, gradients[part])

@@ -370,3 +370,83 @@ def test_shapes_that_do_not_fit_are_refused(bottom, shape, message):
 def test_on_gpu(case):
     text, bottoms = given(case)
     check_plain_on_gpu(text, *bottoms, propagate_down=[True, True, False, False])
+
+
+REFINED = {
+    "moved": (CENTRED + "neg_pos_ratio: 2", True),
+    "corners": ("", True),
+    "only sure": (CENTRED + "neg_pos_ratio: 2", False),
+    "no mining": (CENTRED + "mining_type: NONE", True),
+    "edge": (CENTRED + "bp_inside: true loc_weight: 2", True),
+    "each class": (CENTRED + "mining_type: NONE share_location: false", True),
+}
+NO_NORMALIZER = "loss_param { normalization: NONE }"
+
+
+def refined(case):
+    """RefineDet's six bottoms, or five; few priors of images 0 and 2 are sure."""
+    settings, moves = REFINED[case]
+    _, bottoms = given("each class its boxes" if "share_location" in settings else "default")
+    rng = seeded(11)
+    bottoms[2][0, 0, 12:16] = 0.2, 0.2, 0.5, 0.6  # the prior of no size
+    sure = np.stack([rng.random((3, 20)), rng.random((3, 20))], axis=2)
+    bottoms.append(np.float32(sure.reshape(3, -1)).astype(np.float64))
+    if moves:
+        bottoms.append(np.float32(rng.normal(0, 0.4, (3, 80))).astype(np.float64))
+    settings += f" objectness_score: 0.6 num_classes: {K}"
+    return f'type: "MultiBoxLoss" multibox_loss_param {{ {settings} }} {NO_NORMALIZER}', bottoms
+
+
+@pytest.mark.parametrize("case", REFINED)
+def test_priors_of_each_image(case):
+    """Image by image what SSD's layer does with its priors, moved; priors that are not sure are
+    boxes that overlap a truth too much to be negatives.
+    """
+    text, bottoms = refined(case)
+    single = Single(text, *bottoms)
+    (loss,) = single.forward()
+    wanted = [True, True, *[False] * (len(bottoms) - 2)]
+    (dloc, dconf, *_), _ = single.backward([np.array(1.0)], propagate_down=wanted)
+    total, (boxes, variances) = 0.0, bottoms[2].reshape(2, 20, 4)
+    for n in range(3):
+        own = boxes.copy()
+        if len(bottoms) > 5:
+            moves = bottoms[5].reshape(3, 20, 4)[n]
+            own = np.array(
+                [decode(m, p, v, text) for m, p, v in zip(moves, boxes, variances, strict=True)]
+            )
+        truths = TRUTHS.copy()
+        truths[:, 0] = np.where(TRUTHS[:, 0] == n, 0, -1)
+        plain = text.replace("objectness_score: 0.6", "")
+        given_n = [bottoms[0][n : n + 1], bottoms[1][n : n + 1], np.stack([own, variances])]
+        one = Single(plain, *given_n[:2], given_n[2].reshape(1, 2, -1), truths[None, None])
+        if "NONE share" not in text and "mining_type" not in text:
+            mine, unsure = one.layer.mine, bottoms[4].reshape(3, 20, 2)[n, :, 1] < np.float32(0.6)
+
+            def of_the_sure(scores, priors, sure, one=one, mine=mine, unsure=unsure):
+                assert sure is None
+                one.layer.overlaps.data[0, unsure] = 1
+                mine(scores, priors, sure)
+
+            one.layer.mine = of_the_sure
+        total += one.forward()[0]
+        (dl, dc, *_), _ = one.backward([np.array(1.0)], propagate_down=[True, True, False, False])
+        np.testing.assert_allclose(dloc[n], dl[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(dconf[n], dc[0], rtol=1e-4, atol=1e-5)
+    assert loss == pytest.approx(total, rel=1e-4)
+    assert np.count_nonzero(dloc) > 20
+
+
+def test_scores_of_priors_that_do_not_fit():
+    text, bottoms = refined("moved")
+    bottoms[4] = bottoms[4][:, 2:]
+    with pytest.raises(ConfigError, match="bottom 4 must be RefineDet's scores of 20 priors"):
+        Single(text, *bottoms)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REFINED)
+def test_priors_of_each_image_on_gpu(case):
+    text, bottoms = refined(case)
+    wanted = [True, True, *[False] * (len(bottoms) - 2)]
+    check_plain_on_gpu(text, *bottoms, propagate_down=wanted)
