@@ -8,13 +8,11 @@
 
 `fork(name)` (going down) makes a side stream wait for what the main one was given so far, and
 `wait(name)` (going up) makes the main stream wait for the side stream. Both are CUDA events: the
-host waits for nothing. Work of one side stream runs in order, and forks no further: a branch
-computes its weight gradients itself.
+host waits for nothing. Work of one side stream runs in order.
 
 | side stream | work | enqueued by |
 |---|---|---|
 | `layer` | weight gradients | layers, in backward |
-| `branch 1` and so on | branches of a net | the net's loops |
 | `sync` | all-reduce of a bucket of gradients | the NCCL synchronizer |
 | `factors` | weight gradients from gathered factors | the NCCL synchronizer |
 | `control` | loss check | the solver's step |
@@ -29,11 +27,8 @@ from typing import Any
 NOT_READY, OF_CAPTURES = 600, range(900, 1000)
 """cudaError of a stream that is still at work, and those that only end a capture."""
 
-BRANCH = "branch"
-"""The beginning of the names of streams for branches."""
-
 URGENT = "", "sync", "phase timer"
-"""Streams whose work others wait for, beside branches; "" is the main one."""
+"""Streams whose work others wait for; "" is the main one."""
 PRIORITY = -5
 """Priority of urgent streams, or the nearest that the GPU has; kernels of a graph keep it. The
 lowest is 0."""
@@ -66,7 +61,6 @@ class Streams:
         self.side: dict[str, Any] = {}
         self._forked: set[str] = set()  # side streams that the main one has not waited for
         self._overlaps = False
-        self.current: Any = self.main  # or the side stream in whose context the caller is
         weakref.finalize(self, _give_back, self._taken).atexit = False
 
     def _take(self, name: str) -> Any:
@@ -75,8 +69,7 @@ class Streams:
             stream = _idle_streams.setdefault(key, []).pop()
         except IndexError:
             with self._cupy.cuda.Device(self._gpu):
-                urgent = name in URGENT or name.startswith(BRANCH)
-                priority = PRIORITY if urgent else 0
+                priority = PRIORITY if name in URGENT else 0
                 stream = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
             if name == "layer":
                 _layer_streams.add(stream.ptr)
@@ -98,9 +91,9 @@ class Streams:
     @contextmanager
     def fork(self, name: str, after: str | None) -> Iterator[None]:
         """The context of a side stream, which first waits for the main one and for the side stream
-        `after`; outside `overlapping`, or in another such context, operations stay where they are.
+        `after`; outside `overlapping` operations stay on the main stream.
         """
-        if not self._overlaps or self.current is not self.main:
+        if not self._overlaps:
             yield
             return
         stream = self.side.get(name)
@@ -110,12 +103,8 @@ class Streams:
         if after in self._forked:
             self._order(self.side[after], stream)
         self._forked.add(name)
-        self.current = stream
-        try:
-            with stream:
-                yield
-        finally:
-            self.current = self.main
+        with stream:
+            yield
 
     def wait(self, name: str) -> None:
         """Make the main stream wait for this side stream, unless it has already."""
