@@ -208,7 +208,8 @@ def convolution(
         (106, _INT64, len(stride)),
     )
     arguments = [(name, _DESCRIPTOR, [each]) for name, each in zip(names, tensors, strict=True)]
-    factors = (alpha, _FLOAT, 1.0), (beta, _FLOAT, 0.0)
+    kind_of_factors = _DOUBLE if compute_type == DOUBLE else _FLOAT
+    factors = (alpha, kind_of_factors, 1.0), (beta, kind_of_factors, 0.0)
     return Descriptor(kind, *arguments, (described, _DESCRIPTOR, [how]), *factors)
 
 

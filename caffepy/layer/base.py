@@ -94,6 +94,7 @@ class Layer:
     # before: random numbers and statistics are those of the first time, no state changes.
     can_recompute: ClassVar[bool] = False
     recomputes: bool = False
+    is_recomputed: bool = False  # forward will run again before backward
     can_fuse: bool = False  # the layer with its settings can belong to the fused groups of its type
     # On the CPU forward and backward compute by what a graph replays (`device/recording.py`) and by
     # nothing else, with the same arrays and numbers until a blob gets another array or shape.
@@ -408,6 +409,7 @@ class Drawing(Layer):
     # Drawn by the first pass, so that fillers get the same numbers on any device.
     seed: int | None = None
     drawn: tuple[int, Array | None] = 0, None  # what `draw` returned last
+    counter_of_pass: Array | None = None  # of a layer that is recomputed
 
     @property
     def draws(self) -> bool:
@@ -417,14 +419,24 @@ class Drawing(Layer):
     def draw(self) -> tuple[int, Array | None]:
         """The seed of the next numbers, and the step counter of a device that has one; those of
         the numbers before if forward is recomputed.
+
+        The solver counts a pass beside its backward. So a layer that is recomputed there keeps the
+        counter as it was.
         """
-        if not self.recomputes:
-            if self.device.step_counter is None:
-                self.drawn = self.device.draw_seed(), None
-            else:
-                if self.seed is None:
-                    self.seed = self.device.draw_seed()
-                self.drawn = self.seed, self.device.step_counter
+        if self.recomputes:
+            return self.drawn
+        counter = self.device.step_counter
+        if counter is None:
+            self.drawn = self.device.draw_seed(), None
+            return self.drawn
+        if self.seed is None:
+            self.seed = self.device.draw_seed()
+        if self.is_recomputed:
+            if self.counter_of_pass is None:
+                self.counter_of_pass = self.device.zeros(1, counter.dtype).reshape(())
+            self.counter_of_pass[...] = counter
+            counter = self.counter_of_pass
+        self.drawn = self.seed, counter
         return self.drawn
 
     def state(self) -> dict[str, Any]:

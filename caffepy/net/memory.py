@@ -12,7 +12,7 @@ before the next moment begins.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -291,5 +291,8 @@ def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
             usage.steps[i].last: [usage.steps[k] for k in again]
             for i, again in usage.recompute.items()
         }
+        for step in chain.from_iterable(usage.net.recompute.values()):
+            for index in step.layers or (step.last,):
+                usage.net.layers[index].is_recomputed = True
     log.info("Blobs that take %.1f MiB each by itself share %.1f MiB", before / 2**20, size / 2**20)
     return size

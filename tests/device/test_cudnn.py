@@ -15,6 +15,7 @@ class Noted:
 
     def __init__(self) -> None:
         self.made: list[tuple[int, dict[int, list[Any]]]] = []
+        self.types: dict[int, int] = {}  # of the attributes, as last set
         self.alive: set[int] = set()
         self.status = 0
 
@@ -29,6 +30,7 @@ class Noted:
     ) -> int:
         assert len(array) == count.value
         self.made[(pointer.value or 0) - 1][1][name] = list(array)
+        self.types[name] = type_
         return 0
 
     def cudnnBackendFinalize(self, pointer: ctypes.c_void_p) -> int:  # noqa: N802
@@ -71,6 +73,15 @@ def test_operations_name_their_tensors_and_keep_them(noted: Noted) -> None:
     assert noted.alive == {x, dy, dw, how, operation}
     del gradient
     assert not noted.alive
+
+
+@pytest.mark.parametrize(("compute", "factor"), [(FLOAT, 4), (cudnn.DOUBLE, 5)])
+def test_factors_are_of_the_type_in_which_cudnn_computes(
+    noted: Noted, compute: int, factor: int
+) -> None:
+    """A float where cuDNN reads a double is 0, or any number."""
+    cudnn.convolution("forward", ((1, 1), (0, 0), (1, 1)), compute, tensors(3))
+    assert (noted.types[700], noted.types[701]) == (factor, factor)
 
 
 def test_an_engine_of_a_name(noted: Noted) -> None:

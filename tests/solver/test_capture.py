@@ -113,7 +113,7 @@ def same(settings: str, net: str = DIGITS_NET, steps: int = 12) -> tuple[Recorde
 
 
 NORMALIZED = (
-    library.convolution("conv", "data", 8, 3, more="bias_term: false")
+    library.convolution("conv", "data", 8, 3, "bias_term: false")
     + library.normalization("norm", "conv", "norm")
     + library.relu("norm_relu", "norm")
     + library.convolution("conv2", "norm", 8, 3)

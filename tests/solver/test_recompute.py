@@ -11,10 +11,12 @@ from google.protobuf import text_format
 from caffepy.device import math_mode
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
+from caffepy.layer.base import Drawing
+from caffepy.net import Net
 from caffepy.net.memory import Usage, lifetimes
 from caffepy.net.recompute import OVERHEAD_OF_HOST, arena, recomputed_layers
 from caffepy.parallel.manager import SyncOptions, p2p_manager
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.proto.caffe_pb2 import TRAIN, NetParameter, SolverParameter
 from caffepy.solver import Solver
 from tests.nets import library
 
@@ -113,6 +115,39 @@ def test_in_other_precisions(precision: str) -> None:
     plain, saving = (solver_of(CudaDevice(0, seed=1), precision=precision) for _ in range(2))
     saving.save_memory(4)
     assert_same(trained(plain), trained(saving))
+
+
+class CountingDevice(Device):
+    """A device of the host with a step counter, as a GPU has one."""
+
+    step_counter = np.array(4, np.int64)
+
+
+def test_numbers_are_drawn_again_after_the_pass_was_counted() -> None:
+    """On a GPU the solver's kernel counts a pass as soon as its loss is known."""
+    text = library.dummies("in", data=(2, 3)) + library.in_place("Dropout", "drop", "data")
+    param = text_format.Parse(text, NetParameter())
+    param.state.phase = TRAIN
+    net = Net(param, device=CountingDevice(seed=1))
+    drop = net.layers[-1]
+    assert isinstance(drop, Drawing)
+    drop.is_recomputed = True
+    seed, counter = drop.draw()
+    net.device.step_counter += 1
+    drop.recomputes = True
+    assert drop.draw() == (seed, counter) == (drop.seed, 4)
+    drop.recomputes = False
+    assert drop.draw() == (seed, 5)
+
+
+def test_layers_know_that_they_are_recomputed() -> None:
+    solver = solver_of(Device(seed=1))
+    solver.save_memory(4)
+    again = {
+        i for steps in solver.net.recompute.values() for s in steps for i in s.layers or (s.last,)
+    }
+    assert {i for i, layer in enumerate(solver.net.layers) if layer.is_recomputed} == again
+    assert any(isinstance(solver.net.layers[i], Drawing) for i in again)
 
 
 def test_only_as_many_layers_as_are_needed(caplog: pytest.LogCaptureFixture) -> None:
