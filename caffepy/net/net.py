@@ -225,7 +225,11 @@ class Net:
     def compile_ahead(self, steps: Iterable[Step]) -> None:
         """On a GPU begin to compile the kernels of those of the steps that only launch some: all at
         a time, where each would be compiled at its first launch. No callback is called.
+
+        Nothing is done if a script has reshaped blobs: layers would meet shapes of before.
         """
+        if any(node.shapes_changed() for node in self.nodes):
+            return
 
         def look_ahead(step: Step) -> None:
             if all(self.layers[index].only_launches for index in step.layers or (step.last,)):

@@ -158,13 +158,12 @@ class Node:
 
     def reshape_if_changed(self) -> None:
         """Reshape the layer unless all shapes are as they were after its last reshape."""
-        if self.layer.always_reshape:
+        if self.layer.always_reshape or self.shapes_changed():
             self.reshape()
-            return
-        for blob, shape in self._shapes:
-            if blob.shape is not shape and blob.shape != shape:
-                self.reshape()
-                return
+
+    def shapes_changed(self) -> bool:
+        """True if a shape is not as it was after the layer's last reshape."""
+        return any(blob.shape is not shape and blob.shape != shape for blob, shape in self._shapes)
 
     def write_loss_weights(self) -> None:
         """Fill the diffs of tops with a loss weight with it."""

@@ -7,6 +7,7 @@ import pytest
 from caffepy.core.errors import ConfigError
 from caffepy.device.device import Device
 from caffepy.net import Net
+from caffepy.net.fusion import Step
 from tests.net.nets import INPUT, LOSS, definition, ip, net_of
 
 TWO_LAYERS = INPUT + ip("ip1", "x", "ip1") + ip("ip2", "ip1", "ip2") + LOSS % "ip2"
@@ -54,6 +55,17 @@ def test_gradient_of_a_net_is_the_slope_of_its_loss() -> None:
         assert gradient[index] == pytest.approx(
             (losses[0] - losses[1]) / (2 * step), rel=1e-4, abs=1e-8
         )
+
+
+def test_blobs_that_a_script_reshaped_are_left_alone_until_they_are_fed() -> None:
+    """To compile kernels ahead, a GPU looks at some layers only, such as the loss."""
+    net = net_of(TWO_LAYERS)
+    net.blobs["x"].reshape((2, 3))
+    net.blobs["y"].reshape((2,))
+    net.compile_ahead(map(Step, range(4)))
+    assert net.blobs["ip2"].shape[0] == 4
+    net.forward()
+    assert net.blobs["ip2"].shape[0] == 2
 
 
 def test_arrays_stay_where_they_are() -> None:
