@@ -500,9 +500,10 @@ def test_close_does_not_wait_for_a_thread_that_hangs(ten, monkeypatch, caplog):
     monkeypatch.setattr("caffepy.data.reader.EXIT_WAIT", 0.1)
     r, begun, go = reader(ten), threading.Event(), threading.Event()
     before_each_fill(monkeypatch, r, lambda: (begun.set(), go.wait()))
+    before = data_threads()
     r._start()
     begun.wait()
-    (thread,) = data_threads()
+    (thread,) = set(data_threads()) - set(before)
     r.close()
     assert thread.is_alive()
     assert "Reading data hangs" in caplog.messages

@@ -202,7 +202,7 @@ def test_workers_of_a_machine_share_its_threads_once(
     Path("solver.prototxt").write_text(
         f'{SETTINGS} max_iter: 1 snapshot_after_train: false net_param {{ name: "n" {net(3, NET)} }}'
     )
-    monkeypatch.setattr("caffepy.commands.train.served", served)
+    monkeypatch.setattr("caffepy.parallel.parameter_server.cluster.served", served)
     before = num_threads()
     set_num_threads(16)
     try:
