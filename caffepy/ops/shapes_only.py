@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.device.blob import Layout
 from caffepy.device.device import Device
 
 Sizes = Sequence[int]
@@ -47,6 +48,10 @@ class ShapesOnly:
     def pool_index_type(self, kernel: Sizes) -> "np.dtype[Any]":
         """A GPU's, for whose memory a net is planned."""
         return np.dtype(np.uint8 if prod(kernel) < 256 else np.int32)
+
+    def mask_size(self, shape: Sizes, layout: Layout) -> int:
+        """0: a GPU keeps bits of images with channels last, a layout that is not chosen here."""
+        return 0
 
     def __getattr__(self, name: str) -> Any:
         from caffepy.ops import cpu

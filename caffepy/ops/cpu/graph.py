@@ -250,6 +250,9 @@ def _bind_ufunc(ufunc: np.ufunc, args: Sequence[Any]) -> _Row | None:
     if (struct.nin, struct.nargs, struct.ntypes) != (ufunc.nin, ufunc.nargs, ufunc.ntypes):
         return None  # another numpy lays it out otherwise
     index = ufunc.types.index(signature)
+    function = struct.functions[index]
+    if not function:
+        return None  # numpy has a loop of another kind for these types
     # The loop takes three pointers to numbers, which lie behind them.
     tables = [[a.ctypes.data for a in arrays], sizes, strides]
     words = np.zeros(4 + sum(map(len, tables)), np.int64)
@@ -259,7 +262,7 @@ def _bind_ufunc(ufunc: np.ufunc, args: Sequence[Any]) -> _Row | None:
         words[at : at + len(table)] = table
         at += len(table)
     words[3] = struct.data[index] or 0
-    return _Row(LOOP, cast(int, struct.functions[index]), words)
+    return _Row(LOOP, function, words)
 
 
 # Machine code: thunks, and the loop over a table.
