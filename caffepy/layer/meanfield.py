@@ -16,6 +16,10 @@ FILES = "spatial.par", "bilateral.par"
 
 TINY = 1e-20
 
+FARTHEST = 1 << 17
+"""Where float32 still places a point in its simplex, to some percent of it; images lie near 100.
+From 2^25 on it takes another one."""
+
 
 @layer("MultiStageMeanfield")
 class MultiStageMeanfield(Layer):
@@ -71,6 +75,14 @@ class MultiStageMeanfield(Layer):
             )
         if self.blobs[0].shape[2] != unary[1]:
             raise ConfigError(f"{unary[1]} classes do not fit {self.blobs[0].shape[2]} weights")
+        for name in ("theta_alpha", "theta_gamma"):
+            theta, last = getattr(self.settings, name), max(*unary[2:], 1) - 1
+            if last / theta > FARTHEST:
+                raise ConfigError(
+                    f"multi_stage_meanfield_param: {name} {theta:g} is too small for planes of "
+                    f"{unary[2]} x {unary[3]}: places / {name} reach {last / theta:g}, the lattice "
+                    f"takes {FARTHEST} at most; raise {name}"
+                )
         top[0].reshape(unary)
         count = self.settings.num_iterations
         # of each iteration P, and it blurred by both filters
@@ -88,14 +100,21 @@ class MultiStageMeanfield(Layer):
     def lattices(self, image: Array) -> None:
         """Make the lattices for images (N, 3, H, W) on the host."""
         param, (h, w) = self.settings, image.shape[2:]
+        most = float(np.abs(image).max(initial=0))
+        if not np.isfinite(most):
+            raise DataError("the image has values that are not finite")
+        if most / param.theta_beta > FARTHEST:
+            raise DataError(
+                f"the image has values up to +-{most:g}: divided by "
+                f"theta_beta {param.theta_beta:g} they reach {most / param.theta_beta:g}, the "
+                f"lattice takes {FARTHEST} at most; scale the image or raise theta_beta"
+            )
         places = np.indices((h, w), np.float32)[::-1].reshape(2, -1).T  # x, y
         if self.size != (h, w):
             self.spatial = self.lattice(places / np.float32(param.theta_gamma))
             self.size = h, w
         self.bilateral = []
         for colours in image.reshape(len(image), 3, -1):
-            if not np.isfinite(colours).all():
-                raise DataError("MultiStageMeanfield: the image has values that are not finite")
             of_places = places / np.float32(param.theta_alpha)
             of_colours = colours.T / np.float32(param.theta_beta)
             self.bilateral.append(self.lattice(np.hstack([of_places, of_colours])))

@@ -15,6 +15,8 @@ from caffepy.device.blob import Blob
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
+from caffepy.layer.meanfield import FARTHEST
+from caffepy.ops.cpu.permutohedral import lattice_of
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
 from .harness import Single, check_gradient, random
@@ -240,3 +242,31 @@ def test_bottoms_that_are_refused():
     image[0, 0, 0, 0] = np.nan
     with pytest.raises(DataError, match="not finite"):
         Single(TEXT, unary, q, image).forward()
+
+
+@pytest.mark.parametrize(("theta", "values"), [(6, 1e10), (6, -1e6), (1e-9, 1)])
+def test_colours_too_far_away_for_the_lattice(theta, values):
+    """They would lie outside of every simplex, and shares of them outside of the arrays."""
+    unary, q, image = given()
+    text = TEXT.replace("theta_beta: 6", f"theta_beta: {theta}")
+    image[1, 2, 3, 4] = 50 * values
+    with pytest.raises(DataError, match=rf"the image has .* theta_beta {theta:g} .*raise theta_b"):
+        Single(text, unary, q, image).forward()
+
+
+@pytest.mark.parametrize(("name", "theta"), [("theta_alpha", 4), ("theta_gamma", 2)])
+@pytest.mark.parametrize("small", [1e-8, 1e-30])
+def test_places_too_far_away_for_the_lattice(name, theta, small):
+    text = TEXT.replace(f"{name}: {theta}", f"{name}: {small}")
+    with pytest.raises(ConfigError, match=rf"{name} {small:g} is too small for planes of 4 x 5"):
+        Single(text, *given())
+
+
+@pytest.mark.parametrize("d", [2, 5])
+def test_as_far_as_the_layer_lets_them_points_have_shares_of_corners(d):
+    features = random(4000, d, seed=30)
+    features *= FARTHEST / np.abs(features).max(axis=0)
+    corners, shares, _ = lattice_of(features)
+    assert corners.min() >= 0
+    assert np.abs(shares.sum(axis=1) - 1).max() < 1e-5
+    assert -0.01 < shares.min() <= shares.max() < 1.01
