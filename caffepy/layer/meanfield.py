@@ -47,7 +47,7 @@ class MultiStageMeanfield(Layer):
                 f"{param.num_iterations}"
             )
         thetas = param.theta_alpha, param.theta_beta, param.theta_gamma
-        if not min(thetas) > 0:
+        if not all(theta > 0 for theta in thetas):
             raise ConfigError(
                 "multi_stage_meanfield_param: theta_alpha, theta_beta and theta_gamma must be "
                 f"above 0, not {', '.join(f'{theta:g}' for theta in thetas)}"

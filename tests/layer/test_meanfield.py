@@ -228,6 +228,9 @@ def test_a_plane_of_another_size_has_a_lattice_of_its_own():
     [
         ("num_iterations: 3", "", "num_iterations must be 2 or more, not 1"),
         ("theta_beta: 6", "theta_beta: 0", "must be above 0, not 4, 0, 2"),
+        ("theta_alpha: 4", "theta_alpha: nan", "must be above 0, not nan, 6, 2"),
+        ("theta_beta: 6", "theta_beta: nan", "must be above 0, not 4, nan, 2"),
+        ("theta_gamma: 2", "theta_gamma: nan", "must be above 0, not 4, 6, nan"),
     ],
 )
 def test_settings_that_are_refused(old: str, new: str, message: str):
