@@ -366,6 +366,8 @@ class Lstm(Layer):
                 "lstm_param: num_output must be 1 or more and clipping_threshold 0 or more, not "
                 f"{param.num_output} and {param.clipping_threshold:g}"
             )
+        if param.batch_size < 1:
+            raise ConfigError("lstm_param: batch_size must be 1 or more, not 0")
         if len(shape) < 2:
             raise ConfigError(f"Lstm needs (T, N, ...) or (T * N, ...), not {list(shape)}")
         self.flat = len(shape) == 2 or param.HasField("batch_size")

@@ -498,6 +498,7 @@ def test_lstm_of_ctpn_on_gpu(pattern, bound):
     [
         ("clipping_threshold: -1", [(T, N, D)], "clipping_threshold 0 or more, not 2 and -1"),
         ("batch_size: 5", [(T * N, D)], "12 items cannot be divided into sequences"),
+        ("batch_size: 0", [(T * N, D)], "batch_size must be 1 or more, not 0"),
         ("", [(T,)], r"needs \(T, N, ...\)"),
         ("", [(T, N, D), (T, N + 1)], "4 steps of 3 sequences need as many indicators"),
     ],
