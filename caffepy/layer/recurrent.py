@@ -390,6 +390,8 @@ class Lstm(Layer):
         self.steps, self.streams = (
             (shape[0] // param.batch_size, param.batch_size) if self.flat else shape[:2]
         )
+        if not self.steps:
+            raise ConfigError(f"Lstm needs 1 step or more, which {list(shape)} do not have")
         if prod(shape[1 if self.flat else 2 :]) != self.inputs:
             raise ConfigError(f"the weights are for {self.inputs} inputs, not {list(shape)}")
         if len(bottom) > 1 and bottom[1].count != self.steps * self.streams:

@@ -484,6 +484,19 @@ def test_gradients_of_gates_are_cut_in_each_step(pattern):
         np.testing.assert_allclose(got, want, atol=1e-12)
 
 
+@pytest.mark.parametrize("bound", ["", "clipping_threshold: 0.05"])
+@pytest.mark.parametrize("flagged", [False, True])
+def test_lstm_of_ctpn_without_sequences(bound, flagged):
+    bottoms = [np.zeros((T, 0, D))] + ([np.zeros((T, 0))] if flagged else [])
+    single = Single(lstm_text(bound), *bottoms)
+    (y,) = single.forward()
+    assert y.shape == (T, 0, H)
+    (dx, *_), gradients = single.backward([0], [True, False][: len(bottoms)])
+    assert dx.shape == (T, 0, D)
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient, 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bound", ["", "clipping_threshold: 0.05"])
 @pytest.mark.parametrize("pattern", [None, "inside"])
@@ -500,6 +513,9 @@ def test_lstm_of_ctpn_on_gpu(pattern, bound):
         ("batch_size: 5", [(T * N, D)], "12 items cannot be divided into sequences"),
         ("batch_size: 0", [(T * N, D)], "batch_size must be 1 or more, not 0"),
         ("", [(T,)], r"needs \(T, N, ...\)"),
+        ("", [(0, N, D)], r"needs 1 step or more, which \[0, 3, 5\]"),
+        ("", [(0, D)], r"needs 1 step or more, which \[0, 5\]"),
+        ("batch_size: 3", [(0, D), (0, N)], r"needs 1 step or more, which \[0, 5\]"),
         ("", [(T, N, D), (T, N + 1)], "4 steps of 3 sequences need as many indicators"),
     ],
 )
