@@ -157,6 +157,14 @@ def test_softmax_of_large_scores():
     np.testing.assert_array_equal(y, [[1, 0, 0]])
 
 
+def test_softmax_of_no_channels_reads_nothing():
+    """What lies where the first channel would be is not the process's, for a plane so large."""
+    single = Single('type: "Softmax"', np.zeros((1, 0, 2000, 2000)))
+    (y,) = single.forward()
+    ((dx,), _) = single.backward([0])
+    assert y.shape == dx.shape == (1, 0, 2000, 2000)
+
+
 NORMALIZATIONS = {"FULL": 8, "VALID": 5, "BATCH_SIZE": 2, "NONE": 1}
 
 
