@@ -114,7 +114,7 @@ class MultiStageMeanfield(Layer):
             self.spatial = self.lattice(places / np.float32(param.theta_gamma))
             self.size = h, w
         self.bilateral = []
-        for colours in image.reshape(len(image), 3, -1):
+        for colours in image.reshape(len(image), 3, h * w):
             of_places = places / np.float32(param.theta_alpha)
             of_colours = colours.T / np.float32(param.theta_beta)
             self.bilateral.append(self.lattice(np.hstack([of_places, of_colours])))
@@ -126,23 +126,24 @@ class MultiStageMeanfield(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.lattices(bottom[2].host_data)
         unary, q = bottom[0].data, bottom[1].data
-        n, c, *_ = unary.shape
+        n, c, h, w = unary.shape
+        flat = n, c, h * w
         spatial, bilateral, compatibility = (blob.data[0, 0] for blob in self.blobs)
         for p, *blurred in self.kept:
-            self.ops.softmax_forward(q.reshape(n, c, -1), p.data.reshape(n, c, -1))
+            self.ops.softmax_forward(q.reshape(flat), p.data.reshape(flat))
             q = top[0].data
             for i in range(n):
-                planes = [blob.data[i].reshape(c, -1) for blob in (p, *blurred)]
+                planes = [blob.data[i].reshape(flat[1:]) for blob in (p, *blurred)]
                 for (lattice, norm), plane in zip(self.filters(i), planes[1:], strict=True):
                     lattice.filter(planes[0], plane)
                     plane *= norm
                 message = spatial @ planes[1] + bilateral @ planes[2]
-                np.subtract(
-                    unary[i].reshape(c, -1), compatibility @ message, out=q[i].reshape(c, -1)
-                )
+                own, result = unary[i].reshape(flat[1:]), q[i].reshape(flat[1:])
+                np.subtract(own, compatibility @ message, out=result)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        n, c, *_ = bottom[0].shape
+        n, c, h, w = bottom[0].shape
+        flat = n, c, h * w
         spatial, bilateral, compatibility = (blob.data[0, 0] for blob in self.blobs)
         dspatial, dbilateral, dcompatibility = (blob.diff[0, 0] for blob in self.blobs)
         dq, dp, dunary = (blob.data for blob in self.parts)
@@ -152,8 +153,8 @@ class MultiStageMeanfield(Layer):
             dunary += dq
             dp.fill(0)
             for i in range(n):
-                by_place, by_colour = (blob.data[i].reshape(c, -1) for blob in blurred)
-                dpairs = -dq[i].reshape(c, -1)
+                by_place, by_colour = (blob.data[i].reshape(flat[1:]) for blob in blurred)
+                dpairs = -dq[i].reshape(flat[1:])
                 message = spatial @ by_place + bilateral @ by_colour
                 dmessage = compatibility.T @ dpairs
                 for k, (gradient, left, right) in enumerate(
@@ -169,9 +170,8 @@ class MultiStageMeanfield(Layer):
                     (spatial, bilateral), self.filters(i), strict=True
                 ):
                     lattice.filter(
-                        (weights.T @ dmessage) * norm, dp[i].reshape(c, -1), transposed=True
+                        (weights.T @ dmessage) * norm, dp[i].reshape(flat[1:]), transposed=True
                     )
-            flat = (n, c, -1)
             self.ops.softmax_backward(p.data.reshape(flat), dp.reshape(flat), dq.reshape(flat))
         for wanted, blob, gradient in zip(propagate_down, bottom, (dunary, dq, 0), strict=True):
             if wanted:

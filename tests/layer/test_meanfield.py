@@ -273,3 +273,15 @@ def test_as_far_as_the_layer_lets_them_points_have_shares_of_corners(d):
     assert corners.min() >= 0
     assert np.abs(shares.sum(axis=1) - 1).max() < 1e-5
     assert -0.01 < shares.min() <= shares.max() < 1.01
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (0, 0, 0, 0)])
+def test_bottoms_without_values(shape):
+    image = random(shape[0], 3, *shape[2:])
+    single = Single(TEXT, np.zeros(shape), np.zeros(shape), image)
+    (y,) = single.forward()
+    (dunary, dq, dimage), gradients = single.backward([0])
+    assert y.shape == dunary.shape == dq.shape == shape
+    np.testing.assert_array_equal(dimage, np.zeros_like(image))
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient, np.zeros((1, 1, shape[1], shape[1])))
