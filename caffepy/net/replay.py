@@ -190,12 +190,15 @@ class Passes:
     def _replay(self, start: int, end: int, backward: bool) -> Replay:
         net, key = self._net, (start, end, backward)
         if key not in self._replays:
-            run = net.backward if backward else net.forward
+            one_way = net.backward if backward else net.forward
+
+            def run(some: Sequence[Step]) -> None:
+                if some:
+                    one_way(some[0].last, some[-1].last)
+
             step = -1 if backward else 1
             steps = [Step(i) for i in range(start, end + step, step)]
-            self._replays[key] = replay_of_pass(
-                net, steps, lambda some: run(some[0].last, some[-1].last), backward
-            )
+            self._replays[key] = replay_of_pass(net, steps, run, backward)
         return self._replays[key]
 
 

@@ -50,6 +50,17 @@ def test_names(net: "caffe.Net") -> None:
     assert net.blobs["y"].width == 1
 
 
+def test_a_pass_that_ends_before_it_starts_does_nothing(net: "caffe.Net") -> None:
+    net.forward()
+    before = net.blobs["b"].data.copy()
+    net.params["a"][0].data[...] *= 2
+    for _ in range(3):  # also where passes are replayed
+        net.forward(start="b", end="a")
+        net.backward(start="a", end="b")
+    np.testing.assert_array_equal(net.blobs["b"].data, before)
+    np.testing.assert_array_equal(net.params["b"][0].diff, 0)
+
+
 def test_forward_and_backward(net: "caffe.Net") -> None:
     x = np.random.default_rng(0).standard_normal((4, 3))
     out = net.forward(x=x, y=np.zeros(4), blobs=["a"])
