@@ -5,10 +5,10 @@ definition; `node` has the record of each layer.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
-from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ class Net:
         self.param = param = insert_splits(kept, path, param)
         self.name: str = param.name
         self.debug_info: bool = param.debug_info
-        self._running = 0  # the thread in a block of `running`
+        self._thread = threading.local()  # `.runs` is true in a block of `running`
         self._forward_mutex: ForwardMutex = _own_lock
         self._script_mutex: ForwardMutex = _own_lock
 
@@ -163,7 +163,7 @@ class Net:
     def _run(self, steps: Iterable[Step], run: Callable[[Step], None]) -> None:
         step = Step(0)
         try:
-            with nullcontext() if self._running == get_ident() else self.running():
+            with nullcontext() if getattr(self._thread, "runs", False) else self.running():
                 for step in steps:
                     run(step)
         except CaffeError as error:
@@ -172,13 +172,13 @@ class Net:
     @contextmanager
     def running(self) -> Iterator[None]:
         """A block of passes of this thread: what each has to enter is entered once."""
-        before = self._running
+        before = getattr(self._thread, "runs", False)
         with self.device.scope(), self.ops.blas_scope(), np.errstate(all="ignore"):
-            self._running = get_ident()
+            self._thread.runs = True
             try:
                 yield
             finally:
-                self._running = before
+                self._thread.runs = before
 
     def _forward_step(self, step: Step, mutex: ForwardMutex) -> None:
         indices = step.layers or (step.last,)

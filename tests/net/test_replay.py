@@ -1,6 +1,7 @@
 """Passes of a net that the CPU replays give what passes layer by layer give, to the last bit."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -297,3 +298,18 @@ def test_a_callback_that_looks_at_layers_sees_each() -> None:
     net.after_forward.clear()
     runner.forward()
     assert runner.way_forward._replayed == 2
+
+
+def test_passes_of_two_threads_may_overlap() -> None:
+    """The first to begin is the first to end; its next pass enters what each has to enter."""
+    net, seen = net_of(CHAIN), list[dict[str, str]]()
+    mine, theirs = net.running(), net.running()
+    with ThreadPoolExecutor(1) as pool:
+        mine.__enter__()
+        pool.submit(theirs.__enter__).result()
+        mine.__exit__(None, None, None)
+        pool.submit(theirs.__exit__, None, None, None).result()
+    net.before_forward.append(lambda layer: seen.append(np.geterr()))
+    net.forward()
+    assert len(seen) == len(net.layers)
+    assert {way for ways in seen for way in ways.values()} == {"ignore"}
