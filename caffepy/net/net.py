@@ -196,9 +196,10 @@ class Net:
             _call(self.after_forward, indices)
 
     def feed(self, index: int) -> None:
-        """Run a layer that reads files forward; no callback hears of it."""
+        """Run a layer that reads files forward; of the callbacks those before it are called."""
         node = self.nodes[index]
         try:
+            _call(self.before_forward, (index,))
             with self._forward_mutex(node.layer):
                 node.reshape_if_changed()
                 node.layer.forward(node.layer_bottoms, node.layer_tops)

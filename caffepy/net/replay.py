@@ -157,7 +157,7 @@ def replay_of_pass(
 
 def can_replay(net: Net, callbacks: Sequence[object]) -> bool:
     """True if passes of a net with these callbacks can be replayed: on the CPU, if all say
-    `replayable = True`, so that they need not be called then.
+    `replayable = True`, so that a replay calls them only before layers that read files.
     """
     if net.device.is_cuda or net.debug_info or net.recompute:
         return False

@@ -14,7 +14,8 @@ import pytest
 from caffepy.core.errors import DataError, DivergenceError
 from caffepy.device.threads import num_threads, set_num_threads
 from caffepy.net.replay import Replay
-from caffepy.solver import Solver
+from caffepy.solver import Monitor, Signals, Solver
+from caffepy.solver.monitor import Heartbeat
 from caffepy.solver.update import rules
 from tests.nets import library
 from tests.parallel.cases import Run
@@ -193,14 +194,47 @@ def test_a_wrong_label_ends_the_run_where_it_stands() -> None:
     assert said[0] == said[1]
 
 
-def test_a_damaged_file_is_told_where_it_is_told_layer_by_layer(tmp_path: Path) -> None:
+def reading(folder: Path, files: str) -> str:
+    """A layer that reads these files of a folder, of which good.h5 is made."""
     rng = np.random.default_rng(6)
-    with h5py.File(tmp_path / "good.h5", "w") as file:
+    with h5py.File(folder / "good.h5", "w") as file:
         file["data"], file["label"] = rng.standard_normal((24, 6)), rng.integers(0, 3, 24)
+    (folder / "files.txt").write_text(files)
+    param = f'hdf5_data_param {{ source: "{folder}/files.txt" batch_size: 4 }}'
+    return library.layer("HDF5Data", "in", "", param, top="data label")
+
+
+def test_a_layer_that_waits_for_data_is_the_last_that_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And signals are checked before it waits; Dropout runs between what is replayed."""
+    signals = Signals()
+    monitor = Monitor(signals)
+    data = reading(tmp_path, f"{tmp_path}/good.h5")
+    solver = solver_of('lr_policy: "fixed" ', library.perceptron(data))
+    net, seen = solver.net, list[tuple[object, int]]()
+    heartbeat = Heartbeat(monitor, net)
+    net.before_forward.append(heartbeat)
+    net.before_backward.append(heartbeat)
+    read = net.layers[0].forward
+
+    def look(*blobs: Any) -> None:
+        seen.append((monitor.last_layer, signals.calls))
+        read(*blobs)
+
+    monkeypatch.setattr(net.layers[0], "forward", look)
+    solver.step(8)
+    assert replays(solver)
+    assert [last for last, _ in seen] == [(net, 0)] * 8
+    calls = [number for _, number in seen]
+    assert calls == sorted(set(calls)), "one more at least for each batch"
+    solver.close()
+
+
+def test_a_damaged_file_is_told_where_it_is_told_layer_by_layer(tmp_path: Path) -> None:
+    data = reading(tmp_path, f"{tmp_path}/good.h5 {tmp_path}/bad.h5")
+    net = library.linear_classifier(data, 3)
     (tmp_path / "bad.h5").write_text("no HDF5")
-    (tmp_path / "files.txt").write_text(f"{tmp_path}/good.h5 {tmp_path}/bad.h5")
-    param = f'hdf5_data_param {{ source: "{tmp_path}/files.txt" batch_size: 4 }}'
-    net = library.linear_classifier(library.layer("HDF5Data", "in", "", param, top="data label"), 3)
     ended, said = [], []
     for capture in (False, True):
         solver = solver_of('lr_policy: "fixed" ', net)
