@@ -245,7 +245,7 @@ class Step:
         if self._updates:
             self.whole = False
             if self.capture and not self.device.is_cuda:
-                self._rule_replay.run()
+                self._rule_replay.run(self.rule.numbers(self.param))
             else:
                 self.apply_rule()
             self.whole = True

@@ -153,6 +153,26 @@ def test_what_python_writes_between_steps_counts() -> None:
     np.testing.assert_array_equal(*ended)
 
 
+@pytest.mark.parametrize("rule", rules)
+def test_numbers_of_the_rule_that_python_changes_count(rule: str) -> None:
+    """All that the settings of a rule name but weight_decay."""
+    ended = []
+    for capture in (False, True):
+        solver = solver_of(f'type: "{rule}" lr_policy: "fixed" snapshot: 100 {RULES[rule]}', FED)
+        solver.capture = capture
+        for i in range(12):
+            feed(solver, i / 8)
+            if i == 6:
+                solver.param.momentum /= 2
+                solver.param.momentum2 /= 2
+                solver.param.rms_decay /= 2
+                solver.param.delta *= 1000
+            solver.step(1)
+        assert solver.iterations.step._rule_replay.replays == capture
+        ended.append(numbers(solver))
+    np.testing.assert_array_equal(*ended)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_divergence_leaves_the_weights_of_before(bad: float) -> None:
     ended, said = [], []
