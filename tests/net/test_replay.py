@@ -1,5 +1,6 @@
 """Passes of a net that the CPU replays give what passes layer by layer give, to the last bit."""
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -134,6 +135,12 @@ def compare(
             way.backward()
         equal(nets)
     return runner
+
+
+@pytest.fixture(autouse=True)
+def any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replay long passes, too: a first one may compile, and others share the machine."""
+    monkeypatch.setattr("caffepy.net.replay.LONGEST", math.inf)
 
 
 @pytest.fixture
