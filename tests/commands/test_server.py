@@ -116,9 +116,13 @@ def test_a_signal_ends_servers_with_a_snapshot_of_what_they_hold(
         time.sleep(0.1)  # so that it shows them without a trainer
         os.kill(os.getpid(), number)
 
-    end = beside(train_and_signal)
-    result = serve(OPTIONS)
-    end()
+    before = signal.signal(number, signal.SIG_DFL)  # as the tests themselves may run under nohup
+    try:
+        end = beside(train_and_signal)
+        result = serve(OPTIONS)
+        end()
+    finally:
+        signal.signal(number, before)
     state = str(tmp_path / f"digits_iter_{HALF}.solverstate")
     assert result == ServerResult(state, stopped=True)
     assert result.exit_code == STOPPED
