@@ -29,14 +29,28 @@ class Frames(Sequence[Any]):
         return Frames(self._frames[i] if isinstance(i, slice) else [self._frames[k] for k in i])
 
 
-class CameraFrames(Source):
+class _OfFrames(Source):
+    """Base of sources of frames."""
+
+    layer = "VideoData"
+    take_is_cheap = False
+
+    def decode(self, item: Frame) -> tuple[Array, int]:
+        return item[1].transpose(2, 0, 1), 0
+
+    def place(self, items: Items, i: int) -> str:
+        return f"number {items[i][0]}"
+
+    def join(self, parts: Sequence[Any]) -> Frames:
+        return Frames([frame for part in parts for frame in part])
+
+
+class CameraFrames(_OfFrames):
     """What camera `number` shows, without an end: each frame, or each behind `skip` others. It has
     no place to go back to: frames that are skipped, or were before a run is resumed, are not read.
     """
 
     kind = "camera"
-    layer = "VideoData"
-    take_is_cheap = False
     state_keys = frozenset[str]()
     length = None
 
@@ -73,17 +87,8 @@ class CameraFrames(Source):
     def skip(self, count: int) -> None:
         self._taken += count
 
-    def decode(self, item: Frame) -> tuple[Array, int]:
-        return item[1].transpose(2, 0, 1), 0
-
     def key(self, item: Frame) -> str:
         return f"frame {item[0]}"
-
-    def place(self, items: Items, i: int) -> str:
-        return f"number {items[i][0]}"
-
-    def join(self, parts: Sequence[Any]) -> Frames:
-        return Frames([frame for part in parts for frame in part])
 
     def state(self) -> State:
         return {}
@@ -95,12 +100,10 @@ class CameraFrames(Source):
         self._camera.release()
 
 
-class VideoFrames(NumberedSource):
+class VideoFrames(_OfFrames, NumberedSource):
     """Every frame, or every one behind `skip` others; after the last one the first."""
 
     kind = "video"
-    layer = "VideoData"
-    take_is_cheap = False
 
     def __init__(self, path: str, skip: int = 0) -> None:
         self._video = cv2.VideoCapture(path)
@@ -140,17 +143,8 @@ class VideoFrames(NumberedSource):
         for numbers in super().once(size):
             yield Frames([self._frame(int(number)) for number in numbers])
 
-    def decode(self, item: Frame) -> tuple[Array, int]:
-        return item[1].transpose(2, 0, 1), 0
-
     def key(self, item: Frame) -> str:
         return f"frame {item[0] * self._step + self._skip}"
-
-    def place(self, items: Items, i: int) -> str:
-        return f"number {items[i][0]}"
-
-    def join(self, parts: Sequence[Any]) -> Frames:
-        return Frames([frame for part in parts for frame in part])
 
     def close(self) -> None:
         self._video.release()
