@@ -29,11 +29,14 @@ LONGEST = 0.05
 and hangs found layer by layer.
 """
 
-MAX_RECORDINGS = 20
-MIN_REPLAYS = 4
-"""After MAX_RECORDINGS recordings none is made unless each was replayed MIN_REPLAYS times on
-average: shapes change too often.
-"""
+MAX_RECORDINGS, MIN_REPLAYS = 20, 4
+
+
+def changes_too_often(recorded: int, replayed: int) -> bool:
+    """True if no more is to be recorded: there were more than MAX_RECORDINGS, and each was replayed
+    fewer than MIN_REPLAYS times on average. CUDA graphs keep to it, too.
+    """
+    return recorded > MAX_RECORDINGS and replayed < MIN_REPLAYS * recorded
 
 
 class Part(NamedTuple):
@@ -87,7 +90,7 @@ class Replay:
 
         self._recorded += 1
         divided = self._divided()
-        changes = self._recorded > MAX_RECORDINGS and self._replayed < MIN_REPLAYS * self._recorded
+        changes = changes_too_often(self._recorded, self._replayed)
         if changes or not any(part.can_replay for part in divided):
             self._never = True
             self._work()

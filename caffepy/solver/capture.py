@@ -13,15 +13,16 @@ from caffepy.core.errors import DeviceError
 from caffepy.device.cuda import CudaDevice, CudaGraph
 from caffepy.net import Net
 from caffepy.net.fusion import Step
-from caffepy.net.replay import Part, Replay, can_replay, feeding_parts, parts_of_pass
+from caffepy.net.replay import (
+    Part,
+    Replay,
+    can_replay,
+    changes_too_often,
+    feeding_parts,
+    parts_of_pass,
+)
 
 log = logging.getLogger(__name__)
-
-MAX_CAPTURES = 20
-MIN_REPLAYS = 4
-"""After MAX_CAPTURES captures, capturing stops unless each graph was replayed MIN_REPLAYS times on
-average: shapes change too often.
-"""
 
 
 def layer_reasons(net: Net) -> list[str]:
@@ -207,7 +208,7 @@ class GraphRunner:
         return (self._gpu.allocation_version, *shapes, *callbacks)
 
     def _capture(self, part: _Part, work: Callable[[], None], now: Hashable) -> bool:
-        if self._captured > MAX_CAPTURES and self._replayed < MIN_REPLAYS * self._captured:
+        if changes_too_often(self._captured, self._replayed):
             self._failure = "shapes or memory change too often"
             return False
         self._captured += 1
