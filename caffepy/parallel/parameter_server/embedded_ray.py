@@ -29,7 +29,14 @@ from caffepy.core.files import temporary
 log = logging.getLogger(__name__)
 
 START = 60.0
-"""Seconds that Ray's processes may take to start."""
+"""Seconds that Ray's processes may take to start; Ray itself gives its agents 30, which are too few
+where their code is read from a slow disk for the first time.
+"""
+
+SLOW, TRIES = 10.0, 4
+"""Seconds after which a start is slow: that is told, and if it fails Ray is started again, so many
+times in all.
+"""
 
 ENDING = 10.0
 """Seconds that they may take to end."""
@@ -52,6 +59,22 @@ class EmbeddedRay:
     """
 
     def __init__(self, cpus: int, store: int) -> None:
+        for left in reversed(range(TRIES)):
+            begun = time.monotonic()
+            try:
+                self._start(cpus, store)
+                break
+            except SyncError as error:
+                seconds = time.monotonic() - begun
+                if not left or seconds < SLOW:
+                    raise
+                log.warning(
+                    "%s, after %.0f s: it starts again, since a disk that is slow at first gives "
+                    "the same files sooner the next time",
+                    *(error, seconds),
+                )
+
+    def _start(self, cpus: int, store: int) -> None:
         self._stack = ExitStack()
         base = tempfile.gettempdir()
         base = base if len(os.fsencode(base)) <= LONGEST else "/tmp"
@@ -80,15 +103,19 @@ class EmbeddedRay:
     def _read_address(self) -> str:
         out = self._keeper.stdout
         assert out
-        until = time.monotonic() + START
-        while not select.select([out], [], [], POLL)[0] and time.monotonic() < until:
+        begun = time.monotonic()
+        until, slow = begun + START, begun + SLOW
+        while not select.select([out], [], [], POLL)[0] and (now := time.monotonic()) < until:
             if asked_to_end.is_set():
                 raise KeyboardInterrupt
+            if now > slow:
+                log.info("Ray is still starting on this machine, for %.0f s", now - begun)
+                slow += SLOW
         if time.monotonic() < until and (line := out.readline()):
             return line.decode().strip()
         with open(self._errors, errors="replace") as file:
             lines = file.read().strip().splitlines()
-        told = lines[-1] if lines else f"nothing was heard of it for {START:g} s"
+        told = lines[-1].rstrip(".") if lines else f"nothing was heard of it for {START:g} s"
         raise SyncError(f"Ray did not start on this machine: {told}")
 
     def _end(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from caffepy.core.errors import SyncError
 from caffepy.core.events import asked_to_end
+from caffepy.parallel.parameter_server import embedded_ray
 from caffepy.parallel.parameter_server.embedded_ray import EmbeddedRay
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -20,6 +21,21 @@ from caffepy.parallel.parameter_server.embedded_ray import EmbeddedRay
 embedded = EmbeddedRay(1, 80 << 20)
 print(embedded._keeper.pid, embedded._errors, flush=True)
 input()
+"""
+
+
+LATE = """
+import pathlib, sys, time
+from caffepy.parallel.parameter_server import embedded_ray
+
+def keep():
+    tries = pathlib.Path(__file__).with_name("tries")
+    with tries.open("a") as file:
+        file.write("one ")
+    if len(tries.read_text().split()) <= LATE:
+        time.sleep(0.3)
+        sys.exit("The current node timed out during startup.")
+    embedded_ray.keep()
 """
 
 
@@ -51,6 +67,35 @@ def test_it_ends_with_its_owner_that_is_killed() -> None:
 def test_why_it_does_not_start_is_told() -> None:
     with pytest.raises(SyncError, match=r"did not start on this machine: .*[Oo]bject.store"):
         EmbeddedRay(1, 1)  # a byte of memory for objects
+
+
+def late(tries: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let so many starts fail as Ray's do on a slow disk."""
+    (folder / "late_ray.py").write_text(LATE.replace("LATE", str(tries)))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(embedded_ray, "__name__", "late_ray")
+    monkeypatch.setattr(embedded_ray, "SLOW", 0.1)
+
+
+def test_a_start_that_was_too_slow_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    late(1, tmp_path, monkeypatch)
+    ray = EmbeddedRay(1, 80 << 20)
+    ray.close()
+    assert ray.address.startswith("127.0.0.1:")
+    assert "Ray is still starting on this machine, for 0 s" in caplog.text
+    assert caplog.text.count("timed out during startup, after") == 1
+
+
+def test_starts_that_are_all_too_slow_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    late(9, tmp_path, monkeypatch)
+    with pytest.raises(SyncError, match=r"did not start on this machine: .*timed out"):
+        EmbeddedRay(1, 80 << 20)
+    assert caplog.text.count("it starts again") == embedded_ray.TRIES - 1
 
 
 def test_a_signal_ends_the_wait_for_it() -> None:
