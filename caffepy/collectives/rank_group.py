@@ -10,13 +10,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
+from caffepy.collectives.rank_names import REMOTE, named, rank_name
 from caffepy.collectives.world import DeadNodeError, World
-from caffepy.core.errors import CaffeError, DivergenceError, SyncError
+from caffepy.core.errors import DivergenceError, SyncError
 from caffepy.core.hangs import stacks
 
 log = logging.getLogger(__name__)
@@ -33,9 +33,6 @@ MOST_COUNTED = 2 * POLL
 
 PATIENCE = 3.0
 """Seconds to wait for a library to release its resources."""
-
-REMOTE = -1
-"""Rank of a failure on another node."""
 
 WATCH = 0.1
 """Seconds between looks for failures of other nodes."""
@@ -82,7 +79,6 @@ class RankGroup:
         self._rounds: dict[str, int] = {}  # by barrier: how often it was passed
         self._gathered: list[Any] = [None] * size  # what `all_gather` was called with, by rank
         self._of_all: list[Any] = []  # the same of all nodes
-        self._turns: dict[object, int] = {}  # by round-robin lock: the rank that may enter next
         self._threads: dict[int, int] = {}  # rank -> thread
         self._watching: threading.Event | None = None  # of other nodes; set to end that
         self._on_abort: list[Callable[[], object]] = []
@@ -124,7 +120,7 @@ class RankGroup:
                 return
             self._fail(rank, error)
         if self.world.nodes > 1 and rank != REMOTE:
-            self.world.tell(self.named(rank, error))
+            self.world.tell(named(self.world, rank, error))
         self._call_on_abort()
 
     def watch_nodes(self) -> None:
@@ -162,13 +158,13 @@ class RankGroup:
             found = self.hung_ranks(missing)
         finally:
             self.missing = found
-            names = ", ".join(map(self.name, found)) or "another rank"
+            names = ", ".join(rank_name(self.world, rank) for rank in found) or "another rank"
             waited = more if found == missing else ""
             error = self._no_progress(names, seconds, waited)
             log.error("%s\n%s", error, doing)
             self._fail(found[0] if found else 0, error)
             if self.world.nodes > 1:
-                self.world.tell(self.named(found[0] if found else 0, error))
+                self.world.tell(named(self.world, found[0] if found else 0, error))
 
     def _no_progress(self, names: str, seconds: float, more: str = "") -> SyncError:
         return SyncError(
@@ -216,8 +212,8 @@ class RankGroup:
             failed, error = failure
             if rank == 0:
                 self.root_informed.set()
-                raise self.named(failed, error)
-            raise GroupStoppedError(f"{self.name(failed)} failed: {error}") from error
+                raise named(self.world, failed, error)
+            raise GroupStoppedError(f"{rank_name(self.world, failed)} failed: {error}") from error
 
     def root_cause(self, error: Exception) -> BaseException:
         """Return what ended the run when the root met `error`: that, or a rank's earlier one."""
@@ -228,32 +224,7 @@ class RankGroup:
         rank, cause = failure
         if isinstance(cause, DivergenceError) and isinstance(error, DivergenceError):
             return error
-        return self.named(rank, cause) if rank or self.world.nodes > 1 else cause
-
-    def name(self, rank: int) -> str:
-        """Return the name of a rank in messages: its universal rank, and its host if there are
-        several nodes.
-        """
-        if rank == REMOTE:
-            return "another node"
-        world = self.world
-        if world.nodes == 1:
-            return f"rank {rank}"
-        return f"rank {world.first_rank + rank} (host {world.hosts[world.node]}{self.world.at})"
-
-    def named(self, rank: int, error: BaseException) -> BaseException:
-        """Return the error with the name of the rank that it comes from."""
-        if rank == REMOTE:  # which has named it
-            return error
-        place = self.name(rank)
-        if not isinstance(error, CaffeError):
-            if not any(note.startswith("(rank ") for note in getattr(error, "__notes__", ())):
-                error.add_note(f"({place})")
-            return error
-        told = copy(error)  # the original may still be reported where it was raised
-        if not str(error).startswith("rank "):
-            told.where = f"{place}: {error.where}" if error.where else place
-        return told.with_traceback(error.__traceback__)
+        return named(self.world, rank, cause) if rank or self.world.nodes > 1 else cause
 
     # waits
 
@@ -274,7 +245,7 @@ class RankGroup:
                     self.interrupted()
                 left = wait.left()
                 if left < 0:
-                    waiting = f"; {self.name(rank)} waited for it"
+                    waiting = f"; {rank_name(self.world, rank)} waited for it"
                     self.abort_hung(missing(), self.deadlines[self.phase], waiting)
                     self.check(rank)
                 self._asleep[rank].acquire(timeout=min(POLL, left + 1e-3) if left >= 0 else POLL)
@@ -382,25 +353,6 @@ class RankGroup:
         yield
         done()
         self.barrier(rank, name)
-
-    @contextmanager
-    def round_robin(self, rank: int, key: object) -> Iterator[None]:
-        """A lock that the ranks take in turn, 0, 1, ..., and again from 0; `key` names it."""
-        self.await_turn(rank, key)
-        yield
-        following = self._turns[key] = (rank + 1) % self.size
-        self.wake(following)
-
-    def await_turn(self, rank: int, key: object) -> None:
-        """Wait until the rank may take the round-robin lock, without taking it."""
-        self.until(rank, lambda: self._turns.get(key, 0) == rank, lambda: [self._turns.get(key, 0)])
-
-    def restart_turns(self, keys: Iterable[object] | None = None) -> None:
-        """Make rank 0 the next in these round-robin locks, which nobody may hold or wait for, or in
-        all.
-        """
-        for key in list(self._turns) if keys is None else keys:
-            self._turns.pop(key, None)
 
 
 class _Wait:

@@ -272,8 +272,7 @@ class P2PManager(WorkerGroup):
 
     def iterate(self) -> None:
         with self.root.phase_timer.fetching():
-            for layer in self.root.net.shared_layers:
-                self.group.await_turn(0, layer)
+            self._turns.wait()
         self._threads.give(WorkerSolver.iterate)
 
     def forward(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from caffepy.collectives.rank_group import RankGroup
+from caffepy.collectives.round_robin import RoundRobin
 from caffepy.core.errors import ConfigError
 from caffepy.data.reader import Turn, deal_of
 from caffepy.device.device import Device
@@ -43,6 +44,7 @@ class Turns:
         wait_workers: Callable[[], object] = lambda: None,
     ) -> None:
         self._group, self._devices, self._wait_workers = group, devices, wait_workers
+        self._locks = RoundRobin(group)  # of shared layers
         self._nets: list[tuple[Net, Deal]] = []  # the root's, and what they get of all batches
         self._leased = False
         self._alone = False  # a script has run nets of the root since the last step or test
@@ -72,7 +74,7 @@ class Turns:
         @contextmanager
         def forward_mutex(layer: Layer) -> Iterator[None]:
             mark("forward")
-            with self._group.round_robin(rank, layer), layer.forward_lock:
+            with self._locks.lock(rank, layer), layer.forward_lock:
                 layer.begin_turn()
                 yield
                 layer.end_turn()
@@ -85,6 +87,12 @@ class Turns:
             if self._group.world.size > 1:
                 _serve(net, self._devices, deal)
                 _warn_of_unshared(net)
+
+    def wait(self) -> None:
+        """Wait in the root until all ranks have taken the batches of its train net's last pass."""
+        net, _ = self._nets[0]
+        for layer in net.shared_layers:
+            self._locks.wait(0, layer)
 
     def _deal_of(self, batches: int | None) -> Deal:
         """Return what this node gets of the batches of a test or, with None, of training."""
@@ -108,7 +116,7 @@ class Turns:
             self._nets[1 + k] = net, deal
             _serve(net, self._devices, deal)
         self._tests[k] = _Test(batches)
-        self._group.restart_turns(net.shared_layers)
+        self._locks.restart(net.shared_layers)
 
     def deal(self, k: int, batches: int) -> list[int]:
         """Return the ranks of this node whose turn it is for so many batches of test net `k`."""
@@ -136,13 +144,13 @@ class Turns:
         else:
             for layer in net.shared_layers:
                 layer.lease(turns)
-        self._group.restart_turns(net.shared_layers)
+        self._locks.restart(net.shared_layers)
 
     def restart(self) -> None:
         """Make it the root's turn everywhere; no rank may be at work."""
         for test in self._tests:
             test.taken = 0
-        self._group.restart_turns()
+        self._locks.restart()
 
     def _alone_at(self, layer: Layer) -> AbstractContextManager[object]:
         """Allow a script to run a net of the root; ConfigError in the midst of a step."""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from caffepy.collectives.rank_group import RankGroup
+from caffepy.collectives.rank_names import named
 from caffepy.device.device import Device
 from caffepy.solver import Signals
 
@@ -117,7 +118,7 @@ class Watchdog:
         if self.group.root_informed.wait(PATIENCE if rank else 0):
             return
         if self._signals and isinstance(error, Exception):
-            self._signals.fail(self.group.named(rank, error), self.group.root_informed.set)
+            self._signals.fail(named(self.group.world, rank, error), self.group.root_informed.set)
         if not self.group.root_informed.wait(LAST_PATIENCE) and self._last_resort:
             if self._rescue:
                 saving = threading.Thread(
@@ -127,4 +128,4 @@ class Watchdog:
                 saving.join(PATIENCE)
                 if saving.is_alive():
                     log.error("No snapshot: the state of the last iteration cannot be reached")
-            self._last_resort(self.group.named(rank, error))
+            self._last_resort(named(self.group.world, rank, error))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from caffepy.collectives.rank_group import GroupStoppedError, RankGroup
+from caffepy.collectives.round_robin import RoundRobin
 from caffepy.collectives.schedule import flat, muji, tree
 from caffepy.collectives.sync import HostSync
 from caffepy.collectives.synchronizer import Synchronizer
@@ -47,10 +48,11 @@ def synchronize(sync: Synchronizer, *layers: int) -> None:
 
 def test_turns_go_round_in_the_order_of_ranks() -> None:
     group, seen = RankGroup(5), []
+    turns = RoundRobin(group)
 
     def work(rank: int) -> None:
         for _ in range(20):
-            with group.round_robin(rank, "data"):
+            with turns.lock(rank, "data"):
                 seen.append(rank)
 
     assert together(5, work, group) == [None] * 5
@@ -73,6 +75,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come() -> None:
 @pytest.mark.parametrize("where", ["barrier", "turn"])
 def test_an_error_of_one_rank_stops_all_and_the_root_gets_it(where: str) -> None:
     group, told = RankGroup(3), []
+    turns = RoundRobin(group)
     group.on_abort(lambda: told.append("aborted"))
 
     def work(rank: int) -> None:
@@ -82,7 +85,7 @@ def test_an_error_of_one_rank_stops_all_and_the_root_gets_it(where: str) -> None
             group.barrier(rank)
         else:
             for _ in range(2):
-                with group.round_robin(rank, "data"):
+                with turns.lock(rank, "data"):
                     pass
 
     raised = together(3, work, group)

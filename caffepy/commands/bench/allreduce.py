@@ -13,6 +13,7 @@ import numpy as np
 
 from caffepy.collectives import peers
 from caffepy.collectives.rank_group import RankGroup
+from caffepy.collectives.rank_names import rank_name
 from caffepy.collectives.sync import NAMES, Choice, choose, reason_unavailable
 from caffepy.collectives.synchronizer import BF16, FLOAT32, FlatParams, Synchronizer
 from caffepy.collectives.topology import all_joined
@@ -218,7 +219,7 @@ def _rank(
             synchronizer.reduce(count)
             for part in (diff[:count][:EDGE], diff[:count][-EDGE:]):
                 if not np.allclose(device.on_host(part), (synchronizer.size + 1) / 2, rtol=error):
-                    name = group.name(rank)
+                    name = rank_name(group.world, rank)
                     raise SyncError(f"the mean of {count} numbers in {name} is wrong")
             meet()
             found.append(_time(synchronizer, device, count, meet))
