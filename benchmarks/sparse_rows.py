@@ -43,7 +43,7 @@ def sent(used: int, rule: Rule, every: int, filters: str) -> tuple[float, float]
         assert isinstance(group, ServedWorkers)
         if number == 0:
             whole = 4 * VOCABULARY * WIDTH // (2 if "bf16" in filters else 1)
-            pulled = group.client.bytes_after - whole
+            pulled = group.client.pulled.bytes_after - whole
             found.append((group.filters.bytes_after / PUSHES / 1e3, pulled / PUSHES / 1e3))
 
     until = PUSHES * every

@@ -17,7 +17,7 @@ from caffepy.cli import main
 from caffepy.commands import server
 from caffepy.commands.server import ServerOptions, ServerResult, found, serve, stop
 from caffepy.core.errors import STOPPED, SyncError, UsageError
-from caffepy.parallel.parameter_server import client, detached
+from caffepy.parallel.parameter_server import detached, heartbeat
 from caffepy.parallel.parameter_server.detached import DetachedCoordinator
 from caffepy.parallel.parameter_server.messages import COORDINATOR, Rule
 from caffepy.parallel.parameter_server.worker import ServedWorkers
@@ -61,7 +61,7 @@ def engine(
 ) -> Iterator[Engine]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server, "LOOK", 0.02)
-    monkeypatch.setattr(client, "BEAT", 0.05)
+    monkeypatch.setattr(heartbeat, "BEAT", 0.05)
     caplog.set_level(logging.INFO, "caffepy")
     engine = Engine()
     monkeypatch.setattr(server, "connect", lambda *_, **__: engine)
@@ -207,7 +207,7 @@ def test_the_run_that_trains_stops_before_the_servers(
         iterated(workers)
         if workers.solver.iter == 5 and workers.client.worker == 0:
             stopping.append(beside(lambda: stop(OPTIONS)))
-            assert workers.client.ended.wait(20)
+            assert workers.client.heartbeat.ended.wait(20)
 
     def train_on() -> None:
         await_servers(engine)

@@ -1,17 +1,15 @@
 """Client: a worker's side: it pushes, pulls, and finds whoever is the primary of a range now."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
-from caffepy.core.errors import CaffeError
 from caffepy.device.blob import Array
-from caffepy.parallel.parameter_server.filters import Packed, Payload, decode, nbytes, write
+from caffepy.parallel.parameter_server.filters import Payload
+from caffepy.parallel.parameter_server.heartbeat import Heartbeat
 from caffepy.parallel.parameter_server.kept import Held, Kept
 from caffepy.parallel.parameter_server.leases import KEPT, Lease
 from caffepy.parallel.parameter_server.messages import (
@@ -27,34 +25,24 @@ from caffepy.parallel.parameter_server.messages import (
     StaleViewError,
     View,
 )
+from caffepy.parallel.parameter_server.pulled import Pulled
 from caffepy.parallel.parameter_server.ranges import KeyRange
 
 log = logging.getLogger(__name__)
 
-BEAT = 0.5
-"""Seconds between two signs of life of a worker."""
+POLL = 0.5
+"""Seconds between polls while a worker waits."""
 
 RETRY = 0.02
 """Seconds before a call is tried again."""
-
-
-class _Pulled(NamedTuple):
-    """What a worker pulled last of a range with rows. Versions of another epoch do not count: what
-    a dead primary told may have died with it.
-    """
-
-    epoch: int
-    version: int
-    values: Array
 
 
 class Client:
     """The connection of a worker to the servers.
 
     `poll` is called while it waits; what it raises ends the wait. `watch` is called with each new
-    view. `patience` is how many seconds it
-    looks for a coordinator that does not answer. `bf16`: pulled values come rounded to bfloat16,
-    but for means; the servers' stay float32.
+    view. `patience` is how many seconds it looks for a coordinator that does not answer. `bf16`:
+    pulled values come rounded to bfloat16, but for means; the servers' stay float32.
     """
 
     def __init__(
@@ -69,17 +57,10 @@ class Client:
         self.worker, self.poll, self.watch = worker, poll, watch
         self.view = View()
         self.clock = 0  # number of pushes
-        self.ended = threading.Event()  # the run is at its end
-        self.state: Callable[[int], object] = lambda clock: None  # at this clock or later, if it is
+        self.heartbeat = Heartbeat(engine, worker, patience)
+        self.pulled = Pulled()
         self.again = 0  # pushes that were sent again
-        self.bytes_before, self.bytes_after = 0, 0  # of the values that were pulled, as sent
         self._engine, self._patience, self._bf16 = engine, patience, bf16
-        self._held: dict[int, _Pulled] = {}
-        self._epoch = 0  # of the coordinator's view, as of the last beat
-        self._share = 0
-        self._leases: dict[int, Lease] = {}  # the newest, by clock
-        self._left = threading.Event()
-        self._answered = 0  # the last request for the state
 
     def start(
         self,
@@ -113,11 +94,10 @@ class Client:
         """Become a member, once the servers have started; `share` is the number of batches of a
         clock. Return the state from `start`.
         """
-        self._share = share
         self.view, state = self.ask("join", self.worker, share)
         self.watch(self.view)
         self.clock = self.view.members[self.worker]
-        threading.Thread(target=self._beat, name="caffepy-beat", daemon=True).start()
+        self.heartbeat.start(share)
         return state
 
     def await_members(self, count: int) -> None:
@@ -127,7 +107,7 @@ class Client:
 
     def await_end(self) -> None:
         """Return when the run is at its end."""
-        while not self.ended.wait(BEAT):
+        while not self.heartbeat.ended.wait(POLL):
             self.poll()
 
     def end(self) -> None:
@@ -145,14 +125,14 @@ class Client:
 
     def leave(self) -> None:
         """Leave the other workers."""
-        self._left.set()
+        self.heartbeat.stop()
         self.ask("leave", self.worker)
 
     def lease(self, clock: int) -> Lease:
         """Return the batches of this worker at a clock."""
         lease: Lease = self.ask("lease", self.worker, clock)
-        newest = {c: own for c, own in self._leases.items() if c > clock - KEPT}
-        self._leases = {**newest, clock: lease}
+        newest = {c: own for c, own in self.heartbeat.leases.items() if c > clock - KEPT}
+        self.heartbeat.leases = {**newest, clock: lease}
         return lease
 
     def push(self, payloads: Sequence[Any]) -> None:
@@ -182,14 +162,15 @@ class Client:
         values: list[Array | None] = [None] * len(self.view.ranges)
 
         def call(server: str, ranges: Sequence[int]) -> "Future[Any]":
-            since = [self._since(i) for i in ranges]
+            since = [self.pulled.version(i, self.view.epoch) for i in ranges]
             return self._call(
                 server, "pull", self.worker, self.clock, ranges, slack, since, self._bf16
             )
 
         def take(ranges: Sequence[int], answer: Sequence[tuple[int, Payload]]) -> None:
+            view = self.view
             for i, (version, payload) in zip(ranges, answer, strict=True):
-                values[i] = self._take(i, version, payload)
+                values[i] = self.pulled.take(i, view.ranges[i], view.epoch, version, payload)
 
         self._each(range(len(values)), call, take)
         return [array for array in values if array is not None]
@@ -213,27 +194,6 @@ class Client:
     def take_state(self) -> Any:
         """Return the state that this worker was given, None if none."""
         return self.ask("take_state", self.worker)
-
-    def _since(self, i: int) -> int:
-        held = self._held.get(i)
-        return held.version if held and held.epoch == self.view.epoch else -1
-
-    def _take(self, i: int, version: int, payload: Payload) -> Array:
-        key_range = self.view.ranges[i]
-        self.bytes_before += 4 * (key_range.stop - key_range.start)
-        self.bytes_after += nbytes(payload)
-        if not key_range.row:
-            values = decode(payload)
-        elif isinstance(payload, Packed) and payload.gaps is not None:
-            values = self._held[i].values
-            write(payload, values)
-        else:
-            values = decode(payload).copy()
-        if key_range.row:
-            self._held[i] = _Pulled(self.view.epoch, version, values)
-        values = values.view()
-        values.flags.writeable = False
-        return values
 
     # calls
 
@@ -303,37 +263,11 @@ class Client:
 
     def _result(self, future: "Future[Any]", epoch: float = inf) -> Any:
         """Wait for an answer; StaleViewError if there is a view after this epoch before."""
-        while not wait([future], timeout=BEAT).done:
+        while not wait([future], timeout=POLL).done:
             self.poll()
-            if self._epoch > epoch:  # a server that has stopped does not answer
+            if self.heartbeat.epoch > epoch:  # a server that has stopped does not answer
                 raise StaleViewError("the view has changed before a server answered")
         return future.result()
-
-    def _beat(self) -> None:
-        while not self._left.wait(BEAT):
-            try:
-                beat = self._engine.call(
-                    COORDINATOR, "beat", self.worker, self._share, self._leases
-                )
-                ended, self._epoch, (request, clock) = beat.result(self._patience)
-                if ended:
-                    self.ended.set()
-                if request not in (0, self._answered):
-                    self._hand_in(request, clock)
-            except (DeadPeerError, TimeoutError):
-                continue
-
-    def _hand_in(self, request: int, clock: int) -> None:
-        """Hand in the state, if this worker is at the clock, beside the beats."""
-        if (state := self.state(clock)) is None:
-            return
-        self._answered = request
-
-        def hand_in() -> None:
-            with suppress(CaffeError):
-                self._engine.call(COORDINATOR, "hand_in", self.worker, request, state).result()
-
-        threading.Thread(target=hand_in, name="caffepy-state", daemon=True).start()
 
 
 def _log_changes(before: View, now: View) -> None:

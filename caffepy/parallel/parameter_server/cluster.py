@@ -413,8 +413,8 @@ def served(
                 "Worker %d: %d pushes, %.1f %% of the time waiting%s",
                 *(number, clock, 100 * waited / seconds, _waits_of(number, waits)),
             )
-        before = filters.bytes_before + client.bytes_before
-        after = filters.bytes_after + client.bytes_after
+        before = filters.bytes_before + client.pulled.bytes_before
+        after = filters.bytes_after + client.pulled.bytes_after
         log.info(
             "Worker 0 pushed and pulled %.1f MB, as %.1f MB; %d calls went out again",
             *(before / 1e6, after / 1e6, client.again),

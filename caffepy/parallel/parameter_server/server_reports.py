@@ -46,8 +46,8 @@ class ServerReports:
             report = self.last = answer.result(PATIENCE)
         except (CaffeError, TimeoutError):
             return
-        sent = self._filters.bytes_before + self._client.bytes_before
-        on_wire = self._filters.bytes_after + self._client.bytes_after
+        sent = self._filters.bytes_before + self._client.pulled.bytes_before
+        on_wire = self._filters.bytes_after + self._client.pulled.bytes_after
         staleness = {n + self._late: count for n, count in report.staleness.items()}
         self._show(
             Served(iteration, report.clocks, staleness, sent, on_wire, waited, report.behind)

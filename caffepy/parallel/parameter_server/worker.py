@@ -18,7 +18,7 @@ their mean is pushed, of running statistics the mean of what each has.
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf
 from typing import Any
@@ -28,7 +28,6 @@ from caffepy.core.errors import SyncError, UsageError
 from caffepy.device.blob import Array
 from caffepy.layer import Layer
 from caffepy.parallel.manager import P2PManager
-from caffepy.parallel.nodes import shared
 from caffepy.parallel.parameter_server.beside import Beside
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.detached import Entrusted
@@ -37,13 +36,11 @@ from caffepy.parallel.parameter_server.kept import Held, Kept, model_of
 from caffepy.parallel.parameter_server.leases import Leases
 from caffepy.parallel.parameter_server.messages import Rule
 from caffepy.parallel.parameter_server.server_reports import ServerReports
+from caffepy.parallel.parameter_server.worker_begin import begin_state, follow
 from caffepy.parallel.parameter_server.worker_params import PulledStatistics, WorkerParams
 from caffepy.parallel.parameter_server.worker_state import WorkerState
-from caffepy.parallel.worker import WorkerSolver
 from caffepy.solver import Action, Solver
 from caffepy.solver.iteration import due
-from caffepy.solver.policy import next_step
-from caffepy.solver.positions import set_positions, take_positions
 from caffepy.solver.snapshot import State
 from caffepy.solver.statistics import mean
 from caffepy.solver.worker_group import OuterGroup
@@ -116,7 +113,12 @@ class ServedWorkers(OuterGroup):
         begun = client.join(share)
         own = None if client.clock_of_run else client.take_state()
         client.await_members(self._workers)
-        self._follow(begun, own)
+        if client.worker:
+            follow(self.solvers, self.each, begun, client.clock_of_run * self._every, own)
+        if own:
+            self.filters.rests = own["rests"]
+            for each, values in zip(self.solvers, own["statistics"], strict=False):
+                each.iterations.statistics.write(values)
         solvers = len(self.solvers)
         self._leases = Leases(client.lease, share, client.clock, -begun["ahead"], solvers)
         self._begun_at = solver.iter
@@ -135,7 +137,7 @@ class ServedWorkers(OuterGroup):
             if self._rule.slack:
                 self._beside = Beside(self.solvers, self.each, self.params, client)
         self.keep()
-        client.state = self._own_state.at
+        client.heartbeat.state = self._own_state.at
         solver.join(self, solver.reporter)
         return self
 
@@ -158,7 +160,9 @@ class ServedWorkers(OuterGroup):
 
     def _start(self) -> None:
         """Start the servers with this worker's parameters, or go on with those that hold some."""
-        client, state = self.client, self._begin_state()
+        client, gradients = self.client, self._rule.gradients
+        parameters = self.params.pulled if gradients else None
+        state: object = begin_state(self.solver, self._ahead, parameters)
         if self._trainer:
             of_snapshot = self.solver.resume_state.take()
             clock = self._held.clock if self._held else 0
@@ -257,21 +261,6 @@ class ServedWorkers(OuterGroup):
             if last and self.solver.iter < self.solver.param.max_iter:
                 self.params.take(self.client.pull(inf))
 
-    def _begin_state(self) -> Any:
-        """Return what the other workers begin with, beside the values of the servers."""
-        solver, device = self.solver, self.solver.device
-        positions = take_positions(solver.iterations.nets, device)["net"]
-        data = shared(solver.net).keys() & positions.keys()
-        return {
-            "iteration": solver.iter,
-            "rate_factor": solver.iterations.rate_factor,
-            "data": {name: positions[name] for name in data},
-            "ahead": self._ahead,
-            "control": solver.update_state.state(),
-            "history": [device.on_host(flat).copy() for flat in solver.history],
-            "parameters": self.params.pulled if self._rule.gradients else None,
-        }
-
     def _restored(self) -> list[dict[str, Any]]:
         """Return the states of the workers in the snapshot that worker 0 has restored, if there
         are as many now. They are used once.
@@ -285,53 +274,6 @@ class ServedWorkers(OuterGroup):
             log.warning(told, len(states), self._workers)
             return []
         return states
-
-    def _follow(self, begun: Mapping[str, Any], own: _State | None) -> None:
-        """Begin as the first worker did, or where the others are now; with the `own` state of an
-        earlier run, if there is one.
-        """
-        positions = own["positions"] if own else []
-        positions = positions if len(positions) == len(self.solvers) else []
-        self._follow_first(begun, own, positions)
-        if not own:
-            return
-        self.filters.rests = own["rests"]
-        for solver, values in zip(self.solvers, own["statistics"], strict=False):
-            solver.iterations.statistics.write(values)
-
-    def _follow_first(
-        self, begun: Mapping[str, Any], own: _State | None, positions: Sequence[dict[str, Any]]
-    ) -> None:
-        solver, clock = self.solver, self.client.clock_of_run
-        iterations, device = solver.iterations, solver.device
-        if self.client.worker == 0:
-            return
-        if clock and self._rule.gradients:
-            raise UsageError(
-                "workers that push gradients begin together: with --every 2 or more others may join"
-            )
-        iteration, step = begun["iteration"] + clock * self._every, 0
-        for number in range(iteration):
-            step = next_step(solver.param, number, step)
-        iterations.move_to(iteration, step)
-        iterations.rate_factor = begun["rate_factor"]
-        solver.update_state.set_state(begun["control"])
-        if positions:
-            set_positions(positions[0], [solver.net], device)
-        solver.net.set_state({**solver.net.state(), **begun["data"]})
-        with device.scope():
-            if clock == 0:
-                history = (own and own["history"]) or begun["history"]
-                for mine, theirs in zip(solver.history, history, strict=True):
-                    device.upload(theirs, mine)
-            if self._rule.gradients:
-                device.upload(begun["parameters"][: solver.params.data.size], solver.params.data)
-
-        def follow(worker: Solver, rank: int) -> None:
-            if isinstance(worker, WorkerSolver):
-                worker.follow(solver, positions[rank] if positions else None)
-
-        self.each(follow)
 
     # between iterations
 
@@ -354,7 +296,7 @@ class ServedWorkers(OuterGroup):
 
     def vote(self, action: Action) -> Action:
         """Return the action; stop when worker 0 has ended the run, or the servers end."""
-        return Action.STOP if self.client.ended.is_set() else self.inner.vote(action)
+        return Action.STOP if self.client.heartbeat.ended.is_set() else self.inner.vote(action)
 
     def _exchange(self, last: bool) -> None:
         """Push the change since the last push, and go on from what was pulled: now with slack 0,

@@ -10,7 +10,7 @@ import pytest
 
 from caffepy.core.errors import CaffeError, ConfigError, DataError, UsageError
 from caffepy.device.blob import Array
-from caffepy.parallel.parameter_server import client, detached
+from caffepy.parallel.parameter_server import detached, heartbeat
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.detached import DetachedCoordinator, Entrusted
 from caffepy.parallel.parameter_server.kept import write
@@ -27,7 +27,7 @@ HALF = ITERATIONS // 2
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadsEngine]:
     """An engine with a coordinator of two servers, to which somebody attends."""
-    monkeypatch.setattr(client, "BEAT", 0.05)
+    monkeypatch.setattr(heartbeat, "BEAT", 0.05)
     engine = ThreadsEngine()
     engine.spawn(COORDINATOR, lambda: DetachedCoordinator(engine, 2, 2, deadline=2))
     ask(engine, "attend", "a test")

@@ -238,7 +238,7 @@ def test_pulled_rows_are_the_servers(rule: Rule) -> None:
             pulls = [first, second] if clock % 3 or not rule.slack else [first]
             for client in pulls:
                 np.testing.assert_array_equal(np.concatenate(client.pull()), read(engine))
-        share = first.bytes_after / first.bytes_before
+        share = first.pulled.bytes_after / first.pulled.bytes_before
         assert share < (1 if rule.update else 0.35)
 
 
@@ -248,7 +248,7 @@ def test_gradients_are_pulled_by_rows() -> None:
         for clock in range(8):
             push(client, Filters(), change(clock))
             np.testing.assert_array_equal(np.concatenate(client.pull()), change(clock))
-        assert client.bytes_after < 0.35 * client.bytes_before
+        assert client.pulled.bytes_after < 0.35 * client.pulled.bytes_before
 
 
 def test_values_are_pulled_in_bfloat16_but_for_means() -> None:
@@ -261,7 +261,7 @@ def test_values_are_pulled_in_bfloat16_but_for_means() -> None:
         expected[6500:] = array[6500:]
         np.testing.assert_array_equal(pulled, expected)
         np.testing.assert_array_equal(read(engine), array)
-        assert client.bytes_after == client.bytes_before / 2 + 2 * 10
+        assert client.pulled.bytes_after == client.pulled.bytes_before / 2 + 2 * 10
 
 
 def test_rows_that_died_with_a_primary_are_pulled_anew() -> None:

@@ -345,7 +345,7 @@ def test_each_batch_is_learned_from_once_when_workers_join_leave_and_die(
                 client.pull()
             assert sorted(set(own)) == own  # data layers read forwards only
             if end == "dies":
-                client._left.set()  # it beats no more
+                client.heartbeat.stop()  # it beats no more
                 engine.call(COORDINATOR, "leave", worker).result(10)
             else:
                 client.leave()

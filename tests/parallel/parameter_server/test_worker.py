@@ -17,7 +17,8 @@ from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, p2p_manager
-from caffepy.parallel.parameter_server import client
+from caffepy.parallel.parameter_server import heartbeat
+from caffepy.parallel.parameter_server import worker as worker_module
 from caffepy.parallel.parameter_server.attachment import Attachment
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
@@ -45,7 +46,7 @@ TEXTS = {"plain": net(3, NET), "random": LOSSY, "normalized": NORMALIZED}
 @pytest.fixture(autouse=True)
 def _frequent_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers hear sooner that a snapshot wants their states."""
-    monkeypatch.setattr(client, "BEAT", 0.05)
+    monkeypatch.setattr(heartbeat, "BEAT", 0.05)
 
 
 class Served:
@@ -224,14 +225,13 @@ def test_a_worker_that_joins_late_begins_where_the_others_are(
     def begin(number: int) -> None:
         assert number == 0 or may_join.wait(60)
 
-    def follow(workers: ServedWorkers, *arguments: Any) -> None:
-        follow_begun(workers, *arguments)
-        if workers.client.worker:
-            joined.set()
+    def follow(*arguments: Any) -> None:
+        follow_begun(*arguments)
+        joined.set()
 
-    follow_begun = ServedWorkers._follow
+    follow_begun = worker_module.follow
     monkeypatch.setattr(ServedWorkers, "iterated", note)
-    monkeypatch.setattr(ServedWorkers, "_follow", follow)
+    monkeypatch.setattr(worker_module, "follow", follow)
     served = Served(2, TEXTS["plain"], Rule(slack), 2, solvers=2, together=1, begin=begin)
     assert iterations[0] == list(range(1, ITERATIONS + 1))
     assert iterations[1][0] in (3, 5)  # after the pushes that were counted when it joined
@@ -285,7 +285,7 @@ def test_rows_that_are_used_are_pushed_and_pulled_and_no_others(
         assert isinstance(group, ServedWorkers)
         if number == 0:  # which leaves first: then others may have to pull all again
             pushed[used] = group.filters.bytes_after
-            pulled[used] = group.client.bytes_after
+            pulled[used] = group.client.pulled.bytes_after
 
     for used in (4, 20):
         Served(2, words(used), rule, every, settings, until=12, work=work, filters=filters)
