@@ -41,6 +41,9 @@ _DENSE = frozenset({"DenseImageData", "ImageLabelmapData", "ImageSegData"})
 _VOXELS = frozenset({"VideoSegmentationData", "VideoWithVoxelTruthData"})
 """Those whose labels are volumes, as their data: C3D's."""
 
+_WITH_MASKS = frozenset({43, 56})
+"""The num_parts of CPMData whose records have masks."""
+
 _FRAMES = 16
 """The length of volumes that a net does not state."""
 
@@ -124,7 +127,13 @@ def synthetic(
                 dummy.data_filler.add(type="uniformstatic", min=0, max=_classes(net, top) - 0.01)
         layer.type = "DummyData"
         layer.dummy_data_param.CopyFrom(dummy)
-        for field in ("transform_param", "python_param", _MEMORY, *_SOURCES.values()):
+        for field in (
+            "transform_param",
+            "cpm_transform_param",
+            "python_param",
+            _MEMORY,
+            *_SOURCES.values(),
+        ):
             layer.ClearField(field)
     return copy
 
@@ -148,6 +157,7 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
     transform, files = layer.transform_param, layer.image_data_param
     dense, resize = layer.dense_image_data_param, transform.resize_param
     video, memory = layer.video_data_param, layer.memory_data_param
+    people = layer.cpm_transform_param
     grey = transform.force_gray or not files.is_color or memory.channels == 1
     channels = 3
     sizes = (
@@ -160,6 +170,7 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
         (video.crop_size, video.crop_size),
         (video.new_height, video.new_width),
         (memory.height, memory.width),
+        *([(people.crop_size_y, people.crop_size_x)] if layer.type == "CPMData" else []),
     )
     height, width = next((size for size in sizes if all(size)), (0, 0))
     if not (height and width) and guess:
@@ -173,6 +184,8 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
     if video.HasField("num_segments"):  # of each some frames, or flows of two channels
         per_frame = 3 if video.modality == VideoDataParameter.RGB else 2
         return [video.num_segments * per_frame * max(video.new_length, 1), height, width]
+    if layer.type == "CPMData":
+        channels = 6 if people.num_parts in _WITH_MASKS else 4
     frames = video.new_length or (layer.type in _VOXELS and (files.new_length or _FRAMES))
     length = [frames] if frames else []
     return [1 if grey else channels, *length, height, width]
@@ -197,6 +210,10 @@ def _top_shape(
         return [batch, *image]
     if layer.type in _VOXELS:
         return [batch, layer.image_data_param.num_truth_channels, *image[1:]]
+    if layer.type == "CPMData":
+        people = layer.cpm_transform_param
+        height, width = (side // max(people.stride, 1) for side in inside)
+        return [batch, 2 * (people.num_parts + 1), height, width]
     if layer.type in _DENSE and i == 2:
         return [batch, 1, 1, 2]
     if layer.type in _DENSE or (guess and guess.other_labels):

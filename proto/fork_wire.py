@@ -79,6 +79,7 @@ _TYPES = {
     "pva": "Proposal ROIPooling SmoothL1Loss",
     "c3d": "Convolution3D Deconvolution3D Pooling3D VideoData",
     "shufflenet": "ConvolutionDepthwise DepthwiseConvolution ShuffleChannel",
+    "openpose": "CPMData",
 }
 """Layer types that a fork has beside Caffe's."""
 
@@ -88,6 +89,7 @@ FORKS = (*_TYPES, C3D1, OWN)
 _ALIASES = {"bvlc": CAFFE, "nvidia": "nvcaffe", "intel-caffe": "intel", "c3d-1.1": "c3d"}
 
 _NAMED = {
+    "cpm_transform_param": ("CPMData",),
     "image_data_param": ("ImageSegData", "ImageLabelmapData"),
     "norm_param": ("Normalize",),
     "recurrent_param": ("LSTM", "RNN"),

@@ -104,7 +104,7 @@ _FIELDS = {
         "LayerParameter": "selu_dropout_param",
     },
     "OpenPose": {
-        "LayerParameter": "imresize_param nms_param cpm_transform_param",
+        "LayerParameter": "imresize_param nms_param",
     },
     "caffe-tvg": {
         "LayerParameter": "image_label_data_param",
@@ -175,7 +175,7 @@ _LAYERS = {
     "DetectionGroupAccuracy DetectionGroupLoss EvalData FrcnnOutput HardMining ImageGtData "
     "ProposalTarget",
     "MNC": "MaskPooling ROIWarping",
-    "OpenPose": "CPMData ImResize Nms",
+    "OpenPose": "ImResize Nms",
     "caffe-tvg": "ImageLabelData ImageLabelDataClass ImageLabelDataIndex ImageLabelDataIndexDet",
     "PSANet": "PointwiseSpatialAttention",
     "Frcnn": "FrcnnProposal",

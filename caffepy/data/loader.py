@@ -452,11 +452,12 @@ class JointLoader(SequentialLoader):
         parallel(make_some, n, most=DECODERS)
         if bad:
             return bad
-        images, labels = [image for image, _ in made], self.pack([label for _, label in made])
+        images = [image for image, _ in made]
         shape = images[0].shape
         for i, image in enumerate(images):
             if image.shape != shape:
                 raise self._unlike(items[i], image.shape, shape)
+        labels = self.pack([label for _, label in made])
         room = batch.room(shape, np.result_type(*images), [label.shape for label in labels])
         np.stack(images, out=room)
         batch.finish(shape, state, 0, 0, False, *labels)

@@ -207,6 +207,18 @@ class AnnotatedData(Data):
         return AnnotatedLoader(self._source, self.param, self.phase, self.device, self.path)
 
 
+@layer("CPMData")
+class CPMData(Data):
+    """-> (N, C, h, w) and maps of parts and limbs (N, 2 * (num_parts + 1), h / stride, w / stride):
+    records of people with annotations in a channel (Wei et al. 2016, Cao et al. 2017).
+    """
+
+    def open(self) -> Loader:
+        from caffepy.data.pose_loader import PoseLoader  # here, since it loads OpenCV
+
+        return PoseLoader(self._source, self.param, self.phase, self.device, self.path)
+
+
 @layer("ImageData")
 class ImageData(Prefetching):
     """-> (N, C, h, w) and labels (N,): image files of a list, in order or shuffled, transformed."""

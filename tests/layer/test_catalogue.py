@@ -303,6 +303,7 @@ REPLAY = "test_data.py::test_what_caffe_put_on_the_tops"
 FORKS = "test_annotated_data.py::test_what_the_forks_put_on_the_tops"
 BATCHES = {
     "AnnotatedData": FORKS,
+    "CPMData": "test_pose_data.py::test_changed_people_against_a_loop",
     "Data": REPLAY,
     "DenseImageData": FORKS,
     "DummyData": "test_data.py::test_dummy_random_values_are_fresh_and_seeded",

@@ -228,3 +228,14 @@ def test_labels_of_untraced_scores_are_zero() -> None:
     param.layer[1].ClearField("convolution_param")
     labels = synthetic(param).layer[0].dummy_data_param.data_filler[1]
     assert int(labels.max) == 0
+
+
+@pytest.mark.parametrize(("parts", "channels"), [(56, 6), (14, 4)])
+def test_people_have_maps_of_their_parts(parts: int, channels: int) -> None:
+    text = (
+        'layer { name: "d" type: "CPMData" top: "x" top: "y" data_param { batch_size: 3 } '
+        f"cpm_transform_param {{ num_parts: {parts} stride: 8 crop_size_x: 48 crop_size_y: 32 }} }}"
+    )
+    param = synthetic(parse(text, NetParameter(), "net.prototxt"))
+    assert data_shapes(param) == [[3, channels, 32, 48], [3, 2 * (parts + 1), 4, 6]]
+    Net(param).forward()

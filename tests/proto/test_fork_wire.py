@@ -35,6 +35,30 @@ NAMES = {
     "c3d": "c3d-1.1",
     "shufflenet": "shufflenet-readme",
 }
+_SCORE = "optional float objectness_score 24"
+UNTABLED = {
+    "refinedet": {"DetectionOutputParameter": _SCORE, "MultiBoxLossParameter": _SCORE},
+    "openpose": {
+        "LayerParameter": "optional CPMTransformationParameter cpm_transform_param 147",
+        "CPMTransformationParameter": "optional float scale 1, optional bool mirror 2, "
+        "optional uint32 crop_size 3, optional string mean_file 4, repeated float mean_value 5, "
+        "optional uint32 stride 6, optional float scale_cvg 7, optional uint32 max_cvg_len 8, "
+        "optional uint32 min_cvg_len 9, optional bool opaque_coverage 10, "
+        "optional string coverage 11, optional float flip_prob 12, "
+        "optional float max_rotate_degree 13, optional bool visualize 14, "
+        "optional uint32 crop_size_x 15, optional uint32 crop_size_y 16, "
+        "optional float scale_prob 17, optional float scale_min 18, optional float scale_max 19, "
+        "optional float bbox_norm_factor 20, optional string img_header 21, "
+        "optional bool force_color 22, optional bool force_gray 23, "
+        "optional float target_dist 24, optional float center_perterb_max 25, "
+        "optional float sigma 26, optional float sigma_center 27, "
+        "optional float clahe_tile_size 28, optional float clahe_clip_limit 29, "
+        "optional bool do_clahe 30, optional uint32 num_parts 31, "
+        "optional uint32 num_total_augs 32, optional string aug_way 33, optional uint32 gray 34, "
+        "optional uint32 np_in_lmdb 35, optional bool transform_body_joint 38",
+    },
+}
+"""What forks have that the tables lack, beside Caffe's or those of their NAMES."""
 TABLED = [fork for fork in FORKS if fork not in (CAFFE, OWN, C3D1)]
 VALUES = np.arange(6, dtype=np.float32).reshape(2, 3) / 7
 
@@ -50,10 +74,11 @@ def net_of(fork: str) -> Any:
     fields = {(r["message"], r["field"]): r for r in rows("caffe_wire.tsv")}
     enums = {(r["enum"], r["name"]): int(r["number"]) for r in rows("caffe_enums.tsv")}
     own = [r for r in rows("fork_wire.tsv") if r["fork"] == NAMES.get(fork, fork)]
-    if fork == "refinedet":  # what it has beside SSD
-        score = {"field": "objectness_score", "number": "24", "type": "float", "label": "optional"}
-        messages = ("DetectionOutputParameter", "MultiBoxLossParameter")
-        own += [{"message": message, **score} for message in messages]
+    own += [
+        {"message": message, "label": label, "type": kind, "field": name, "number": number}
+        for message, listed in UNTABLED.get(fork, {}).items()
+        for label, kind, name, number in map(str.split, listed.split(", "))
+    ]
     assert own or fork == CAFFE
     for row in own:
         key = row["message"], row["field"]
@@ -226,6 +251,7 @@ TYPICAL = {
     "pva": ("Proposal", "proposal_param", {"feat_stride": 8}),
     "c3d": ("Convolution3D", "convolution3d_param", {"kernel_depth": 3}),
     "shufflenet": ("ShuffleChannel", "shuffle_channel_param", {"group": 3}),
+    "openpose": ("CPMData", "cpm_transform_param", {"num_parts": 56, "do_clahe": True}),
 }
 
 

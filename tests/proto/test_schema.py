@@ -235,6 +235,20 @@ OWN |= {
     for name in names.split()
 }
 """Those of MS-CNN and Cascade R-CNN."""
+OWN |= {
+    (message, name)
+    for message, names in {
+        "LayerParameter": "cpm_transform_param",
+        "CPMTransformationParameter": "scale mirror crop_size mean_file mean_value stride scale_cvg "
+        "max_cvg_len min_cvg_len opaque_coverage coverage flip_prob max_rotate_degree visualize "
+        "crop_size_x crop_size_y scale_prob scale_min scale_max bbox_norm_factor img_header "
+        "force_color force_gray target_dist center_perterb_max sigma sigma_center clahe_tile_size "
+        "clahe_clip_limit do_clahe num_parts num_total_augs aug_way gray np_in_lmdb "
+        "transform_body_joint",
+    }.items()
+    for name in names.split()
+}
+"""Those of OpenPose."""
 OWN |= {(f"{name}Parameter", "objectness_score") for name in ("DetectionOutput", "MultiBoxLoss")}
 """RefineDet's."""
 OWN |= {("LayerParameter", "target_units"), ("TargetUnits", "mean"), ("TargetUnits", "std")}
