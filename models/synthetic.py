@@ -19,6 +19,7 @@ from caffepy.proto.text import read_net
 _SOURCES = {
     "Data": "data_param",
     "ImageData": "image_data_param",
+    "ImageGtData": "image_gt_data_param",
     "WindowData": "window_data_param",
     "HDF5Data": "hdf5_data_param",
     "AnnotatedData": "data_param",
@@ -119,6 +120,8 @@ def synthetic(
             dummy.shape.add(dim=dims)
             if i == 0 and not _is_label(net, top):
                 dummy.data_filler.add(type="gaussianstatic", std=1)
+            elif layer.type == "ImageGtData":  # background or class 1; no image of true boxes
+                dummy.data_filler.add(type="uniformstatic", min=0, max=1.99 if len(dims) > 2 else 1)
             elif dims == _truths(size) or (layer.type == "Python" and top in _OF_ONE_IMAGE):
                 low, high = _true_classes(net, layer, top)
                 value = size if where else min(shape[-2:])
@@ -157,7 +160,7 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
     transform, files = layer.transform_param, layer.image_data_param
     dense, resize = layer.dense_image_data_param, transform.resize_param
     video, memory = layer.video_data_param, layer.memory_data_param
-    people = layer.cpm_transform_param
+    people, marked = layer.cpm_transform_param, layer.image_gt_data_param
     grey = transform.force_gray or not files.is_color or memory.channels == 1
     channels = 3
     sizes = (
@@ -170,6 +173,8 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
         (video.crop_size, video.crop_size),
         (video.new_height, video.new_width),
         (memory.height, memory.width),
+        (marked.crop_height, marked.crop_width),
+        (marked.resize_height, marked.resize_width),
         *([(people.crop_size_y, people.crop_size_x)] if layer.type == "CPMData" else []),
     )
     height, width = next((size for size in sizes if all(size)), (0, 0))
@@ -214,6 +219,10 @@ def _top_shape(
         people = layer.cpm_transform_param
         height, width = (side // max(people.stride, 1) for side in inside)
         return [batch, 2 * (people.num_parts + 1), height, width]
+    if layer.type == "ImageGtData":
+        rates = layer.image_gt_data_param.downsample_rate
+        grid = [int(side / rates[i - 1] + 0.5) for side in inside] if i <= len(rates) else []
+        return [batch, 6, *grid] if grid else [_TRUTHS, 7]
     if layer.type in _DENSE and i == 2:
         return [batch, 1, 1, 2]
     if layer.type in _DENSE or (guess and guess.other_labels):

@@ -25,6 +25,8 @@ _FIELDS = {
         "min_side_max min_side apply_probability cvt_bgr2rgb",
     },
     "YOLO for Caffe": {
+        "DetectionLossParameter": "side num_class num_object object_scale class_scale "
+        "noobject_scale coord_scale sqrt constriant",
         "LayerParameter": "region_param",
     },
     "happynear": {
@@ -67,19 +69,16 @@ _FIELDS = {
         "LayerParameter": "cos_data_param",
         "MemoryDataParameter": "source dataframe_format dataframe_column_select image_encoded",
     },
-    "MS-CNN or Cascade R-CNN": {
-        "LayerParameter": "detection_accuracy_param detection_data_param "
-        "detection_group_accuracy_param detection_group_loss_param eval_data_param "
-        "frcnn_output_param hard_mining_param image_gt_data_param proposal_target_param",
+    "Cascade R-CNN": {
+        "LayerParameter": "detection_data_param detection_group_accuracy_param "
+        "detection_group_loss_param eval_data_param frcnn_output_param hard_mining_param",
+        "ProposalTargetParameter": "bbox_thr_lw bbox_thr_hg pickup_discard append_gtbox",
     },
     "MNC": {
         "LayerParameter": "mask_pooling_param roi_warping_param",
     },
     "PSANet": {
         "LayerParameter": "pointwise_spatial_attention_param",
-    },
-    "YOLO for Caffe or MS-CNN": {
-        "LayerParameter": "detection_loss_param",
     },
     "Frcnn": {
         "WindowDataParameter": "config",
@@ -168,12 +167,10 @@ _LAYERS = {
     "C3D": "DownSampling VideoSegmentationData VideoWithVoxelTruthData VolumeData VoxelCustomLoss",
     "FlowNet": "BlackAugmentation CustomData DataAugmentation FlowAugmentation "
     "GenerateAugmentationParameters",
-    "YOLO for Caffe": "DetectionLoss",
     "MobileNet-YOLO": "AssistedExcitation SegmentationEvaluate YoloSeg",
     "Darknet's": "Mish",
-    "MS-CNN or Cascade R-CNN": "BboxAccuracy DetectionAccuracy DetectionData "
-    "DetectionGroupAccuracy DetectionGroupLoss EvalData FrcnnOutput HardMining ImageGtData "
-    "ProposalTarget",
+    "Cascade R-CNN": "DetectionData DetectionGroupAccuracy DetectionGroupLoss EvalData FrcnnOutput "
+    "HardMining",
     "MNC": "MaskPooling ROIWarping",
     "OpenPose": "ImResize Nms",
     "caffe-tvg": "ImageLabelData ImageLabelDataClass ImageLabelDataIndex ImageLabelDataIndexDet",

@@ -12,6 +12,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     detection,
     detection_loss,
     eltwise,
+    field_loss,
     flow,
     inner_product,
     loss,

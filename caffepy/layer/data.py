@@ -260,6 +260,27 @@ class ImageSegData(Prefetching):
         return ImageSegLoader(self.param, self.phase, self.device, self.path)
 
 
+@layer("ImageGtData")
+class ImageGtData(Prefetching):
+    """-> (N, 3, h, w), maps of true boxes (N, 6, h / rate, w / rate), one for each field, and
+    with output_gt_boxes the boxes (G, 7, 1, 1): image files of a list with boxes (Cai et al. 2016).
+    """
+
+    tops = (2, None)
+
+    def open(self) -> Loader:
+        from caffepy.data.field_loader import FieldLoader  # here, since it loads OpenCV
+
+        param = self.param.image_gt_data_param
+        maps = len(param.downsample_rate) + param.output_gt_boxes
+        if len(self.param.top) != 1 + maps:
+            raise ConfigError(
+                f"ImageGtData has a top of images and {maps} of its downsample_rates and true "
+                f"boxes, not {len(self.param.top)} in all"
+            )
+        return FieldLoader(self.param, self.phase, self.device, self.path)
+
+
 @layer("DenseImageData")
 class DenseImageData(Prefetching):
     """-> (N, C, h, w) and labels (N, 1, h, w): image files of a list with label images

@@ -14,10 +14,12 @@ from tests.net.nets import net_of
 from .models import answers, compare, inputs, model_of, onnx, written
 
 OTHERWISE = {
+    "BboxAccuracy": "judges what was found",
     "BoxAnnotatorOHEM": "chooses boxes to learn from",
     "BoxGroupOutput": "gives as many boxes as its data say",
     "BoxOutput": "gives as many boxes as its data say",
     "DecodeBBox": "is for a net whose proposals have no operator",
+    "DetectionAccuracy": "judges what was found",
     "DetectionEvaluate": "judges what was found",
     "EvalDetection": "judges what was found",
     "DetectionOutput": "gives as many boxes as its data say",
@@ -34,6 +36,7 @@ OTHERWISE = {
     "MarginInnerProduct": "adds a margin at the labels, for training",
     "PSROIAlign": "has no operator",
     "PSROIPooling": "has no operator",
+    "ProposalTarget": "chooses boxes to learn from",
     "Proposal": "gives as many boxes as its data say",
     "Python": "has no operators",
     "ROIAlign": "has a test of its own, for its boxes",

@@ -239,3 +239,27 @@ def test_people_have_maps_of_their_parts(parts: int, channels: int) -> None:
     param = synthetic(parse(text, NetParameter(), "net.prototxt"))
     assert data_shapes(param) == [[3, channels, 32, 48], [3, 2 * (parts + 1), 4, 6]]
     Net(param).forward()
+
+
+MARKED = """
+layer { name: "d" type: "ImageGtData" top: "x" top: "y" top: "boxes"
+  image_gt_data_param { batch_size: 2 crop_width: 48 crop_height: 40 downsample_rate: 8 field_w: 20
+    field_h: 20 output_gt_boxes: true } }
+layer { name: "c" type: "Convolution" bottom: "x" top: "c"
+  convolution_param { num_output: 7 kernel_size: 8 stride: 8 } }
+layer { name: "l" type: "DetectionLoss" bottom: "c" bottom: "y" top: "l"
+  detection_loss_param { cls_num: 3 field_w: 20 field_h: 20 downsample_rate: 8 } }
+layer { name: "o" type: "BoxOutput" bottom: "c" top: "rois"
+  box_output_param { field_w: 20 field_h: 20 downsample_rate: 8 min_size: 3 } }
+layer { name: "t" type: "ProposalTarget" bottom: "rois" bottom: "boxes" top: "r" top: "labels"
+  top: "targets" top: "in" top: "out" top: "true"
+  proposal_target_param { cls_num: 3 batch_size: 8 img_width: 48 img_height: 40 } }
+"""
+
+
+def test_maps_of_true_boxes() -> None:
+    param = synthetic(parse(MARKED, NetParameter(), "net.prototxt"))
+    assert data_shapes(param) == [[2, 3, 40, 48], [2, 6, 5, 6], [8, 7]]
+    net = Net(param)
+    net.forward()
+    assert net.blobs["labels"].host_data.shape == (8, 1, 1, 1)

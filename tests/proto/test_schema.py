@@ -221,7 +221,8 @@ OWN |= {
     (message, name)
     for message, names in {
         "LayerParameter": "bbox_reg_param box_output_param box_group_output_param "
-        "decode_bbox_param scale_route_param",
+        "decode_bbox_param scale_route_param image_gt_data_param detection_loss_param "
+        "detection_accuracy_param proposal_target_param",
         "BBoxRegParameter": "bbox_mean bbox_std cls_aware",
         "BoxOutputParameter": "fg_thr iou_thr nms_type field_h field_w downsample_rate field_whr "
         "field_xyr max_nms_num max_post_nms_num min_size",
@@ -231,6 +232,17 @@ OWN |= {
         "DecodeBBoxParameter": "gt_iou_thr",
         "ScaleRouteParameter": "low_scale high_scale",
         "ROIPoolingParameter": "pad_ratio",
+        "ImageGtDataParameter": "source scale mean_file batch_size mirror downsample_rate coord_num "
+        "field_h field_w fg_threshold resize_width resize_height crop_width crop_height "
+        "do_multiple_scale min_scale max_scale min_whaspect max_whaspect min_gt_width "
+        "min_gt_height shuffle output_gt_boxes fg_img_multiple cache_images root_folder",
+        "DetectionLossParameter": "cls_num coord_num lambda field_h field_w downsample_rate "
+        "bb_smooth field_whr field_xyr bg_threshold bg_multiple sample_mode objectness "
+        "iou_weighted pos_neg_weighted",
+        "DetectionAccuracyParameter": "cls_num coord_num field_h field_w downsample_rate top_k "
+        "field_whr field_xyr bg_threshold objectness",
+        "ProposalTargetParameter": "cls_num batch_size fg_fraction num_img_per_batch fg_thr "
+        "bg_thr_hg bg_thr_lw img_width img_height iou_weighted",
     }.items()
     for name in names.split()
 }

@@ -1,0 +1,336 @@
+"""Batches of images with maps of true boxes (MS-CNN's ImageGtData): mirrored, scaled so that a box
+gets another size, and cut around it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.core.files import locate
+from caffepy.data.loader import JointLoader, Shape
+from caffepy.data.overlap import overlaps
+from caffepy.data.sources.marked_images import MarkedImages
+from caffepy.data.transformer import Transformer
+from caffepy.device.blob import Array
+from caffepy.device.device import Device
+from caffepy.proto.caffe_pb2 import (
+    TEST,
+    ImageGtDataParameter,
+    LayerParameter,
+    TransformationParameter,
+)
+
+SEED_WORDS = 2  # random numbers of an image that seed the generator of its changes
+OCTAVE = 2  # sizes of a field between one and twice as large
+LARGE = 1.5  # an image that is made so much larger is cut first
+NOISE = 10  # pixels by which a cut is moved at random, at most
+ASPECT_STEP = 0.05
+SILENT = 0.4  # share of a field in regions of no interest that makes it one
+LEAST_OVERLAP = 0.2  # of a box that no field matches, with its best one
+ROWS = 6  # of a map: class, x, y of the centre, width, height, overlap
+NO_BOXES = [[0, 1, 1, 2, 2, 1, 1]]  # what stands for the boxes of a batch without any
+
+
+def _rounded(number: float) -> int:
+    """The nearest whole number, halves away from 0."""
+    return int(np.floor(abs(number) + 0.5) * np.sign(number))
+
+
+class Scene(NamedTuple):
+    """An image (H, W, 3), boxes (n, 4) and regions (m, 4) = x1, y1, x2, y2 in it, and the place x,
+    y that is looked at.
+    """
+
+    image: Array
+    boxes: Array
+    regions: Array
+    centre: Array
+
+    def moved(self, image: Array, factor: Array, shift: Array) -> "Scene":
+        """The scene with another image, in which all is multiplied by (2,) and moved by (2,)."""
+        twice, by = np.tile(factor, 2), np.tile(shift, 2)
+        boxes, regions = (
+            (rows * twice + by).astype(np.float32) for rows in (self.boxes, self.regions)
+        )
+        return Scene(image, boxes, regions, self.centre * factor + shift)
+
+    def scaled(self, factors: Array) -> "Scene":
+        """The scene made so many times as large in x and y; DataError if nothing is left."""
+        width, height = (
+            _rounded(side * factor)
+            for side, factor in zip(self.image.shape[1::-1], factors, strict=True)
+        )
+        if (height, width) == self.image.shape[:2]:
+            return self.moved(self.image, factors, np.zeros(2))
+        try:
+            image = cv2.resize(self.image, (width, height))
+        except cv2.error:
+            raise DataError(f"an image of {height} x {width} pixels") from None
+        return self.moved(image, factors, np.zeros(2))
+
+
+class FieldLoader(JointLoader):
+    """Images (N, 3, h, w), a map (N, 6, h / rate, w / rate) for each downsample_rate and field,
+    and with output_gt_boxes the boxes (G, 7, 1, 1) = image, x1, y1, x2, y2, class, ignored.
+
+    A place of a map has the class and the place of the box that its field overlaps most, if by
+    more than fg_threshold, and that overlap. Boxes are ignored, so that their places have no class,
+    if their centre lies outside or they are smaller than min_gt_width and min_gt_height.
+    """
+
+    source: MarkedImages
+
+    def __init__(self, layer: LayerParameter, phase: int, device: Device, path: str | None) -> None:
+        param, transform = layer.image_gt_data_param, TransformationParameter()
+        transform.CopyFrom(layer.transform_param)
+        self._param, self._mirror = param, transform.mirror
+        if transform.mean_file or transform.crop_size or transform.crop_h or transform.crop_w:
+            raise ConfigError(
+                "ImageGtData takes a mean_value for each channel, crop_width and crop_height, no "
+                "mean_file and no crop_size"
+            )
+        self._fields, self._sizes = fields_of(param), sizes_of(param)
+        self._aspects = aspects_of(param)
+        transform.mirror = False
+        transformer = Transformer(transform, TEST, device, path, more=SEED_WORDS)
+        source = MarkedImages(
+            locate(param.source, path),
+            param.root_folder,
+            path,
+            seed=device.draw_seed() if param.shuffle else None,
+            multiple=param.fg_img_multiple,
+        )
+        super().__init__(source, transformer, param.batch_size)
+        self.scale = param.scale
+        height, width = source.last_size
+        if param.resize_width and param.resize_height:
+            height, width = param.resize_height, param.resize_width
+        if param.crop_width > width or param.crop_height > height:
+            raise ConfigError(
+                f"a crop of {param.crop_height} x {param.crop_width} is larger than the image, "
+                f"{height} x {width}"
+            )
+        self._size = param.crop_height or height, param.crop_width or width
+
+    def shape(self) -> Shape:
+        return 3, *self._size
+
+    def _grid(self, rate: int) -> tuple[int, int]:
+        height, width = (_rounded(side / rate) for side in self._size)
+        return height, width
+
+    def label_shapes(self) -> list[Shape]:
+        maps = [(self.batch_size, ROWS, *self._grid(int(rate))) for rate, *_ in self._fields]
+        return maps + [(1, 7, 1, 1)] * self._param.output_gt_boxes
+
+    def make(self, item: Any, draws: Array, first: Array) -> tuple[Array, Any]:
+        rng = np.random.Generator(np.random.PCG64(draws[-SEED_WORDS:].tolist()))
+        marked = self.source.marked(item)
+        image, boxes, regions = self.source.image(item), marked.boxes[:, 2:], marked.regions
+        if self._mirror and rng.integers(2):
+            image, width = np.ascontiguousarray(image[:, ::-1]), image.shape[1]
+            boxes, regions = (
+                np.stack([width - b[:, 2], b[:, 1], width - b[:, 0], b[:, 3]], axis=1)
+                for b in (boxes, regions)
+            )
+        scene = Scene(image, boxes, regions, np.zeros(2))
+        wanted = self._param.resize_width, self._param.resize_height
+        if all(wanted):
+            scene = scene.scaled(np.array(wanted) / image.shape[1::-1])
+        chosen = scene.boxes[rng.integers(len(boxes))] if len(boxes) else None
+        scene = scene._replace(centre=self._centre(scene, chosen, rng))
+        if chosen is not None and self._sizes is not None and rng.integers(2):
+            scene = enlarged(scene, self._factors(chosen, rng))
+        scene, seen = self._cut(scene, rng)
+        ignored = (marked.boxes[:, 1] != 0) | self._ignored(scene.boxes)
+        found = np.column_stack([scene.boxes, marked.boxes[:, 0], ignored]).astype(np.float32)
+        maps = self._maps(found, scene.regions, seen)
+        return scene.image.transpose(2, 0, 1), (maps, found)
+
+    def _centre(self, scene: Scene, chosen: Array | None, rng: np.random.Generator) -> Array:
+        """The place x, y to cut around: the centre of the chosen box, or any."""
+        if chosen is not None:
+            return (chosen[:2] + chosen[2:]) / 2
+        sides, cut = scene.image.shape[1::-1], self._size[::-1]
+        return np.array(
+            [
+                rng.integers(side - size + 1) + size / 2 if side >= size else side / 2
+                for side, size in zip(sides, cut, strict=True)
+            ]
+        )
+
+    def _factors(self, box: Array, rng: np.random.Generator) -> Array:
+        """By how much in x and y to scale so that a box gets another of the sizes, and maybe
+        another aspect ratio.
+        """
+        param, (width, height) = self._param, box[2:] - box[:2]
+        assert self._sizes is not None
+        areas, area = (param.min_scale * 2**self._sizes) ** 2, width * height
+        likeness = np.minimum(areas, area) / np.maximum(areas, area)
+        nearest = self._sizes[likeness.argmax()] if likeness.max() > 0 else 0
+        factors = np.full(2, 2.0 ** (rng.choice(self._sizes) - nearest))
+        if self._aspects is None or not rng.integers(2) or area <= 0:
+            return factors
+        change = rng.choice(self._aspects) / (width / height)
+        axis = int(rng.integers(2))  # the width is changed, or the height
+        factor = factors[axis] * (1 / change if axis else change)
+        if param.min_scale * 0.8 <= (width, height)[axis] * factor <= param.max_scale * 1.2:
+            factors[axis] = factor
+        return factors
+
+    def _cut(self, scene: Scene, rng: np.random.Generator) -> tuple[Scene, Array]:
+        """The scene in an image of the layer's size, and the part of it that is seen, x1, y1, x2,
+        y2: the others have the mean's colour.
+        """
+        wanted, sides = np.array(self._size[::-1]), np.array(scene.image.shape[1::-1])
+        noise = rng.integers(-NOISE, NOISE, 2)
+        middle = np.array([_rounded(side / 2) for side in wanted])
+        spare = np.array([_rounded(side / 2) for side in np.maximum(wanted - sides, 0)])
+        to = np.clip(spare + noise, 0, np.maximum(wanted - sides, 0))
+        place = np.array([_rounded(number) for number in scene.centre])
+        start = np.clip(place + noise - middle, 0, np.maximum(sides - wanted, 0))
+        size = np.minimum(sides, wanted)
+        (x, y), (left, top), (w, h) = start, to, size
+        image = scene.image[y : y + h, x : x + w]
+        if (size < wanted).any():
+            means = np.zeros(1, np.uint8) if self.mean is None else self.mean[:, 0, 0]
+            canvas = np.empty((*self._size, 3), means.dtype)
+            canvas[...] = means
+            canvas[top : top + h, left : left + w] = image
+            image = canvas
+        scene = scene.moved(image, np.ones(2), to - start)
+        return scene, np.concatenate([to, to + size])
+
+    def _ignored(self, boxes: Array) -> Array:
+        """True for boxes whose centre lies outside, or that are too small."""
+        centre, sides = (boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2] + 1
+        least = self._param.min_gt_width, self._param.min_gt_height
+        inside = (centre >= 0) & (centre < self._size[::-1])
+        return ~(inside & (sides >= least)).all(axis=1)
+
+    def _maps(self, boxes: Array, regions: Array, seen: Array) -> list[Array]:
+        """The maps (6, H, W) of boxes (n, 6) = x1, y1, x2, y2, class, ignored."""
+        maps, best = [], np.zeros((len(self._fields), len(boxes)), np.float32)
+        matched = np.zeros(len(boxes), bool)
+        true, silent = with_sides(boxes[:, :4]), with_sides(regions)
+        for k, (rate, *field) in enumerate(self._fields):
+            height, width = self._grid(int(rate))
+            places = np.stack(np.meshgrid(np.arange(width), np.arange(height)), axis=-1)
+            sides = np.broadcast_to(np.array(field, np.float32), places.shape)
+            fields = np.concatenate([(places + 0.5) * rate - sides / 2, sides], axis=-1)[
+                ..., None, :
+            ]
+            low = [_rounded(side / rate) for side in seen[:2]]
+            high = [
+                a + _rounded(side / rate) for a, side in zip(low, seen[2:] - seen[:2], strict=True)
+            ]
+            heeded = ((places >= low) & (places < high)).all(axis=-1)
+            if len(regions):
+                shares = overlaps(fields, silent, of_first=True)
+                heeded &= shares.astype(np.float32).sum(axis=-1) < np.float32(SILENT)
+            values = np.zeros((ROWS, height, width), np.float32)
+            values[5] = ~heeded
+            maps.append(values)
+            if not len(boxes):
+                continue
+            found = overlaps(fields, true).astype(np.float32) * heeded[..., None]
+            best[k] = found.max(axis=(0, 1))
+            overlap, match = found.max(axis=-1), found.argmax(axis=-1)
+            values[5][heeded] = overlap[heeded]
+            hit = overlap > np.float32(self._param.fg_threshold)
+            matched[match[hit]] = True
+            put(values, hit, boxes[match[hit]])
+        for box, known, shares in zip(boxes, matched, best.T, strict=True):
+            k = int(shares.argmax())
+            if box[5] or known or shares[k] < np.float32(LEAST_OVERLAP):
+                continue
+            centre = (box[:2] + box[2:4]) / 2 / self._fields[k][0]
+            x, y = np.clip(np.floor(centre), 0, np.array(maps[k].shape[:0:-1]) - 1).astype(int)
+            if maps[k][0, y, x] <= 0:
+                put(maps[k], (y, x), box)
+        return maps
+
+    def pack(self, labels: Sequence[Any]) -> list[Array]:
+        packed = [np.stack(maps) for maps in zip(*(maps for maps, _ in labels), strict=True)]
+        if self._param.output_gt_boxes:
+            rows = [np.insert(found, 0, i, axis=1) for i, (_, found) in enumerate(labels)]
+            boxes = np.concatenate(rows)
+            packed.append((boxes if len(boxes) else np.array(NO_BOXES))[..., None, None])
+        return packed
+
+
+def put(values: Array, places: Any, boxes: Array) -> None:
+    """Write class, centre and sides of boxes (..., 6) to places of a map (6, H, W)."""
+    boxes = boxes.T
+    for row, value in enumerate(
+        (
+            np.where(boxes[5] == 0, boxes[4], 0),
+            (boxes[0] + boxes[2]) / 2,
+            (boxes[1] + boxes[3]) / 2,
+            boxes[2] - boxes[0],
+            boxes[3] - boxes[1],
+        )
+    ):
+        values[row][places] = value
+
+
+def with_sides(boxes: Array) -> Array:
+    """x, y, width and height of boxes (n, 4) = x1, y1, x2, y2."""
+    return np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
+
+
+def enlarged(scene: Scene, factors: Array) -> Scene:
+    """The scene made so many times as large in x and y, first cut if that is much."""
+    if max(factors) > LARGE:
+        sides = scene.image.shape[1::-1]
+        size = [min(_rounded(1.2 * side / f), side) for side, f in zip(sides, factors, strict=True)]
+        corner = [
+            min(max(_rounded(c - w * 0.5), 0), side - w)
+            for c, w, side in zip(scene.centre, size, sides, strict=True)
+        ]
+        (x, y), (w, h) = corner, size
+        piece = scene.image[y : y + h, x : x + w]
+        scene = scene.moved(piece, np.ones(2), -np.array(corner))
+    return scene.scaled(factors)
+
+
+def fields_of(param: ImageGtDataParameter) -> list[tuple[int, int, int]]:
+    """Downsample rate, width and height of each field; ConfigError for settings without sense."""
+    counts = {len(param.downsample_rate), len(param.field_w), len(param.field_h)}
+    fields = list(zip(param.downsample_rate, param.field_w, param.field_h, strict=False))
+    if len(counts) > 1 or not fields or min(map(min, fields)) < 1:
+        raise ConfigError(
+            "image_gt_data_param needs as many downsample_rate as field_w and field_h, one or "
+            "more, each of them 1 or more"
+        )
+    if param.coord_num != 4:
+        raise ConfigError(f"coord_num is 4, not {param.coord_num}")
+    if not param.batch_size:
+        raise ConfigError("image_gt_data_param needs a batch_size of 1 or more")
+    if bool(param.resize_width) != bool(param.resize_height):
+        raise ConfigError("resize_width and resize_height must both be given or neither")
+    scales = param.HasField("min_scale") and param.HasField("max_scale")
+    if param.do_multiple_scale and scales and not 0 < param.min_scale <= param.max_scale:
+        raise ConfigError(f"no scale between {param.min_scale} and {param.max_scale}")
+    return fields
+
+
+def sizes_of(param: ImageGtDataParameter) -> Array | None:
+    """The sizes that boxes are scaled to, as powers of 2 times min_scale; None without them."""
+    scales = param.HasField("min_scale") and param.HasField("max_scale")
+    if not (param.do_multiple_scale and scales):
+        return None
+    return np.arange(_rounded(OCTAVE * np.log2(param.max_scale / param.min_scale) + 1)) / OCTAVE
+
+
+def aspects_of(param: ImageGtDataParameter) -> Array | None:
+    """The aspect ratios that boxes are changed to; None without them."""
+    if not (param.HasField("min_whaspect") and param.HasField("max_whaspect")):
+        return None
+    count = _rounded((param.max_whaspect - param.min_whaspect) / ASPECT_STEP)
+    if count < 1 or not param.min_whaspect > 0:
+        raise ConfigError("max_whaspect must be min_whaspect + 0.05 or more, and both above 0")
+    return np.arange(count) * ASPECT_STEP + param.min_whaspect
