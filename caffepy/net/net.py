@@ -6,7 +6,7 @@ definition; `node` has the record of each layer.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -328,10 +328,14 @@ class Net:
         known, pairs = set(other.layer_names), zip(self.layer_names, self.layers, strict=True)
         return [blob for name, layer in pairs if name not in known for blob in layer.blobs]
 
-    def share_trained_layers_with(self, other: "Net") -> None:
-        """Use the parameter data of the other net's layers of the same names and shapes."""
+    def share_trained_layers_with(self, other: "Net", but: Collection[str] = ()) -> None:
+        """Use the parameter data of the other net's layers of the same names and shapes, `but` for
+        layers of these names.
+        """
         targets = {name: i for i, name in reversed(list(enumerate(self.layer_names)))}
         for name, source in zip(other.layer_names, other.layers, strict=True):
+            if name in but:
+                continue
             if name not in targets:
                 log.info("Ignoring source layer %s", name)
                 continue

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Array, Memory
+from caffepy.device.blob import Array, Blob, Memory, behind
 from caffepy.layer.python import Python
 from caffepy.layer.rpn import Normalized, RcnnLayer
 from caffepy.net.net import Net
@@ -74,9 +74,13 @@ def _units(normalized: Normalized, channels: int, outputs: int) -> TargetUnits:
 
 
 def change_units(
-    net: Net, stored: Mapping[str, TargetUnits], own: Mapping[str, TargetUnits]
+    net: Net,
+    stored: Mapping[str, TargetUnits],
+    own: Mapping[str, TargetUnits],
+    level: int = logging.INFO,
 ) -> None:
-    """Turn the weights of layers, by name, from the units of a file to those of the net.
+    """Turn the weights of layers, by name, from the units of a file to those of the net; the log
+    says so at this level.
 
     ConfigError if they are of other numbers of outputs.
     """
@@ -84,7 +88,7 @@ def change_units(
     for name, units in stored.items():
         if units == own.get(name, PLAIN) or name not in net.layer_names:
             continue
-        log.info("%s: from the units of normalized targets to those of the net", name)
+        log.log(level, "%s: from the units of normalized targets to those of the net", name)
         layer = net.layers[net.layer_names.index(name)]
         arrays = _plain([blob.host_data for blob in layer.blobs], units, layer.param)
         if name in own:
@@ -94,6 +98,31 @@ def change_units(
             if blob.data_memory not in changed:
                 blob.host_data[...] = array
                 changed.add(blob.data_memory)
+
+
+def share_trained_layers(net: Net, train_net: Net, copies: dict[str, list[Blob]]) -> None:
+    """Let a test net use the parameters of a train net, but for layers that learn normalized
+    targets there and make none here: those get `copies`, by name, that predict the targets.
+    """
+    own, known = units_of(net), net.layer_names
+    changed = {
+        name: units
+        for name, units in units_of(train_net).items()
+        if name in known and units != own.get(name, PLAIN)
+    }
+    net.share_trained_layers_with(train_net, but=changed)
+    for name in changed:
+        mine, theirs = (n.layers[n.layer_names.index(name)].blobs for n in (net, train_net))
+        if name not in copies:
+            copies[name] = [Blob(blob.shape, blob.dtype, net.device) for blob in theirs]
+            for blob, copy in zip(mine, copies[name], strict=True):
+                behind(blob).share_data(copy)
+        for copy, source in zip(copies[name], theirs, strict=True):
+            copy.host_data[...] = source.host_data
+    change_units(net, changed, own, logging.DEBUG)
+    with net.device.scope():
+        for copy in (blob for name in changed for blob in copies[name]):
+            _ = copy.data  # a captured pass does not upload what the host wrote
 
 
 def make_plain(layer: LayerParameter) -> None:

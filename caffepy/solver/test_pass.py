@@ -9,10 +9,11 @@ from caffepy import ops
 from caffepy.core.average_precision import COCO, VERSIONS, mean_average_precision
 from caffepy.core.errors import DataError
 from caffepy.core.events import Output
-from caffepy.device.blob import Array, shape_string
+from caffepy.device.blob import Array, Blob, shape_string
 from caffepy.layer.detection import DetectionEvaluate
 from caffepy.net import Net
 from caffepy.net.node import Node
+from caffepy.net.target_units import share_trained_layers
 from caffepy.solver.capture import GraphRunner
 from caffepy.solver.step import losses
 
@@ -90,10 +91,11 @@ class TestPass:
         self._batches = 0
         self._shapes: list[Shape] = []
         self._rows: dict[str, list[Array]] = {}
+        self._copies: dict[str, list[Blob]] = {}  # of parameters in other units than those learned
 
     def begin(self, train_net: Net) -> None:
         """Zero the totals and share the parameters of this train net."""
-        self.net.share_trained_layers_with(train_net)
+        share_trained_layers(self.net, train_net, self._copies)
         self._batches = 0
         self._rows = {name: [] for name in self._evaluations}
 

@@ -242,3 +242,40 @@ def test_hdf5_keeps_the_units() -> None:
         found.copy_from(path)
         wanted = unnormalized("Faster R-CNN", *own)
         np.testing.assert_allclose(arrays(found, "bbox_pred")[0], wanted[0], rtol=1e-6)
+
+
+SOLVER = """net: "net.prototxt" base_lr: 0.01 lr_policy: "fixed" max_iter: 10 random_seed: 1
+test_iter: 1 test_interval: 1 display: 0 snapshot_after_train: false """
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared by a script"])
+def test_a_test_net_of_a_solver_predicts_the_targets(shares: bool) -> None:
+    ahead = LEARNING.replace(MAP, "") + LOSS
+    parts = [(ahead.split("layer {"), "TRAIN"), (DEPLOY.replace(MAP, "").split("layer {"), "TEST")]
+    train, test = (
+        f"layer {{ include {{ phase: {phase} }}".join(part).replace("\n", " ")
+        for part, phase in parts
+    )
+    train, loss = train.rsplit("layer {", 1)
+    text = f"{MAP}{train}\n{test}\n{FASTER}\nlayer {{ {loss}".replace("SETTINGS", SETTINGS)
+    Path("net.prototxt").write_text(text)
+    Path("solver.prototxt").write_text(SOLVER)
+    solver = caffepy.SGDSolver("solver.prototxt")
+    learned, tested = solver.net, solver.test_nets[0]
+    if shares:
+        tested.share_with(learned)
+    rng = np.random.default_rng(0)
+    for name in ("map", "found", "truth"):
+        learned.blobs[name].data[...] = rng.uniform(0, 1, learned.blobs[name].data.shape)
+    learned.blobs["found"].data[:] = [[0, 0, 0, 3, 3]] * 5
+    learned.blobs["truth"].data[:] = [[0, 0, 3, 4, 1], [0, 0, 3, 2, 2]]
+    for _ in range(2):
+        before = arrays(learned, "bbox_pred")
+        solver.step(1)
+        for array, wanted in zip(
+            arrays(tested, "bbox_pred"), unnormalized("Faster R-CNN", *before), strict=True
+        ):
+            np.testing.assert_allclose(array, wanted, rtol=1e-6, atol=1e-7)
+    assert any(
+        (new != old).any() for new, old in zip(arrays(learned, "bbox_pred"), before, strict=True)
+    )
