@@ -186,28 +186,34 @@ class GraphRunner:
 
         return Replay(self.net, work, parts)
 
-    def run(self, name: str, work: Callable[[], None]) -> None:
-        """Run a part, by replay if possible; needs the device's scope."""
+    def run(self, name: str, work: Callable[[], None], *conditions: Hashable) -> None:
+        """Run a part, by replay if possible; needs the device's scope. `conditions` are further
+        ones under which a capture holds.
+        """
         part = self._parts.setdefault(name, _Part())
-        now = self._conditions()
-        if part.steady != now or (part.graph is None and not self._capture(part, work, now)):
+        now = self._conditions(conditions)
+        if part.steady != now or (
+            part.graph is None and not self._capture(part, work, conditions, now)
+        ):
             if part.graph is not None:
                 self._gpu.synchronize()  # it may still run
                 part.graph = None
             with self._gpu.overlapping():
                 work()
-            part.steady = now if self._conditions() == now else None
+            part.steady = now if self._conditions(conditions) == now else None
             return
         assert part.graph is not None
         self._replayed += 1
         part.graph.replay()
 
-    def _conditions(self) -> Hashable:
+    def _conditions(self, others: Sequence[Hashable]) -> Hashable:
         shapes = (top.shape for top in self._inputs)
         callbacks = map(id, (*self.net_callbacks, *self._callbacks))
-        return (self._gpu.allocation_version, *shapes, *callbacks)
+        return (self._gpu.allocation_version, *shapes, *callbacks, *others)
 
-    def _capture(self, part: _Part, work: Callable[[], None], now: Hashable) -> bool:
+    def _capture(
+        self, part: _Part, work: Callable[[], None], others: Sequence[Hashable], now: Hashable
+    ) -> bool:
         if changes_too_often(self._captured, self._replayed):
             self._failure = "shapes or memory change too often"
             return False
@@ -219,4 +225,4 @@ class GraphRunner:
             self._failure = error.message
             self._logged.add(error.message)
             return False
-        return self._conditions() == now
+        return self._conditions(others) == now

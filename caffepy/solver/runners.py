@@ -121,8 +121,9 @@ class CapturedRunner:
             self._step.graphs.run_data_layers()
 
     def _run(self, name: str, work: Callable[[], None]) -> None:
-        with self._step.phase_timer.issuing():
-            self._step.graphs.run(name, work)
+        step = self._step
+        with step.phase_timer.issuing():
+            step.graphs.run(name, work, step.rule.numbers(step.param))
 
     # what is captured
 

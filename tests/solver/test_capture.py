@@ -280,6 +280,26 @@ def test_what_python_writes_between_steps_counts() -> None:
     np.testing.assert_array_equal(*ended)
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_numbers_of_the_rule_that_python_changes_count(passes: int, rule: str) -> None:
+    ended = []
+    for capture in (True, False):
+        settings = f"iter_size: {passes} clip_gradients: 1 {RULES[rule]}"
+        solver = solver_of(settings, FED_NET, capture=capture)
+        for i in range(12):
+            feed(solver, i / 8, i % 3)
+            if i == 6:
+                solver.param.momentum /= 2
+                solver.param.momentum2 /= 2
+                solver.param.delta *= 1000
+                solver.param.weight_decay = 0.1
+            solver.step(1)
+        assert (replays(solver) > 0) == capture
+        ended.append(numbers(solver))
+    np.testing.assert_array_equal(*ended)
+
+
 def test_new_shapes_are_recorded_anew() -> None:
     ended = []
     for capture in (True, False):

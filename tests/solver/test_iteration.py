@@ -5,15 +5,19 @@ This is shown on the CPU, where results are delayed as those of a GPU are.
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from caffepy.core.errors import DivergenceError
 from caffepy.ops.update_state import StepResult, StepStatus
+from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Action, Solver
 from caffepy.solver.capture import GraphRunner
 from caffepy.solver.iteration import State
+from caffepy.solver.update import rules
 from tests.solver.cases import NET, AskAt, Recorder, solver_of
 
 SETTINGS = (
@@ -25,7 +29,7 @@ SHOWN = "display: 3 average_loss: 4 test_iter: 2 test_interval: 5 "
 @pytest.fixture
 def enqueued(monkeypatch: pytest.MonkeyPatch) -> Callable[[Solver], Solver]:
     """Makes a solver on the CPU enqueue its iterations."""
-    monkeypatch.setattr(GraphRunner, "run", lambda runner, name, work: work())
+    monkeypatch.setattr(GraphRunner, "run", lambda runner, name, work, *conditions: work())
 
     def enqueue(solver: Solver) -> Solver:
         monkeypatch.setattr(solver.iterations.step.graphs, "can_capture", lambda: True)
@@ -119,6 +123,50 @@ def test_an_interrupted_run_recovers(enqueued: Enqueue) -> None:
     solver.step(5)
     assert solver.iterations.state is State.IDLE
     assert solver.iter == 6
+
+
+class Capturing:
+    """A device that captures: what it replays has the settings of the capture."""
+
+    allocation_version = 0
+
+    def __init__(self, param: SolverParameter) -> None:
+        self._param = param
+        self.overlapping, self.synchronize = nullcontext, nullcontext
+
+    def capture(self, work: Callable[[], None]) -> SimpleNamespace:
+        kept = SolverParameter.FromString(self._param.SerializeToString())
+
+        def replay() -> None:
+            now = SolverParameter.FromString(self._param.SerializeToString())
+            self._param.CopyFrom(kept)
+            work()
+            self._param.CopyFrom(now)
+
+        return SimpleNamespace(replay=replay)
+
+
+@pytest.mark.parametrize("rule", rules)
+def test_numbers_of_the_rule_that_python_changes_count(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+    for capture in (False, True):
+        momentum = "" if rule in ("SGD", "Nesterov", "AdaDelta", "Adam") else "momentum: 0 "
+        solver = solver_of(f'type: "{rule}" lr_policy: "fixed" delta: 1e-6 {momentum}')
+        graphs = solver.iterations.step.graphs
+        monkeypatch.setattr(graphs, "_gpu", Capturing(solver.param))
+        monkeypatch.setattr(graphs, "can_capture", lambda capture=capture: capture)
+        for i in range(12):
+            if i == 6:
+                solver.param.momentum /= 2
+                solver.param.momentum2 /= 2
+                solver.param.rms_decay /= 2
+                solver.param.delta *= 1000
+            solver.step(1)
+        assert (graphs._replayed, graphs._captured) == ((10, 2) if capture else (0, 0))
+        ended.append(np.concatenate([solver.params.data, *solver.history]))
+    np.testing.assert_array_equal(*ended)
 
 
 def test_a_stop_leaves_nothing_pending(enqueued: Enqueue) -> None:
