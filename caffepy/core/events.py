@@ -54,6 +54,13 @@ class Served(NamedTuple):
 class Reporter:
     """Base class that does nothing; as a context manager it ends with `close`."""
 
+    @property
+    def takes_several(self) -> bool:
+        """True if `iterated` may be called for several iterations after the last of them: it does
+        not look at the solver. By default of a class that does not override it.
+        """
+        return type(self).iterated is Reporter.iterated
+
     def solving(self, net_name: str, lr_policy: str) -> None:
         """Called when the solver begins."""
 

@@ -14,6 +14,7 @@ Who calls what, on which thread:
 | | `Loader.skip(batches)` | where other machines take the next batches |
 | | `Loader.reserve(batch)` | for each free batch, in order, if there are filling threads |
 | | `Loader.load(batch)` | instead of `reserve`: on few cores, unless `can_reserve`, on a failure |
+| | `Loader.load_several(batch, count)` | instead, where a layer takes several batches at a time |
 | | `Loader.set_state` | to go back to a batch that could not be filled |
 | filling | the result of `reserve` | at once: decodes into `batch.room(...)`, `batch.finish` |
 | pool | `Source.decode`, `decoder`, `JointLoader.make` | for each image of a batch |
@@ -64,17 +65,37 @@ class Batch:
     and columns of their crops (N,), True where they are mirrored (N,); then the labels: (N,), or
     what else there is for the tops. The images become (N, C, h, w) = `shape`. `rank` is the local
     rank of the device that gets the batch.
+
+    It may hold `count` batches of the net's, one behind the other, each N / count images;
+    `state_after(k)` is the state after the first k of them.
     """
 
-    __slots__ = ("_parts", "dtype", "rank", "shape", "size", "staging", "state")
+    __slots__ = (
+        "_parts",
+        "count",
+        "dtype",
+        "rank",
+        "shape",
+        "size",
+        "staging",
+        "state",
+        "state_after",
+    )
 
     def __init__(self, size: int, dtype: DTypeLike, staging: Staging, rank: int = 0) -> None:
         self.rank = rank
-        self.size = size
+        self.hold(size)
         self.dtype = np.dtype(dtype)
         self.staging = staging
         self.shape: Shape = ()
         self.state: State = {}
+
+    def hold(
+        self, size: int, count: int = 1, state_after: Callable[[int], State] | None = None
+    ) -> None:
+        """Hold so many images from now on, of `count` batches."""
+        self.size, self.count = size, count
+        self.state_after = state_after or (lambda _: self.state)
 
     def room(self, shape: Shape, dtype: DTypeLike, labels: Sequence[Shape] | None = None) -> Array:
         """An array (N, *shape) for the images; it replaces one that was returned before. `labels`
@@ -164,6 +185,12 @@ class Loader:
     def load(self, batch: Batch) -> None:
         """Fill the batch with the next images and set its state to that after them."""
         raise NotImplementedError
+
+    def load_several(self, batch: Batch, count: int) -> bool:
+        """Fill the batch with the images of the next `count` batches; false, and nothing is done,
+        unless they can be had at once and each batch would be as any other.
+        """
+        return False
 
     def reserve(self, batch: Batch) -> Callable[[], bool]:
         """Reserve the next images; return a callable that fills `batch` with them, on any thread.
@@ -269,10 +296,38 @@ class SequentialLoader(Loader):
         self.source.skip(batches * self.batch_size)
         self.transformer.skip(batches * self.batch_size)
 
-    def _next(self) -> tuple[Items, Array, State]:
-        """The items of the next batch, their random numbers, and the state after them."""
-        items = self.source.take(self.batch_size)
-        draws = self.transformer.draw(self.batch_size)
+    def load_several(self, batch: Batch, count: int) -> bool:
+        """Fill the batch with images that need no decoding, of one shape and type."""
+        before = self.state()
+        try:
+            items, draws, state = self._next(count)
+            first, label = self.source.decode(items[0])
+            shape = self._output_shape(items[0], first)
+            batch.hold(len(items))
+            images, labels = batch.room(first.shape, first.dtype), np.zeros(len(items))
+            images[0], labels[0] = first, label
+            is_done = bool(self.source.copy(items, images, labels)[1:].all())
+        except CaffeError:  # `load` raises it where the layer meets it
+            is_done = False
+        if not is_done:
+            self.set_state(before)
+            return False
+
+        def state_after(batches: int) -> State:
+            if batches == count:
+                return state
+            taken = batches * self.batch_size
+            position = self.source.state_at(items, taken)
+            return {**state, **position, **self.transformer.state_after(before, taken)}
+
+        batch.hold(len(items), count, state_after)
+        batch.finish(shape, state, *self.transformer.place(draws, first.shape[1:]), labels)
+        return True
+
+    def _next(self, batches: int = 1) -> tuple[Items, Array, State]:
+        """The items of the next batches, their random numbers, and the state after them."""
+        count = batches * self.batch_size
+        items, draws = self.source.take(count), self.transformer.draw(count)
         return items, draws, self.state()
 
     def _fill(self, batch: Batch, items: Items, draws: Array, state: State) -> dict[int, DataError]:
@@ -436,6 +491,9 @@ class JointLoader(SequentialLoader):
     def pack(self, labels: Sequence[Any]) -> list[Array]:
         """The labels of a batch as they go to the tops, from what `make` returned."""
         raise NotImplementedError
+
+    def load_several(self, batch: Batch, count: int) -> bool:
+        return False
 
     def _fill(self, batch: Batch, items: Items, draws: Array, state: State) -> dict[int, DataError]:
         n = len(items)

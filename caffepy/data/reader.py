@@ -104,8 +104,10 @@ class _Producer:
     them, and hands them over in their order, or its error, to the Reader.
     """
 
-    def __init__(self, loader: Loader, batches: list[Batch], turns: Iterator[Turn]) -> None:
-        self._loader, self._turns = loader, turns
+    def __init__(
+        self, loader: Loader, batches: list[Batch], turns: Iterator[Turn], several: int
+    ) -> None:
+        self._loader, self._turns, self._several = loader, turns, several
         ranks = 1 + max(batch.rank for batch in batches)
         self.free: list[SimpleQueue[Batch | None]] = [SimpleQueue() for _ in range(ranks)]
         self.full: SimpleQueue[Batch | BaseException] = SimpleQueue()
@@ -123,7 +125,8 @@ class _Producer:
     def run(self) -> None:
         fill_threads = 0
         try:
-            fill_threads = FILL_THREADS if num_threads() >= MIN_THREADS else 0
+            fills = num_threads() >= MIN_THREADS and self._several == 1
+            fill_threads = FILL_THREADS if fills else 0
             make = self._reserve if fill_threads else self._load
             for _ in range(fill_threads):
                 filling = threading.Thread(target=self._fill, name="caffepy-fill", daemon=True)
@@ -159,7 +162,13 @@ class _Producer:
         return self._loader.state()
 
     def _load(self, batch: Batch, turn: Turn) -> None:
+        if self._several > 1:
+            if self._loader.load_several(batch, self._several):
+                self.full.put(batch)
+                return
+            self._several = 1
         self._skip(turn.before)
+        batch.hold(self._loader.batch_size)
         self._loader.load(batch)
         batch.state = self._skip(turn.after) or batch.state
         self.full.put(batch)
@@ -228,6 +237,9 @@ class Reader:
         self._batches = [Batch(loader.batch_size, dtype, staging()) for _ in range(depth)]
         self._state = loader.state()
         self._turns: Callable[[int], Iterator[Turn]] = lambda taken: cycle(ALONE)
+        self._alone = True  # one device gets all batches
+        self._several = 1  # batches of the net's that a batch holds, where that is possible
+        self._next: Batch | None = None  # what `peek` has seen
         self._taken = 0  # batches since `serve`
         self._first = True  # `take` is to wait for the first batch of the thread
         self._thread: threading.Thread | None = None
@@ -247,8 +259,9 @@ class Reader:
         The state of a batch is that after its turn. The deal starts anew wherever the thread was
         stopped.
         """
-        self.stop()
+        self.read_several(1)
         turns = deal or [Turn(0, rank, 0) for rank in range(len(scopes))]
+        self._alone = tuple(turns) == ALONE
         self._turns = lambda taken: cycle(turns)
         self._batches = []
         for rank, scope in enumerate(scopes):
@@ -259,7 +272,8 @@ class Reader:
 
     def lease(self, turns: Callable[[int], Iterator[Turn]]) -> None:
         """From now on make the batches of `turns(taken)`: those after so many that were taken."""
-        self.stop()
+        self.read_several(1)
+        self._alone = False
         self._turns, self._taken = turns, 0
 
     def begin(self) -> None:
@@ -267,8 +281,28 @@ class Reader:
         if self._thread is None:
             self._start()
 
+    def read_several(self, count: int) -> None:
+        """From now on make batches that hold so many of the net's, where that is possible and a
+        single device gets all of them. What was read ahead is dropped.
+        """
+        self.stop()
+        self._several = count if self._alone else 1
+        for batch in self._batches:
+            batch.hold(self._loader.batch_size)
+
+    def peek(self) -> Batch:
+        """The batch that `take` will return."""
+        self._next = self._next or self._await()
+        return self._next
+
     def take(self) -> Batch:
         """The next batch, for `give_back` after its use, or the error of making it."""
+        batch, self._next = self._next or self._await(), None
+        self._state = batch.state
+        self._taken += batch.count
+        return batch
+
+    def _await(self) -> Batch:
         self.begin()
         waits = not self._first and self._producer.full.empty()
         if waits and next(_waits) % WAITS_PER_LINE == 0:
@@ -278,8 +312,6 @@ class Reader:
         if isinstance(batch, BaseException):
             self.stop()
             raise batch
-        self._state = batch.state
-        self._taken += 1
         return batch
 
     def give_back(self, batch: Batch) -> None:
@@ -322,13 +354,14 @@ class Reader:
             return False
         self._producer.stop()
         _join(self._thread, seconds)
-        self._thread = None
+        self._thread = self._next = None
         self._finalizer.detach()
         return True
 
     def _start(self) -> None:
         self._first = True
-        self._producer = _Producer(self._loader, self._batches, self._turns(self._taken))
+        turns = self._turns(self._taken)
+        self._producer = _Producer(self._loader, self._batches, turns, self._several)
         self._finalizer = weakref.finalize(self, self._producer.stop)
         self._finalizer.atexit = False
         thread = threading.Thread(target=self._producer.run, name="caffepy-data", daemon=True)

@@ -155,6 +155,15 @@ class Transformer:
         """Position of the random stream; empty if nothing is drawn."""
         return self._twister.state() if self._draws else {}
 
+    def state_after(self, state: dict[str, Any], count: int) -> dict[str, Any]:
+        """`state` after `count` images from this one on. Any thread may call it."""
+        if not self._draws:
+            return {}
+        twister = Twister(0)
+        twister.set_state(state)
+        twister.skip(count * self._draws)
+        return twister.state()
+
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore the random stream; a state without one changes nothing."""
         if self._draws:

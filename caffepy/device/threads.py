@@ -102,6 +102,16 @@ def share(part: int, parts: int) -> Iterator[None]:
         del _inside.share
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let the calling thread do its `parallel` calls in the block by itself."""
+    before, _inside.yes = getattr(_inside, "yes", False), True
+    try:
+        yield
+    finally:
+        _inside.yes = before
+
+
 def set_num_threads(n: int) -> None:
     """Use n threads from the next call on."""
     global _threads, _queue

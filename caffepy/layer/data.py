@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from caffepy.core.errors import ConfigError, DataError
+from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.core.files import locate
 from caffepy.data.datum import COLOR, GRAY
 from caffepy.data.loader import Loader, SequentialLoader
@@ -41,6 +41,52 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Ring:
+    """Batches of a layer that were read together: of `arrays`, one (count, *shape) for each top,
+    those from `used` on are still to come. `state_after(k)` is the layer's state after k of them.
+    """
+
+    def __init__(self, most: int, shapes: Sequence[Sequence[int]], dtype: np.dtype[Any]) -> None:
+        self.most, self.used, self.count = most, 0, 0
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.arrays = [np.zeros((most, *shape), dtype) for shape in shapes]
+        self._state_after: Callable[[int], dict[str, Any]] = lambda _: {}
+
+    def fill(self, count: int, state_after: Callable[[int], dict[str, Any]]) -> None:
+        """Begin anew: the first `count` batches were written."""
+        self.used, self.count, self._state_after = 0, count, state_after
+
+    @property
+    def left(self) -> int:
+        """Number of batches to come."""
+        return self.count - self.used
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The layer's state before the next of them."""
+        return self._state_after(self.used)
+
+    def empty(self) -> None:
+        """Drop those that are left."""
+        self.count = self.used
+
+    def room(self, count: int) -> list[Array]:
+        """The first `count` batches of each top, as one whose items are theirs."""
+        first = [array[:count] for array in self.arrays]
+        return [array.reshape(-1, *array.shape[2:]) for array in first]
+
+    def give(self, top: Blobs) -> None:
+        """Copy the next one to the tops."""
+        for array, t in zip(self.arrays, top, strict=True):
+            t.reshape(array.shape[1:])
+            t.data[...] = array[self.used]
+        self.used += 1
+
+
+RING_BATCHES, RING_BYTES = 128, 1 << 18
+"""The most batches in a ring, and bytes, so that it fits into a core's cache."""
+
+
 class Feed(Layer):
     """Base of the layers without bottoms; forward reshapes the tops if the data's shape changes."""
 
@@ -49,6 +95,27 @@ class Feed(Layer):
     is_data = True
     on_gpu = True
     takes_preferred_layout = True  # values from the host are converted on their way
+    ring: Ring | None = None
+
+    def several(self, top: Blobs) -> Ring | None:
+        """The layer's ring with one batch at least, for those who take batches from there and count
+        them in `used`; None if it has to run forward.
+
+        It holds batches as forward would give them, in the order of their turn; forward takes what
+        is left in it first.
+        """
+        shapes = [t.shape for t in top]
+        if self.ring is None or self.ring.shapes != shapes:
+            if self.ring is not None and self.ring.left:
+                return None
+            size = sum(t.count for t in top) * self.dtype.itemsize
+            self.ring = Ring(min(RING_BATCHES, RING_BYTES // max(1, size)), shapes, self.dtype)
+        if not self.ring.left and self.ring.most > 1:
+            self._fill(self.ring, top)
+        return self.ring if self.ring.left else None
+
+    def _fill(self, ring: Ring, top: Blobs) -> None:
+        """Read batches into the ring, if several can be read at once."""
 
     def hand_over(self, top: Blobs, write: Callable[[list[Array]], object]) -> None:
         """Copy to the tops the host arrays that `write` fills; asynchronously on a GPU."""
@@ -79,6 +146,8 @@ class Prefetching(Feed):
     reads_files = True
     _reader: Reader | None = None
     _interrupted = False  # an exception, such as Ctrl-C, came between `take` and `give_back`
+    # The reader gives several batches at a time; None: it was not asked to, False: it could not.
+    _reads_several: bool | None = None
 
     def open(self) -> Loader:
         """The loader that fills the batches."""
@@ -107,11 +176,19 @@ class Prefetching(Feed):
 
     def serve(self, devices: Sequence[Device], deal: Sequence[Turn] | None = None) -> None:
         if self._reader:
+            self._read_anew()
             self._reader.serve([device.scope for device in devices], deal)
 
     def lease(self, turns: Callable[[int], Iterator[Turn]]) -> None:
         if self._reader:
+            self._read_anew()
             self._reader.lease(turns)
+
+    def _read_anew(self) -> None:
+        """Go back to the first batch that is left in the ring, and empty that."""
+        if self._reader and self.ring and self.ring.left:
+            self._reader.set_state(self.ring.state)
+            self.ring.empty()
 
     def read_ahead(self) -> None:
         if self._reader:
@@ -126,18 +203,35 @@ class Prefetching(Feed):
     def skip(self, batches: int) -> None:
         if self._reader is None:
             raise DataError("the layer is closed")
+        self._read_anew()
         self._reader.skip(batches)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._reader is None:
             raise DataError("the layer is closed")
+        if self.ring and not self.ring.left and self._reads_several:
+            self._fill(self.ring, top)
+        if self.ring and self.ring.left:
+            self.ring.give(top)
+        else:
+            self._take(top)
+
+    def _take(self, top: Blobs, ring: Ring | None = None) -> None:
+        """Write the reader's next batch to the tops, or those that it holds into the ring."""
+        assert self._reader
         if self._interrupted:
             self._reader.stop()
         self._interrupted = True
         batch = self._reader.take()
         try:
-            top[0].reshape(batch.shape)
             images, h_off, w_off, mirror, *labels = batch.staging.take()
+            if ring:
+                outs = ring.room(batch.count)
+            else:
+                top[0].reshape(batch.shape)
+                for t, label in zip(top[1:], labels, strict=False):
+                    t.reshape(label.shape)
+                outs = [t.data for t in top]
             crops = (h_off, w_off, mirror)
             place, mean = top[0].gpu, None
             if self._mean is not None:
@@ -145,22 +239,44 @@ class Prefetching(Feed):
                     self._means[place] = Blob(self._mean.shape, self.dtype, place)
                     self._means[place].host_data[...] = self._mean
                 mean = self._means[place].data
-            self.ops.transform_batch(images, top[0].data, crops, mean, self._scale)
-            for t, label in zip(top[1:], labels, strict=False):
-                t.reshape(label.shape)
-                self.ops.copy(label, t.data)
+            self.ops.transform_batch(images, outs[0], crops, mean, self._scale)
+            for label, out in zip(labels, outs[1:], strict=False):
+                self.ops.copy(label, out)
+            if ring:
+                ring.fill(batch.count, batch.state_after)
             batch.staging.done()
         finally:
             self._reader.give_back(batch)
         self._interrupted = False
 
+    def _fill(self, ring: Ring, top: Blobs) -> None:
+        reader = self._reader
+        if reader is None or self._reads_several is False:
+            return
+        if self._reads_several is None:
+            self._reads_several = True
+            reader.read_several(ring.most)
+        try:
+            batch = reader.peek()
+        except CaffeError:  # forward raises it again
+            return
+        if 1 < batch.count <= ring.most and batch.shape[1:] == ring.shapes[0][1:]:
+            self._take(top, ring)
+        else:
+            self._reads_several = False
+            reader.read_several(1)
+
     def state(self) -> dict[str, Any]:
         """Position and random stream after the last batch that forward copied."""
+        if self._reader and self.ring and self.ring.left:
+            return self.ring.state
         return self._reader.state() if self._reader else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go to where `state` was taken; batches read ahead are dropped."""
         if self._reader:
+            if self.ring:
+                self.ring.empty()
             self._reader.set_state(state)
 
     def close(self) -> None:
@@ -385,16 +501,36 @@ class HDF5Data(Feed):
         return self._rows.extent()
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self.hand_over(top, self._rows.read)
+        if self.ring and self.ring.left:
+            self.ring.give(top)
+        else:
+            self.hand_over(top, self._rows.read)
+
+    def _fill(self, ring: Ring, top: Blobs) -> None:
+        rows, size = self._rows, self.param.hdf5_data_param.batch_size
+        at_hand, before = rows.at_hand, rows.state()
+        count = ring.most if at_hand is None else min(ring.most, at_hand // size)
+        if count:
+            try:
+                rows.read(ring.room(count))
+            except BaseException:  # an interruption
+                rows.set_state(before)
+                raise
+            ring.fill(count, lambda batches: rows.state_after(before, batches * size))
 
     def skip(self, batches: int) -> None:
+        if self.ring and self.ring.left:
+            self._rows.set_state(self.ring.state)
+            self.ring.empty()
         self._rows.skip(batches * self.param.hdf5_data_param.batch_size)
 
     def state(self) -> dict[str, Any]:
-        return self._rows.state()
+        return self.ring.state if self.ring and self.ring.left else self._rows.state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
+        if self.ring:
+            self.ring.empty()
         self._rows.set_state(state)
 
 

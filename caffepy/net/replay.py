@@ -60,12 +60,18 @@ class Replay:
         self._parts: list[tuple[Graph | None, Callable[[], object]]] = []
         self._steady: Hashable = None  # the conditions after the last run
         self._recorded = self._replayed = 0
+        self._version = -1  # of Memory, when it replayed last
         self._never = self._is_plain = False
 
     @property
     def replays(self) -> bool:
         """True if the next run replays what was recorded, if nothing changes."""
         return bool(self._parts)
+
+    @property
+    def has_replayed(self) -> bool:
+        """True if it has replayed what was recorded, and no blob has changed since then."""
+        return self.replays and self._replayed > 0 and self._version == Memory.version
 
     def run(self, *conditions: Hashable) -> None:
         """Do the work; `conditions` are further ones under which a recording holds."""
@@ -108,7 +114,7 @@ class Replay:
         self._parts, self._is_plain = parts, is_plain
 
     def _replay(self) -> None:
-        version = Memory.version
+        version = self._version = Memory.version
         self._replayed += 1
         with self._net.ops.blas_scope() if self._is_plain else self._net.running():
             for graph, work in self._parts:
@@ -135,7 +141,7 @@ def parts_of_pass(
     """The parts of a pass of steps of a net by `run`, which takes steps in the order given."""
     return [
         Part(partial(run, list(some)), can_replay)
-        for can_replay, some in groupby(steps, partial(_can_replay, net, backward))
+        for can_replay, some in groupby(steps, partial(can_replay_step, net, backward))
     ]
 
 
@@ -205,7 +211,8 @@ class Passes:
         return self._replays[key]
 
 
-def _can_replay(net: Net, backward: bool, step: Step) -> bool:
+def can_replay_step(net: Net, backward: bool, step: Step) -> bool:
+    """True if all that a step does in this direction can be replayed."""
     if backward and not net.nodes[step.last].need_backward:
         return True  # nothing is done
     layers = [net.layers[i] for i in step.layers or (step.last,)]

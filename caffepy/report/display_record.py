@@ -42,6 +42,10 @@ class DisplayCollector(Reporter):
         self._started = False
         self._speed = Speed()
 
+    @property
+    def takes_several(self) -> bool:
+        return True
+
     def begin(self, iteration: int) -> None:
         """Called with the first iteration of the run that has a record."""
 

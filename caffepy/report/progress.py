@@ -108,6 +108,8 @@ class Progress(Reporter):
     A narrow terminal shows no learning rate. `iterations` is the number of the last iteration.
     """
 
+    takes_several = True
+
     def __init__(self, iterations: int) -> None:
         self.iterations = iterations
         self._bar: tqdm[None] | None = None

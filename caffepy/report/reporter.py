@@ -80,6 +80,10 @@ class Reporters(Reporter):
     def __init__(self, *reporters: Reporter) -> None:
         self.reporters = reporters
 
+    @property
+    def takes_several(self) -> bool:
+        return all(reporter.takes_several for reporter in self.reporters)
+
 
 def _passed_on(event: Callable[..., None]) -> Callable[..., None]:
     @wraps(event)
@@ -91,5 +95,5 @@ def _passed_on(event: Callable[..., None]) -> Callable[..., None]:
 
 
 for _name, _event in vars(Reporter).items():
-    if not _name.startswith("_"):
+    if callable(_event) and not _name.startswith("_"):
         setattr(Reporters, _name, _passed_on(_event))

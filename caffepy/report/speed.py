@@ -49,6 +49,8 @@ class Speed:
 class Timed(Reporter):
     """Controls clocks of training time: tests and snapshots do not count."""
 
+    takes_several = True
+
     def __init__(self, *clocks: Speed) -> None:
         self._clocks = clocks
 

@@ -83,6 +83,10 @@ class TensorBoard(DisplayCollector):
         except OSError as error:
             raise UsageError(f'cannot write events in "{folder}": {reason(error)}') from None
 
+    @property
+    def takes_several(self) -> bool:
+        return not self.every
+
     def begin(self, iteration: int) -> None:
         """Create a file, and hide what earlier runs wrote from here on."""
         from tensorboardX.record_writer import RecordWriter

@@ -169,6 +169,11 @@ class GraphRunner:
             between()
             net.backward(steps=self.eager_steps)
 
+    @property
+    def replays_pass(self) -> bool:
+        """True if the CPU has replayed the last pass in both directions and nothing changed."""
+        return self._pass is not None and self._pass.has_replayed
+
     def _replay_of_pass(self, between: Callable[[], None]) -> Replay:
         steps, back = self.steps, self.steps[::-1]
 

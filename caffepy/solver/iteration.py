@@ -25,15 +25,19 @@ Layer by layer, the displayed outputs are copied before the update, since Caffe 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from math import inf
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
+from caffepy.core.errors import CaffeError
 from caffepy.core.events import Reporter
 from caffepy.net import Net
 from caffepy.ops.update_state import StepResult, StepStatus
 from caffepy.solver.display import Display
 from caffepy.solver.divergence import diverged_before
+from caffepy.solver.loop import Loop
 from caffepy.solver.plateau import Event, Plateau
 from caffepy.solver.policy import advance, next_step, rate
 from caffepy.solver.positions import completed, take_positions
@@ -97,6 +101,8 @@ class Iterations:
         self.statistics = Statistics(step.net)
         self.eager = EagerRunner(step, nets, self._before_update)
         self.captured = CapturedRunner(step, nets)
+        self.loop = Loop(step, self.eager.check_loss)
+        self._seconds = inf  # the least of an iteration
         self._is_worker = is_worker
         self._pending: deque[PendingStep] = deque()
         self._held: dict[str, Any] | None = None  # positions before the test or iteration at work
@@ -116,7 +122,9 @@ class Iterations:
         self.statistics.release()
         learning_rate = self._next_rate()
         step.set_hyperparams(learning_rate, self.iter)
+        begun = perf_counter()
         runner.enqueue(self.iter)
+        self._seconds = min(self._seconds, perf_counter() - begun)
         step.update_state.mark_enqueued()
         self._pending.append(pending)
         self.state = State.ENQUEUED
@@ -127,6 +135,38 @@ class Iterations:
             self.display.show(self.iter, self.trainer.reporter)
         self._finish(learning_rate, log_clipping=displays or runner.waits)
         return learning_rate
+
+    def run_several(self, most: int) -> Iterator[tuple[int, float, float]]:
+        """Run up to `most` iterations that nothing disturbs as one call, if that is possible; yield
+        the number, the smoothed loss and the learning rate of each.
+        """
+        count = 0 if self.plateau.used else self.loop.prepare(most, self._seconds)
+        if not count:
+            return
+        step, rule, policy_step = self.step, self.step.rule, self.current_step
+        self.statistics.release()
+        numbers = list[tuple[float, float]]()
+        for iteration in range(self.iter, self.iter + count):
+            policy_step = next_step(step.param, iteration, policy_step)
+            learning_rate = rate(step.param, iteration, policy_step, self.rate_factor)
+            numbers.append((learning_rate, rule.correction(step.param, iteration)))
+        step.set_hyperparams(numbers[0][0], self.iter)
+        failure, done = None, list[tuple[int, float, float]]()
+        try:
+            self.loop.run(self.iter, numbers)
+        except CaffeError as error:
+            failure = error
+        finally:
+            losses = self.loop.finish(self.hold_positions)
+            for loss, (learning_rate, _) in zip(losses, numbers, strict=False):
+                self.display.window.add(self.iter, loss)
+                self.plateau.add(self.iter, loss)
+                self.current_step = advance(step.param, self.iter, self.current_step)
+                done.append((self.iter, self.display.window.smoothed, learning_rate))
+                self.iter += 1
+        yield from done
+        if failure is not None:
+            raise failure
 
     def _before_update(self, iteration: int) -> None:
         self.trainer.workers.check()

@@ -73,11 +73,15 @@ class EagerRunner:
         self._step.phase_timer.mark("forward")
 
     def _check_loss(self) -> float:
+        return self.check_loss(self._iteration)
+
+    def check_loss(self, iteration: int) -> float:
+        """Return the loss of the last pass; DivergenceError if it is not finite."""
         step = self._step
         loss = step.update_state.loss()
         if not isfinite(loss):
             error = diverged_before if step.saves_memory else diverged
-            raise error(step.net, self._iteration, loss)
+            raise error(step.net, iteration, loss)
         return loss
 
     def forward(self, iteration: int) -> float:

@@ -125,6 +125,8 @@ class Signals:
             log.info("Stopping after a signal; Ctrl-C once more stops at once. %s", self._then)
         return asked
 
+    poll.takes_several = True  # type: ignore[attr-defined]
+
     def check(self, *_: object) -> None:
         """Raise KeyboardInterrupt after the second signal; nets call this before each layer."""
         self.calls += 1

@@ -43,14 +43,23 @@ from caffepy.solver.worker_group import EndedGroup, WorkerGroup
 log = logging.getLogger(__name__)
 
 
+def _no_action() -> Action:
+    return Action.NONE
+
+
+_no_action.takes_several = True  # type: ignore[attr-defined]
+
+
 class Solver:
     """Trains the net of a SolverParameter, with any of the update rules that `type` names.
 
     `path` is the solver file: messages name places in it, and nets and weights may lie beside it.
-    `action` is polled once an iteration and once a test batch. `rank` is added to random_seed.
-    `precision` overrides the number format that the train net asks for. With a `root`, layers that
-    are shared in parallel are the root's; only rank 0 can do without. Batches of the train net are
-    a `batch_parts`-th of what the net says. ConfigError and DataError say what does not fit.
+    `action` is polled once an iteration and once a test batch; where it has `takes_several = True`,
+    and so has the reporter, after iterations on the CPU that take a few milliseconds together.
+    `rank` is added to random_seed. `precision` overrides the number format that the train net asks
+    for. With a `root`, layers that are shared in parallel are the root's; only rank 0 can do
+    without. Batches of the train net are a `batch_parts`-th of what the net says. ConfigError and
+    DataError say what does not fit.
 
     On a GPU an iteration is captured as CUDA graphs and replayed, unless `capture` is set to False.
     Its loss or error is then known some iterations later, at the latest when something is
@@ -79,7 +88,7 @@ class Solver:
         self.reporter = reporter or Reporter()
         self._own_reporter: Reporter | None = None  # from before `join`
         self.workers = WorkerGroup(not self.device.follows)
-        self.action: Callable[[], Action] = lambda: Action.NONE
+        self.action: Callable[[], Action] = _no_action
         self.capture = True
         self.recompute: tuple[Recompute, int | None] = 1, None  # what `save_memory` was given
         self.stopped = False  # the last step or solve ended early because `action` asked for it
@@ -261,6 +270,12 @@ class Solver:
             with stopping_workers(iterations):
                 while self.iter < end and not self.stopped:
                     number = self.iter
+                    if (undisturbed := self._undisturbed(end)) > 1:
+                        for told in iterations.run_several(undisturbed):
+                            self.reporter.iterated(*told, self.images)
+                        if self.iter > number:
+                            self._poll(due(self.iter, param.snapshot))
+                            continue
                     self.device.flush()
                     initial = number == 0 and not param.test_initialization
                     tests = due(number - param.test_offset, param.test_interval) and not initial
@@ -278,6 +293,24 @@ class Solver:
                     self.reporter.iterated(number, display.loss, rate, self.images)
                     self._poll(due(self.iter, param.snapshot))
                 iterations.collect(wait=True)
+
+    def _undisturbed(self, end: int) -> int:
+        """Number of iterations after which, and not before, something is due; 0 if each is to be
+        known as soon as it is done.
+        """
+        param, number = self.param, self.iter
+        alone = type(self.workers) is WorkerGroup and not self._step.callbacks
+        several = self.reporter.takes_several and getattr(self.action, "takes_several", False)
+        if not (self.capture and alone and several) or param.debug_info:
+            return 0
+        most = end - number
+        if param.display > 0:
+            most = min(most, -number % param.display)
+        if param.test_interval > 0:
+            most = min(most, (param.test_offset - number) % param.test_interval)
+        if param.snapshot > 0:
+            most = min(most, param.snapshot - number % param.snapshot)
+        return most
 
     def _poll(self, snapshot_is_due: bool = False) -> None:
         """Do what signals ask for; a snapshot comes first."""

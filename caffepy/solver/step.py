@@ -4,7 +4,7 @@
 averages gradients over solvers) and `update`. `runners.py` has the two ways to do so.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol
 
@@ -199,8 +199,8 @@ class Step:
     def begin(self) -> None:
         """Zero gradients and loss; save the layers' running statistics; call `on_start`."""
         self.begun = True
-        self.update_state.begin(self._added_to if self.overwrites else [self.params.diff])
-        self.update_state.save_stats(self._statistics)
+        self.update_state.begin(self.cleared)
+        self.save_stats()
         if self._pulls:
             self.phase_timer.mark("update")
             if self._updates:
@@ -213,6 +213,15 @@ class Step:
                 # The root's came with its parameters.
                 self.update_state.restore_stats(self._statistics)
             self.phase_timer.mark("synchronization")
+
+    @property
+    def cleared(self) -> Sequence[Array]:
+        """The gradients that are zeroed before a pass adds to them."""
+        return self._added_to if self.overwrites else [self.params.diff]
+
+    def save_stats(self) -> None:
+        """Save the layers' running statistics for `restore_stats`."""
+        self.update_state.save_stats(self._statistics)
 
     def pull(self) -> None:
         """Get parameters by the synchronizer; the running statistics stay this solver's own."""

@@ -61,7 +61,8 @@ def given_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def replays(solver: Solver) -> int:
     graphs = solver.iterations.step.graphs
-    return graphs._pass._replayed if graphs._pass else 0
+    one_by_one = graphs._pass._replayed if graphs._pass else 0
+    return one_by_one + solver.iterations.loop._replayed
 
 
 def numbers(solver: Solver) -> Any:

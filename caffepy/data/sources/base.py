@@ -158,6 +158,10 @@ class Source(AnySource):
         """
         return np.zeros(len(items), np.bool_)
 
+    def state_at(self, items: Items, i: int) -> State:
+        """`state` before item i of `items`, for sources with a `copy`. Any thread may call it."""
+        raise NotImplementedError
+
     def decoder(self, items: Items) -> Callable[[int], tuple[Array, int]]:
         """`decode` of items by their place in `items`, for sources that prepare it for a batch."""
         return lambda i: self.decode(items[i])

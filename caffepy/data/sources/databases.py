@@ -281,7 +281,11 @@ class Database(Source):
         return Records.joined(parts)
 
     def state(self) -> State:
-        return {"record": self._index, "key": np.frombuffer(bytes(self.peek()[0]), np.uint8)}
+        return _position(self._index, self.peek())
+
+    def state_at(self, items: Items, i: int) -> State:
+        assert isinstance(items, Records)
+        return _position(int(items.rows[i, 4]), items[i])
 
     def set_state(self, state: State) -> None:
         self.seek(int(state["record"]), np.asarray(state["key"], np.uint8).tobytes())
@@ -312,6 +316,10 @@ class Database(Source):
     @abstractmethod
     def _find(self, key: bytes, index: int) -> bool:
         """Go to the record of this key, probably number `index`; false if there is none."""
+
+
+def _position(index: int, record: Record) -> State:
+    return {"record": index, "key": np.frombuffer(bytes(record[0]), np.uint8)}
 
 
 def _encoded(items: Items) -> tuple[Array, list[list[int]], list[int]]:

@@ -148,6 +148,18 @@ class HDF5Rows:
             if self._row == len(self._rows):
                 self._go(self._visit + 1, 0)
 
+    @property
+    def at_hand(self) -> int | None:
+        """Number of rows that `read` has without another file; None if there is no other."""
+        if not self._ready or self._loaded != self._visit:
+            return 0
+        return len(self._rows) - self._row - 1 if len(self._files) > 1 else None
+
+    def state_after(self, state: State, count: int) -> State:
+        """`state` after `count` rows that were `at_hand` in this one."""
+        visits, row = divmod(state["row"] + count, len(self._rows))
+        return {**state, "visit": state["visit"] + visits, "row": row}
+
     def skip(self, count: int) -> None:
         """Go past the next `count` rows; no file is loaded before `read` wants it."""
         visit, row = self._visit, self._row + count

@@ -98,7 +98,7 @@ class Graph:
         self._calls.append((row, again))
 
     def finish(self, seconds: float) -> None:
-        """End the recording of a run that took so many seconds."""
+        """End the recording; a replay will take about so many seconds."""
         self._replay = _code().replay_beside if seconds > LONG else _code().replay
         thunks = _thunks({row.kind for row, _ in self._calls if row})
         self._parts, rows, calls = [], list[_Row](), list[Callable[[], object]]()
@@ -126,13 +126,16 @@ class Graph:
 
     # replay
 
-    def replay(self) -> None:
-        """Make all calls again; the exception of one is raised, those after it are not made."""
+    def replay(self, times: int = 1) -> None:
+        """Make all calls again; the exception of one is raised, those after it are not made.
+
+        Several `times` only if it `is_one_call`.
+        """
         for part in self._parts:
             if isinstance(part, _Bound):
-                done = self._replay(part.address, part.rows)
-                if done < part.rows:
-                    part.calls[done]()  # raises what it found
+                done = self._replay(part.address, part.rows, times)
+                if done < part.rows * times:
+                    part.calls[done % part.rows]()  # raises what it found
                     raise AssertionError("a call failed that does not fail again")
             else:
                 part()
@@ -287,12 +290,14 @@ LOADS = {
 _POINTER = str(ir.IntType(64).as_pointer())
 
 _HEAD = f"""
-define i64 @replay(i64 %table, i64 %count) {{
+define i64 @replay(i64 %table, i64 %count, i64 %times) {{
 entry:
   %rows = inttoptr i64 %table to {_POINTER}
+  %all = mul i64 %count, %times
   br label %call
 call:
-  %i = phi i64 [0, %entry], [%next, %made]
+  %made = phi i64 [0, %entry], [%next, %done]
+  %i = phi i64 [0, %entry], [%row, %done]
   %at = mul i64 %i, 3
   %at1 = add i64 %at, 1
   %at2 = add i64 %at, 2
@@ -305,21 +310,24 @@ call:
   %code = inttoptr i64 %thunk to {{pointer}}
   %status = call i32 %code(i64 %function, i64 %words)
   %failed = icmp ne i32 %status, 0
-  br i1 %failed, label %stop, label %made
-made:
-  %next = add i64 %i, 1
-  %more = icmp slt i64 %next, %count
+  br i1 %failed, label %stop, label %done
+done:
+  %next = add i64 %made, 1
+  %after = add i64 %i, 1
+  %ends = icmp eq i64 %after, %count
+  %row = select i1 %ends, i64 0, i64 %after
+  %more = icmp slt i64 %next, %all
   br i1 %more, label %call, label %end
 stop:
-  ret i64 %i
+  ret i64 %made
 end:
-  ret i64 %count
+  ret i64 %all
 }}
 """.replace("{pointer}", str(ir.FunctionType(ir.IntType(32), [ir.IntType(64)] * 2).as_pointer()))
 
 
 class _Code(NamedTuple):
-    replay: Any  # (table, count) -> number of calls made, with Python's lock
+    replay: Any  # (table, count, times) -> number of calls made, with Python's lock
     replay_beside: Any  # the same without it
 
 
@@ -341,7 +349,7 @@ def _compile(text: str) -> Any:
 @global_compiler_lock
 def _code() -> _Code:
     address = _compile(_HEAD).get_function_address("replay")
-    arguments = ctypes.c_int64, ctypes.c_uint64, ctypes.c_int64
+    arguments = ctypes.c_int64, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64
     kinds = ctypes.PYFUNCTYPE(*arguments), ctypes.CFUNCTYPE(*arguments)
     return _Code(*(kind(address) for kind in kinds))
 

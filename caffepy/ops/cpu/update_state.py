@@ -11,6 +11,7 @@ from caffepy.device.device import Device
 from caffepy.device.recording import call, recorder
 from caffepy.ops import objects
 from caffepy.ops.cpu.compiler import EXACT, kernel
+from caffepy.ops.cpu.copies import copy
 from caffepy.ops.cpu.elementwise import dot
 from caffepy.ops.update_state import Limits, StepResult, StepStatus
 
@@ -26,6 +27,32 @@ def _add_loss(data: Array, weight: Array, is_first: bool, sums: Array) -> None:
 def _add_pass(sums: Array) -> None:
     sums[1] += sums[0]
     sums[2] = 0 if np.isfinite(sums[0]) else 1
+
+
+@kernel
+def _begin(numbers: Array, places: Array, rate: Array, correction: Array, sums: Array) -> None:
+    rate[()], correction[()] = numbers[places[0], 0], numbers[places[0], 1]
+    sums[1] = 0
+
+
+@kernel
+def _clear(array: Array) -> None:
+    for i in range(array.size):
+        array[i] = 0
+
+
+@kernel
+def _take(batches: Array, place: Array, out: Array, step: int) -> None:
+    batch = batches[place[0]]
+    for i in range(out.size):
+        out[i] = batch[i]
+    place[0] += step
+
+
+@partial(kernel, fastmath=EXACT)
+def _end(sums: Array, passes: float, losses: Array, places: Array) -> None:
+    losses[places[0]] = sums[1] / passes
+    places[0] += 1
 
 
 def _loss(losses: Sequence[Blob]) -> float:
@@ -52,7 +79,10 @@ class UpdateState(objects.UpdateState):
         self._sums[1] = 0
 
     def save_stats(self, blobs: Sequence[Blob]) -> None:
-        self._saved = [blob.data.copy() for blob in blobs]
+        if [array.shape for array in self._saved] != [blob.shape for blob in blobs]:
+            self._saved = [np.empty_like(blob.data) for blob in blobs]
+        for array, blob in zip(self._saved, blobs, strict=True):
+            copy(blob.data, array)
 
     def restore_stats(self, blobs: Sequence[Blob]) -> None:
         for blob, kept in zip(blobs, self._saved, strict=True):
@@ -112,6 +142,43 @@ class UpdateState(objects.UpdateState):
 
     def state(self) -> dict[str, float]:
         return {}
+
+
+class Series:
+    """Up to `most` iterations of a `state` that follow each other as one call of compiled code.
+
+    `numbers` (most, 2) are rate and correction of each, `losses` (most,) their results. `places`
+    (1 + feeds,) are the place of the next iteration in these, and that of the next batch of each
+    feed, which were `begun` (feeds,) before the first.
+    """
+
+    def __init__(self, state: UpdateState, most: int, feeds: int) -> None:
+        self._state = state
+        self.numbers, self.losses = np.zeros((most, 2)), np.zeros(most)
+        self.places, self.begun = np.zeros(1 + feeds, np.int64), np.zeros(feeds, np.int64)
+
+    def begin(self, numbers: Sequence[tuple[float, float]], places: Sequence[int]) -> None:
+        """Begin anew: with these numbers, and with these places of the next batches."""
+        self.numbers[: len(numbers)] = numbers
+        self.places[0], self.places[1:], self.begun[:] = 0, places, places
+
+    def take(self, feed: int, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
+        """Copy the next batch of a feed from arrays (count, N, ...)."""
+        place, last = self.places[1 + feed : 2 + feed], len(outs) - 1
+        for i, (array, out) in enumerate(zip(arrays, outs, strict=True)):
+            call(_take, array.reshape(len(array), -1), place, out.reshape(-1), int(i == last))
+
+    def begin_iteration(self, diffs: Sequence[Array]) -> None:
+        """Do `set_hyperparams` and `begin` for the next one, in what is recorded."""
+        state = self._state
+        call(_begin, self.numbers, self.places, state.rate, state.correction, state._sums)
+        for diff in diffs:
+            call(_clear, diff)
+
+    def end_iteration(self) -> None:
+        """Keep its mean loss, in what is recorded."""
+        state = self._state
+        call(_end, state._sums, float(state._limits.passes), self.losses, self.places)
 
 
 class Sums:
