@@ -25,6 +25,18 @@ class Recorder(Protocol):
     def check(self, found: Any, check: Callable[[], object]) -> None:
         """Call `check`; a replay does so if the first element of `found`, float64, is not 0."""
 
+    def seed(self, source: "Seeds", into: Any) -> None:
+        """Write a new seed into an int64 array ()."""
+
+
+class Seeds(Protocol):
+    """What seeds are drawn from."""
+
+    random: Any  # has a `state` that can be read and set
+
+    def draw_seed(self) -> int:
+        """Return the next seed."""
+
 
 _thread = threading.local()
 """`.recorder` is that of a thread, None while it makes a call."""
@@ -46,6 +58,14 @@ def call(function: Callable[..., Any], *args: Any) -> None:
         keeps.call(function, *args)
     else:
         function(*args)
+
+
+def draw_seed(source: Seeds, into: Any) -> None:
+    """Write a new seed into an int64 array (), again in each replay of a thread that records."""
+    if keeps := recorder():
+        keeps.seed(source, into)
+    else:
+        into[()] = source.draw_seed()
 
 
 @contextmanager

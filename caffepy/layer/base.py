@@ -19,7 +19,9 @@ from caffepy.core.registry import Registry
 from caffepy.data.reader import ALONE, Turn
 from caffepy.device.blob import PLAIN, Array, Blob, Layout, on_host, shape_string
 from caffepy.device.device import Device, ErrorFlag
+from caffepy.device.recording import draw_seed
 from caffepy.layer.filler import fill
+from caffepy.ops.protocol import Seed
 from caffepy.proto.caffe_pb2 import TRAIN, FillerParameter, LayerParameter
 from caffepy.proto.forks import fork_of_layer, refused_setting
 from caffepy.proto.text import where
@@ -408,17 +410,18 @@ class Drawing(Layer):
 
     # Drawn by the first pass, so that fillers get the same numbers on any device.
     seed: int | None = None
-    drawn: tuple[int, Array | None] = 0, None  # what `draw` returned last
+    drawn: tuple[Seed, Array | None] = 0, None  # what `draw` returned last
     counter_of_pass: Array | None = None  # of a layer that is recomputed
+    seed_of_pass: Array | None = None  # of a device without a step counter
 
     @property
     def draws(self) -> bool:
         """True if forward draws, in this phase and with these settings."""
         return self.phase == TRAIN
 
-    def draw(self) -> tuple[int, Array | None]:
+    def draw(self) -> tuple[Seed, Array | None]:
         """The seed of the next numbers, and the step counter of a device that has one; those of
-        the numbers before if forward is recomputed.
+        the numbers before if forward is recomputed. Without a counter the seed is an array.
 
         The solver counts a pass beside its backward. So a layer that is recomputed there keeps the
         counter as it was.
@@ -427,7 +430,10 @@ class Drawing(Layer):
             return self.drawn
         counter = self.device.step_counter
         if counter is None:
-            self.drawn = self.device.draw_seed(), None
+            if self.seed_of_pass is None:
+                self.seed_of_pass = np.zeros((), np.int64)
+            draw_seed(self.device, self.seed_of_pass)
+            self.drawn = self.seed_of_pass, None
             return self.drawn
         if self.seed is None:
             self.seed = self.device.draw_seed()

@@ -255,7 +255,7 @@ class Dropout(Drawing, Elementwise):
     """
 
     backward_reads_bottom = backward_reads_top = False
-    can_fuse = True
+    can_fuse = can_replay = True
 
     @property
     def draws(self) -> bool:

@@ -65,6 +65,10 @@ class LRN(SameShape):
         self.product = self.buffer_like(bottom[0])
 
     @property
+    def can_replay(self) -> bool:  # type: ignore[override]
+        return self.across
+
+    @property
     def buffers(self) -> Blobs:
         scale = [] if self.across and self._kept_scale is None else [self.scale]
         return [*super().buffers, *scale]

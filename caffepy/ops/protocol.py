@@ -36,6 +36,8 @@ from caffepy.ops.overlap import YoloWeights
 from caffepy.ops.update_state import Limits, Number, Segments
 
 Maybe = Array | None
+Seed = int | Array
+"""A seed, or on the CPU an int64 array () of it, which is read when the operation runs."""
 Pair = tuple[int, int]
 Window = tuple[Pair, Pair, Pair]
 """kernel, stride and pad, each (height, width)."""
@@ -205,7 +207,7 @@ class Ops(Protocol):
         b: Maybe,
         relu: bool,
         ratio: float,
-        seed: int,
+        seed: Seed,
         mask: Maybe,
         step_counter: Maybe = None,
     ) -> None:
@@ -272,7 +274,7 @@ class Ops(Protocol):
         """dx = dy * power * scale * (shift + scale * x)^(power - 1)."""
 
     def dropout_forward(
-        self, x: Array, y: Array, mask: Array, ratio: float, seed: int, step_counter: Maybe = None
+        self, x: Array, y: Array, mask: Array, ratio: float, seed: Seed, step_counter: Maybe = None
     ) -> None:
         """mask = 1 with probability 1 - ratio, a hash of seed and place in memory, the same on CPU
         and GPU; y = x * mask / (1 - ratio).
@@ -287,7 +289,7 @@ class Ops(Protocol):
         y: Array,
         slope: Array,
         bounds: tuple[float, float],
-        seed: int,
+        seed: Seed,
         step_counter: Maybe = None,
     ) -> None:
         """slope = 1 where x > 0, else 1 / a, a uniform between the bounds: drawn as the mask of
@@ -513,7 +515,7 @@ class Ops(Protocol):
         y: Array,
         index: Array,
         window: Window,
-        seed: int,
+        seed: Seed,
         step_counter: Maybe = None,
     ) -> None:
         """Write a random element of each window, with probability in proportion to its value, and

@@ -13,7 +13,7 @@ second one. If single iterations turn out to be faster, it is given up.
 from collections.abc import Callable, Hashable, Sequence
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from caffepy.device.blob import Memory
 from caffepy.device.recording import recording
@@ -49,9 +49,10 @@ class Loop:
         self._steady: Hashable = None  # the conditions of the recording
         self._steps: list[NetStep] = []  # all but those that feed
         self._feeds: list[tuple[int, Feed]] = []  # with their places in the net
-        self._recorded = self._replayed = 0
+        self._recorded = self._replayed = self._refused = 0
         self._seconds = inf  # of an iteration
         self._first = self._count = 0  # number of the first iteration of a call, and how many
+        self._random: dict[str, Any] = {}  # state of random numbers before it
         self._never = False
 
     def prepare(self, most: int, seconds: float) -> int:
@@ -65,6 +66,7 @@ class Loop:
         if not can_replay(step.net, step.graphs.net_callbacks) or not self._hold():
             return 0
         most = min(most, MOST, int(LONGEST / min(seconds, self._seconds)))
+        most = min(most, self._graph.most) if self._graph else most
         self._never = inf > self._seconds > SLOWER * seconds
         if self._never or most < 2:
             return 0
@@ -74,7 +76,9 @@ class Loop:
                 callback(place)
             ring = feed.several(step.net.nodes[place].layer_tops)
             batches = min(batches, ring.left if ring else 0)
-        return batches // passes if batches >= 2 * passes else 0
+        self._refused += not batches
+        self._never = changes_too_often(self._refused, self._replayed)
+        return batches // passes if self._graph else min(1, batches // passes)
 
     def _hold(self) -> bool:
         """Keep what was recorded if it still holds; false if nothing can be recorded."""
@@ -113,12 +117,12 @@ class Loop:
             self._series = Series(state, MOST, len(self._feeds))
         series, rings = self._series, [feed.ring for _, feed in self._feeds]
         series.begin(numbers, [ring.used for ring in rings if ring])
+        self._random = step.device.random.state
         self._first, self._count, step.begun = first, count, True
         with alone(), step.overwrite_gradients():
             if self._graph is None:
                 self._record(series)
-                count -= 1
-            if self._graph and count:
+            else:
                 begun, step.whole = perf_counter(), False
                 try:
                     self._graph.replay(count)
@@ -135,14 +139,19 @@ class Loop:
         count, self._count = self._count, 0
         if not count:
             return []  # interrupted before it began
-        series, passes = self._series, self._step.param.iter_size
+        series, passes, device = self._series, self._step.param.iter_size, self._step.device
         assert series
         done = int(series.places[0])
         if done < count:
+            random = device.random.state
             for place, (_, feed) in zip(series.begun, self._feeds, strict=True):
                 assert feed.ring
                 feed.ring.used = int(place) + done * passes
+            device.random.state = self._random
+            for _ in range(done * len(self._graph.seeds) if self._graph else 0):
+                device.draw_seed()
             hold()
+            device.random.state = random
         for place, (_, feed) in zip(series.places[1:], self._feeds, strict=True):
             assert feed.ring
             feed.ring.used = int(place)

@@ -43,9 +43,11 @@ REPLAYED = {
     "ConvolutionDepthwise",
     "DepthwiseConv",
     "DepthwiseConvolution",
+    "Dropout",
     "Eltwise",
     "Flatten",
     "InnerProduct",
+    "LRN",
     "Pooling",
     "ReLU",
     "Reshape",
@@ -256,7 +258,7 @@ def test_shapes_that_change_all_the_time_end_recording() -> None:
 
 def test_a_layer_in_between_runs_each_time() -> None:
     """One that draws random numbers, between two stretches that are replayed."""
-    net = CHAIN + library.layer("Dropout", "drop", "prob") + library.inner_product("ip2", "drop", 3)
+    net = CHAIN + library.layer("RReLU", "drop", "ip") + library.inner_product("ip2", "drop", 3)
     nets = both("state { phase: TRAIN } " + net)
     runner, rng = Replaying(nets[1]), np.random.default_rng(4)
     for _ in range(RUNS):
@@ -265,9 +267,9 @@ def test_a_layer_in_between_runs_each_time() -> None:
             way.forward()
             way.backward()
         equal(nets)
-    mask = nets[1].blobs["drop"].host_data.copy()
+    drawn = nets[1].blobs["drop"].host_data.copy()
     runner.forward()
-    assert not np.array_equal(nets[1].blobs["drop"].host_data, mask)
+    assert not np.array_equal(nets[1].blobs["drop"].host_data, drawn)
     assert [graph is None for graph, _ in runner.way_forward._parts] == [False, True, False]
 
 

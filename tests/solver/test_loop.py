@@ -219,8 +219,9 @@ def test_settings_that_python_changes_count(rule: str) -> None:
 
 
 def failing(folder: Path, at: int, value: float, name: str) -> str:
-    """A net whose rows are bad in batch `at`."""
-    net = library.linear_classifier(rows(folder, (400,)), 3)
+    """A net whose rows are bad in batch `at`; it drops some of what it has."""
+    dropped = library.layer("Dropout", "dropped", "data")
+    net = library.linear_classifier(rows(folder, (400,)) + dropped, 3, "dropped")
     with h5py.File(folder / "0.h5", "r+") as file:
         file[name][4 * at + 2] = value
     return net
@@ -247,7 +248,7 @@ def test_an_iteration_that_fails(
         assert solver.iter == 41 // passes
         assert solver.iterations.step.whole
         ended.append(numbers(solver)[: solver.params.data.size])
-        states.append([state_of(solver), solver.net.state()])
+        states.append([state_of(solver), solver.net.state(), solver.device.random.state])
         solver.step(5)
         ended[-1] = np.concatenate([ended[-1], numbers(solver)])
         assert (looped(solver) > 3) == capture
@@ -399,8 +400,16 @@ def test_an_interruption_between_calls_counts_what_was_done(
     np.testing.assert_array_equal(*map(numbers, (solver, plain)))
 
 
-def test_layers_that_draw_numbers_run_singly() -> None:
-    same(RULES["SGD"], DROPPING, loops=False)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_layers_that_draw_seeds(passes: int) -> None:
+    """In training and in tests, in the order of single iterations."""
+    more = library.layer("Dropout", "noisy", "ip1")
+    net = library.perceptron(library.digits(7, 11), more) + library.accuracy("ip2")
+    same(RULES["SGD"] + SHOWN + f"iter_size: {passes} ", net, (21, 1, 2, 16))
+
+
+def test_other_layers_that_draw_numbers_run_singly() -> None:
+    same(RULES["SGD"], DROPPING.replace("Dropout", "RReLU"), loops=False)
 
 
 def test_a_loop_that_is_slower_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ CONVOLUTIONS = (
 )
 FED = library.linear_classifier(library.inputs("in", data=(4, 6), label=(4,)), 3)
 DROPPING = library.perceptron(library.digits(7, 11))
+DRAWING = DROPPING.replace("Dropout", "RReLU")
 SETTINGS = (
     'lr_policy: "step" gamma: 0.5 stepsize: 6 base_lr: 0.02 snapshot_after_train: false '
     "display: 2 average_loss: 3 test_iter: 3 test_interval: 5 test_compute_loss: true "
@@ -106,8 +107,9 @@ def test_several_passes() -> None:
     same(RULES["Adam"] + 'type: "Adam" iter_size: 3 ')
 
 
-def test_layers_in_between_draw_the_same_numbers() -> None:
-    same(RULES["SGD"], DROPPING)
+@pytest.mark.parametrize("net", [DROPPING, DRAWING], ids=["replayed", "in between"])
+def test_layers_draw_the_same_numbers(net: str) -> None:
+    same(RULES["SGD"], net)
 
 
 def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
@@ -228,11 +230,11 @@ def reading(folder: Path, files: str) -> str:
 def test_a_layer_that_waits_for_data_is_the_last_that_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And signals are checked before it waits; Dropout runs between what is replayed."""
+    """And signals are checked before it waits; RReLU runs between what is replayed."""
     signals = Signals()
     monitor = Monitor(signals)
     data = reading(tmp_path, f"{tmp_path}/good.h5")
-    solver = solver_of('lr_policy: "fixed" ', library.perceptron(data))
+    solver = solver_of('lr_policy: "fixed" ', library.perceptron(data).replace("Dropout", "RReLU"))
     net, seen = solver.net, list[tuple[object, int]]()
     heartbeat = Heartbeat(monitor, net)
     net.before_forward.append(heartbeat)

@@ -14,6 +14,7 @@ What cannot be called so (work that threads share, other functions) is kept as a
 """
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -25,14 +26,23 @@ from numba.core import types
 from numba.core.compiler_lock import global_compiler_lock
 
 from caffepy.device.blob import Array
-from caffepy.device.recording import recording
+from caffepy.device.recording import Seeds, recording
 from caffepy.device.threads import parallel, ranges
-from caffepy.ops.cpu.compiler import Kernel
+from caffepy.ops.cpu.compiler import Kernel, kernel
 
 LONG = 2e-4
 """Seconds of a run after which other Python threads may go on beside a replay."""
 
+MOST_SEEDS = 1 << 12
+"""Seeds that one call of `Graph.replay` can draw."""
+
 Words = list[int]
+
+
+@kernel
+def _next_seed(seeds: Array, place: Array, into: Array) -> None:
+    into[()] = seeds[place[0]]
+    place[0] += 1
 
 
 class _Row(NamedTuple):
@@ -63,6 +73,9 @@ class Graph:
         self._parts: list[_Bound | Callable[[], object]] = []
         self._kept: list[object] = []
         self.is_one_call = True  # of compiled code, or none
+        self.seeds: list[Seeds] = []  # of each seed of a replay, what it is drawn from
+        self._drawn = np.zeros(0, np.int64)  # seeds of a call, drawn before it
+        self._place = np.zeros(1, np.int64)  # of the next one
         self._replay = _code().replay
 
     # recording
@@ -93,6 +106,23 @@ class Graph:
         assert found.dtype == np.float64
         self._kept.append(found)
         self._keep(_Row(CHECK, found.ctypes.data, np.zeros(1, np.int64)), check)
+
+    def seed(self, source: Seeds, into: Array) -> None:
+        """Write a new seed into an array and keep that: a call draws all its seeds first."""
+        if not self.seeds:
+            self._drawn = np.zeros(MOST_SEEDS, np.int64)
+        self.seeds.append(source)
+        self._drawn[0], self._place[0] = source.draw_seed(), 0
+        self.call(_next_seed, self._drawn, self._place, into)
+
+    @property
+    def most(self) -> int:
+        """Number of times that `replay` can be asked for."""
+        return MOST_SEEDS // len(self.seeds) if self.seeds else sys.maxsize
+
+    def _draw(self, times: int) -> None:
+        drawn = [source.draw_seed() for _ in range(times) for source in self.seeds]
+        self._drawn[: len(drawn)], self._place[0] = drawn, 0
 
     def _keep(self, row: _Row | None, again: Callable[[], object]) -> None:
         self._calls.append((row, again))
@@ -129,8 +159,24 @@ class Graph:
     def replay(self, times: int = 1) -> None:
         """Make all calls again; the exception of one is raised, those after it are not made.
 
-        Several `times` only if it `is_one_call`.
+        Several `times` only if it `is_one_call`, and `most` of them. After an exception those
+        seeds are drawn that were used.
         """
+        if not self.seeds:
+            self._run(times)
+            return
+        before = [source.random.state for source in self.seeds]
+        self._draw(times)
+        try:
+            self._run(times)
+        except BaseException:
+            for source, state in zip(self.seeds, before, strict=True):
+                source.random.state = state
+            for i in range(int(self._place[0])):
+                self.seeds[i % len(self.seeds)].draw_seed()
+            raise
+
+    def _run(self, times: int) -> None:
         for part in self._parts:
             if isinstance(part, _Bound):
                 done = self._replay(part.address, part.rows, times)

@@ -9,7 +9,8 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.blas import add_bias, bias_gradient
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN, blockwise, flatwise
-from caffepy.ops.cpu.random import mix, seed_of_pass
+from caffepy.ops.cpu.random import mix, seed_array
+from caffepy.ops.protocol import Seed
 
 Maybe = Array | None
 
@@ -224,9 +225,9 @@ def swish_backward(y: Array, sigmoid: Array, dy: Array, dx: Array, beta: float) 
 
 
 @kernel
-def _keep(seed: int, threshold: int, mask: Array, lo: int, hi: int) -> None:
-    mask, first, bound = mask[lo:hi], np.uint32(seed + lo), np.uint32(threshold)
-    second = mix(np.uint32(seed))
+def _keep(seed: Array, threshold: int, mask: Array, lo: int, hi: int) -> None:
+    mask, first, bound = mask[lo:hi], np.uint32(seed[()] + lo), np.uint32(threshold)
+    second = mix(np.uint32(seed[()]))
     for i in range(mask.size):
         h = mix(np.uint32(first + np.uint32(i)))
         mask[i] = mix(np.uint32(h + second)) >= bound
@@ -241,11 +242,10 @@ def _masked(x: Maybe, mask: Array, y: Array, scale: float) -> None:
 
 
 def dropout_forward(
-    x: Array, y: Array, mask: Array, ratio: float, seed: int, step_counter: Maybe = None
+    x: Array, y: Array, mask: Array, ratio: float, seed: Seed, step_counter: Maybe = None
 ) -> None:
-    if step_counter is not None:
-        seed = int(seed_of_pass(seed, int(step_counter)))
-    parallel(partial(_keep, seed, int(ratio * (1 << 32)), mask.reshape(-1)), mask.size, GRAIN)
+    given = seed_array(seed, step_counter), int(ratio * (1 << 32))
+    parallel(partial(_keep, *given, mask.reshape(-1)), mask.size, GRAIN)
     dropout_backward(x, mask, y, ratio)
 
 
@@ -266,11 +266,10 @@ def rrelu_forward(
     y: Array,
     slope: Array,
     bounds: tuple[float, float],
-    seed: int,
+    seed: Seed,
     step_counter: Maybe = None,
 ) -> None:
-    if step_counter is not None:
-        seed = int(seed_of_pass(seed, int(step_counter)))
+    seed = int(seed_array(seed, step_counter))
     flat = x.reshape(-1), y.reshape(-1), slope.reshape(-1)
     numbers = bounds[0], bounds[1] - bounds[0]
     parallel(partial(_slopes, seed, *numbers, *flat), y.size, GRAIN)
@@ -281,7 +280,13 @@ def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
 
 
 def bias_act_forward(
-    y: Array, b: Maybe, relu: bool, ratio: float, seed: int, mask: Maybe, step_counter: Maybe = None
+    y: Array,
+    b: Maybe,
+    relu: bool,
+    ratio: float,
+    seed: Seed,
+    mask: Maybe,
+    step_counter: Maybe = None,
 ) -> None:
     if b is not None:
         add_bias(y, b)

@@ -14,8 +14,8 @@ from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.normalization import norm_backward
-from caffepy.ops.cpu.random import mix, seed_of_pass
-from caffepy.ops.protocol import Maybe, Pair, Window
+from caffepy.ops.cpu.random import mix, seed_array
+from caffepy.ops.protocol import Maybe, Pair, Seed, Window
 
 
 class _Layout(NamedTuple):
@@ -258,10 +258,9 @@ def ave_pool_backward(dy: Array, dx: Array, window: Window, y: Array | None = No
 
 
 def stochastic_pool_forward(
-    x: Array, y: Array, index: Array, window: Window, seed: int, step_counter: Array | None = None
+    x: Array, y: Array, index: Array, window: Window, seed: Seed, step_counter: Array | None = None
 ) -> None:
-    if step_counter is not None:
-        seed = int(seed_of_pass(seed, int(step_counter)))
+    seed = int(seed_array(seed, step_counter))
     planes = [a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in (x, y, index)]
     parallel(partial(_stochastic_forward, *planes, seed, window), len(planes[0]))
 

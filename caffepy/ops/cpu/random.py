@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.device.blob import Array
 from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.protocol import Maybe, Seed
 
 
 @kernel
@@ -25,3 +27,10 @@ def mix(h: Any) -> Any:
 def seed_of_pass(seed: int, step_counter: int) -> Any:
     """Return the seed of pass number `step_counter`."""
     return mix(np.uint32(np.uint32(seed) + mix(np.uint32(step_counter))))
+
+
+def seed_array(seed: Seed, step_counter: Maybe) -> Array:
+    """Return the seed of a pass as an int64 array (), the given one if it is that."""
+    if step_counter is not None:
+        seed = int(seed_of_pass(int(seed), int(step_counter)))
+    return np.asarray(seed, np.int64)

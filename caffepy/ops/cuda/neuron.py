@@ -6,6 +6,7 @@ What only backward reads (a sigmoid, a mask) is flat.
 from caffepy.ops.cuda.bias_relu import add_bias, bias_gradient, over_columns
 from caffepy.ops.cuda.channels import finish, lying, sums
 from caffepy.ops.cuda.launch import Array, launch, launch_each, packs
+from caffepy.ops.protocol import Seed
 
 
 def relu_forward(x: Array, y: Array, slope: float) -> None:
@@ -95,7 +96,7 @@ def _threshold(ratio: float) -> tuple[int, float]:
 
 
 def dropout_forward(
-    x: Array, y: Array, mask: Array, ratio: float, seed: int, step_counter: Array | None = None
+    x: Array, y: Array, mask: Array, ratio: float, seed: Seed, step_counter: Array | None = None
 ) -> None:
     numbers = *_threshold(ratio), seed, step_counter
     launch_each("neuron", "dropout_forward", (x, y), mask, *numbers)
@@ -106,7 +107,7 @@ def rrelu_forward(
     y: Array,
     slope: Array,
     bounds: tuple[float, float],
-    seed: int,
+    seed: Seed,
     step_counter: Array | None = None,
 ) -> None:
     numbers = float(bounds[0]), float(bounds[1] - bounds[0]), seed, step_counter
@@ -122,7 +123,7 @@ def bias_act_forward(
     b: Array | None,
     relu: bool,
     ratio: float,
-    seed: int,
+    seed: Seed,
     mask: Array | None,
     step_counter: Array | None = None,
 ) -> None:

@@ -10,7 +10,7 @@ from cupy import empty_like
 from caffepy.ops.cuda.context import capability
 from caffepy.ops.cuda.launch import Array, c_type, channels_last, divisor, launch_expression
 from caffepy.ops.cuda.normalization import are_packs, maxima_gradient, norm_backward
-from caffepy.ops.protocol import Maybe, Pair, Window
+from caffepy.ops.protocol import Maybe, Pair, Seed, Window
 
 WIDE = 32
 """A warp sums a window of this many elements or more, if planes are contiguous."""
@@ -182,7 +182,7 @@ def ave_pool_backward(dy: Array, dx: Array, window: Window, y: Array | None = No
 
 
 def stochastic_pool_forward(
-    x: Array, y: Array, index: Array, window: Window, seed: int, step_counter: Array | None = None
+    x: Array, y: Array, index: Array, window: Window, seed: Seed, step_counter: Array | None = None
 ) -> None:
     numbers = seed, step_counter
     _pool("stochastic_pool_forward", y, x, y, (x, y, index), window, *numbers)
