@@ -1,4 +1,7 @@
-"""numba loops over serialized Datums: find the image files in them, copy raw images."""
+"""numba loops over serialized Datums: find the image files in them, copy raw images.
+
+`datum_fields` has the same functions for whoever does without numba.
+"""
 
 from typing import Any
 
@@ -6,15 +9,20 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from caffepy.data.datum_fields import (
+    CHANNELS,
+    DATA,
+    ENCODED,
+    GRAIN,
+    HEIGHT,
+    LABEL,
+    SIZE,
+    WIDTH,
+)
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 
 Array = NDArray[Any]
-# bytes a piece of work: handing it to a thread takes 20 us or more, copying it 0.7 ms
-GRAIN = 4 << 20
-# tags of Datum's fields
-CHANNELS, HEIGHT, WIDTH, DATA, LABEL, ENCODED = 0x08, 0x10, 0x18, 0x22, 0x28, 0x38
-SIZE = 5  # the most bytes of a varint that holds a field's size
 
 _memcpy: Any = types.ExternalFunction(
     "memcpy", types.voidptr(types.uintp, types.uintp, types.uintp)

@@ -1,5 +1,5 @@
 """Datums that are copied or found without being parsed: the same images and labels, and nothing
-that needs parsing.
+that needs parsing; by numba and by Python.
 """
 
 import numpy as np
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from caffepy.data import datum_fields, datum_kernels
 from caffepy.data.datum import head_of
-from caffepy.data.datum_kernels import copy_images, find_encoded
 from caffepy.data.sources.databases import Records
 from caffepy.data.write import array_to_datum
 from caffepy.proto.caffe_pb2 import Datum
@@ -18,10 +18,19 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (7, *SHAPE), np.uint8)
 WHOLE = array_to_datum(IMAGES[0]).SerializeToString()
 
 
-def copy(records, shape=SHAPE):
+@pytest.fixture(params=["numba", "python"], scope="module")
+def loops(request):
+    return datum_kernels if request.param == "numba" else datum_fields
+
+
+def copy(loops, records, shape=SHAPE):
     joined = Records.copied([(b"key", record) for record in records], range(len(records)))
     images, labels = np.zeros((len(records), *shape), np.uint8), np.full(len(records), np.nan)
-    return copy_images(joined.content, joined.rows, head_of(shape), images, labels), images, labels
+    return (
+        loops.copy_images(joined.content, joined.rows, head_of(shape), images, labels),
+        images,
+        labels,
+    )
 
 
 def datum(image, label):
@@ -32,19 +41,19 @@ def datum(image, label):
     return result.SerializeToString()
 
 
-def test_images_and_labels():
+def test_images_and_labels(loops):
     labels = [0, 5, 1000, -1, None, 2**31 - 1, -(2**31)]
     done, images, found = copy(
-        [datum(image, label) for image, label in zip(IMAGES, labels, strict=True)]
+        loops, [datum(image, label) for image, label in zip(IMAGES, labels, strict=True)]
     )
     assert done.all()
     np.testing.assert_array_equal(images, IMAGES)
     np.testing.assert_array_equal(found, [label or 0 for label in labels])
 
 
-def test_images_larger_than_a_thread_takes():
+def test_images_larger_than_a_thread_takes(loops):
     images = np.random.default_rng(1).integers(0, 256, (5, 3, 700, 700), np.uint8)
-    done, copied, _ = copy([datum(image, 1) for image in images], images.shape[1:])
+    done, copied, _ = copy(loops, [datum(image, 1) for image in images], images.shape[1:])
     assert done.all()
     np.testing.assert_array_equal(copied, images)
 
@@ -62,8 +71,8 @@ LEFT = {
 
 
 @pytest.mark.parametrize("case", LEFT)
-def test_the_rest_is_left_to_parsing(case):
-    done, images, _ = copy([WHOLE, LEFT[case], WHOLE])
+def test_the_rest_is_left_to_parsing(loops, case):
+    done, images, _ = copy(loops, [WHOLE, LEFT[case], WHOLE])
     np.testing.assert_array_equal(done, [True, False, True])
     np.testing.assert_array_equal(images, [IMAGES[0], np.zeros(SHAPE), IMAGES[0]])
 
@@ -78,9 +87,9 @@ def test_joined_records_are_found_again():
     assert len(joined) == 3
 
 
-def found(*records):
+def found(loops, *records):
     joined = Records.copied([(b"key", record) for record in records], range(len(records)))
-    images, labels = find_encoded(joined.content, joined.rows)
+    images, labels = loops.find_encoded(joined.content, joined.rows)
     return [
         joined.content[start : start + size].tobytes() for start, size in images.tolist()
     ], labels.tolist()
@@ -90,11 +99,11 @@ FILE = b"\xff\xd8 an image"
 
 
 @pytest.mark.parametrize("label", [0, 5, 1000, -1, 2**31 - 1, -(2**31)])
-def test_encoded_images_and_labels_are_found(label):
+def test_encoded_images_and_labels_are_found(loops, label):
     plain = Datum(encoded=True, data=FILE, label=label)
     shaped = Datum(channels=3, height=700, width=5, encoded=True, data=FILE * 40, label=label)
     files, labels = found(
-        *(d.SerializeToString() for d in (plain, shaped, Datum(encoded=True, data=b"x")))
+        loops, *(d.SerializeToString() for d in (plain, shaped, Datum(encoded=True, data=b"x")))
     )
     assert files == [FILE, FILE * 40, b"x"]
     assert labels == [label, label, 0]
@@ -118,27 +127,27 @@ NOT_FOUND = {
 }
 
 
-def test_a_size_may_have_five_bytes():
+def test_a_size_may_have_five_bytes(loops):
     record = bytes([0x22, 0x81, 0x80, 0x80, 0x80, 0, 0x78, 0x38, 1])
     assert Datum.FromString(record).data == b"x"
-    assert found(record) == ([b"x"], [0])
+    assert found(loops, record) == ([b"x"], [0])
 
 
 @pytest.mark.parametrize("case", NOT_FOUND)
-def test_other_datums_are_not_taken_for_encoded_images(case):
-    files, _ = found(JPEG, NOT_FOUND[case], JPEG)
+def test_other_datums_are_not_taken_for_encoded_images(loops, case):
+    files, _ = found(loops, JPEG, NOT_FOUND[case], JPEG)
     assert files == [FILE, b"", FILE]
 
 
-def test_the_last_of_several_values_counts():
+def test_the_last_of_several_values_counts(loops):
     twice = JPEG + Datum(encoded=True, data=b"later", label=-7).SerializeToString()
-    assert found(twice) == ([b"later"], [-7])
+    assert found(loops, twice) == ([b"later"], [-7])
 
 
 @given(st.binary(max_size=40), st.integers(0, 60), st.integers(0, 60))
-def test_what_is_found_is_what_parsing_finds(noise, lo, hi):
+def test_what_is_found_is_what_parsing_finds(loops, noise, lo, hi):
     record = JPEG[: min(lo, hi)] + noise + JPEG[max(lo, hi) :]
-    (file,), (label,) = found(record)
+    (file,), (label,) = found(loops, record)
     if file:
         datum = Datum.FromString(record)
         assert (datum.encoded, datum.data, datum.label) == (True, file, label)

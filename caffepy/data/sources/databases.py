@@ -5,6 +5,7 @@ A process has one open handle a database file: LMDB and LevelDB both refuse to o
 
 import logging
 import os
+import sys
 import threading
 from abc import abstractmethod
 from collections import deque
@@ -17,6 +18,7 @@ from weakref import finalize
 import numpy as np
 
 from caffepy.core.errors import DataError
+from caffepy.data import datum_fields
 from caffepy.data.datum import (
     COLOR,
     GRAY,
@@ -32,6 +34,12 @@ from caffepy.data.decoders import File
 from caffepy.data.sources.base import Array, ImageFiles, Items, Source, State
 
 log = logging.getLogger(__name__)
+
+LARGE = 1 << 15  # bytes of a raw image that take longer to copy than to find by Python
+MANY = 4096
+"""Records that Python looks through before numba is loaded for that: 5 us each, and 0.3 s."""
+
+_records = 0  # of those
 
 Record = tuple[memoryview | bytes, memoryview | bytes]
 
@@ -237,10 +245,11 @@ class Database(Source):
         """Copy the images of raw Datums of this shape, without parsing them."""
         if images.dtype != np.uint8:
             return super().copy(items, images, labels)
-        from caffepy.data.datum_kernels import copy_images  # here, since it loads numba
-
         assert isinstance(items, Records)
-        return copy_images(items.content, items.rows, head_of(images.shape[1:]), images, labels)
+        loops = _loops(0 if images[0].nbytes >= LARGE else len(items))
+        head = head_of(images.shape[1:])
+        done: Array = loops.copy_images(items.content, items.rows, head, images, labels)
+        return done
 
     def decoder(self, items: Items) -> Callable[[int], tuple[Array, int]]:
         """`decode` of records by their place in `items`; their image files are found at once."""
@@ -326,11 +335,22 @@ def _encoded(items: Items) -> tuple[Array, list[list[int]], list[int]]:
     """What records lie in; start and size of the image file in each, 0 if it is to be parsed; the
     labels.
     """
-    from caffepy.data.datum_kernels import find_encoded  # here, since it loads numba
-
     assert isinstance(items, Records)
-    spans, labels = find_encoded(items.content, items.rows)
+    spans, labels = _loops(len(items)).find_encoded(items.content, items.rows)
     return items.content, spans.tolist(), labels.tolist()
+
+
+def _loops(records: int) -> Any:
+    """The module with loops over serialized Datums: numba's once it is loaded, or so many records
+    came before that its load is worth it.
+    """
+    global _records
+    _records += records
+    if "numba" in sys.modules or _records >= MANY:
+        from caffepy.data import datum_kernels
+
+        return datum_kernels
+    return datum_fields
 
 
 def text_of(error: Exception) -> str:

@@ -13,7 +13,8 @@ import pytest
 
 from caffepy.core.errors import DataError
 from caffepy.core.files import temporary
-from caffepy.data.sources import open_database
+from caffepy.data import datum_fields, datum_kernels
+from caffepy.data.sources import databases, open_database
 from caffepy.data.sources.databases import printable
 from caffepy.data.sources.lmdb import READ_AHEAD
 from caffepy.data.write import write_database
@@ -654,3 +655,12 @@ def test_a_wrong_number_of_records_is_damage(claimed, tmp_path):
     with pytest.raises(DataError, match=r"is damaged: it (claims|has fewer records than)"):
         source.seek(claimed - 1 if claimed < 1 << 60 else 3)
     source.close()
+
+
+def test_numba_looks_through_records_once_it_is_loaded_or_there_were_many(monkeypatch):
+    assert databases._loops(0) is datum_kernels
+    monkeypatch.setattr(databases, "_records", 0)
+    monkeypatch.delitem(sys.modules, "numba")
+    assert databases._loops(databases.MANY - 1) is datum_fields
+    assert databases._loops(0) is datum_fields
+    assert databases._loops(1) is datum_kernels
