@@ -1,7 +1,8 @@
 """Device: where arrays live and arithmetic runs, with the random state that belongs to it."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,16 +30,56 @@ class RandomNumbers:
     def __init__(self, seed: int | None) -> None:
         self._generator = np.random.Generator(np.random.MT19937(seed))
         self._state: dict[str, Any] | None = None
+        self._may_draw_beside = False
+        self._drawer: ThreadPoolExecutor | None = None
+        self._draws: list[Future[None]] = []
 
     @property
     def generator(self) -> np.random.Generator:
         """The generator, to draw from at once; do not keep it."""
+        self.wait()
         self._state = None
         return self._generator
+
+    @contextmanager
+    def drawing_beside(self) -> Iterator[None]:
+        """Block in which another thread may draw; at its end all is drawn."""
+        before, self._may_draw_beside = self._may_draw_beside, True
+        try:
+            yield
+        finally:
+            self._may_draw_beside = before
+            self.wait()
+
+    @property
+    def at_work(self) -> bool:
+        """True if another thread may still draw."""
+        return self._drawer is not None
+
+    def beside(self, draw: Callable[[np.random.Generator], None]) -> None:
+        """Let a function draw, in a block of `drawing_beside` in another thread: after those that
+        were given before; whoever draws next waits for it.
+        """
+        if not self._may_draw_beside:
+            draw(self.generator)
+            return
+        self._drawer = self._drawer or ThreadPoolExecutor(1, "caffepy-draw")
+        self._state = None
+        self._draws.append(self._drawer.submit(draw, self._generator))
+
+    def wait(self) -> None:
+        """Wait until all that was given to `beside` has drawn, and end the thread."""
+        if self._drawer:
+            drawer, draws = self._drawer, self._draws
+            self._drawer, self._draws = None, []
+            drawer.shutdown()
+            for draw in draws:
+                draw.result()
 
     @property
     def state(self) -> dict[str, Any]:
         """State of the Mersenne Twister."""
+        self.wait()
         if self._state is None:
             self._state = dict(self._generator.bit_generator.state)
         return self._state

@@ -20,7 +20,7 @@ from caffepy.data.reader import ALONE, Turn
 from caffepy.device.blob import PLAIN, Array, Blob, Layout, on_host, shape_string
 from caffepy.device.device import Device, ErrorFlag
 from caffepy.device.recording import draw_seed
-from caffepy.layer.filler import fill
+from caffepy.layer.filler import fill, fill_beside
 from caffepy.ops.protocol import Seed
 from caffepy.proto.caffe_pb2 import TRAIN, FillerParameter, LayerParameter
 from caffepy.proto.forks import fork_of_layer, refused_setting
@@ -284,10 +284,11 @@ class Layer:
         if not self.blobs:
             for shape, filler in zip(shapes.values(), fillers, strict=False):
                 blob = self.add_blob(shape)
-                target: Blob | Array = blob
                 if not self.device.runs and len(shape) > 1:  # only the filler is checked
-                    target = np.empty((shape[0], 1, *shape[2:]), self.dtype)
-                fill(target, filler, self.device.rng)
+                    array = np.empty((shape[0], 1, *shape[2:]), self.dtype)
+                    fill(array, filler, self.device.rng)
+                else:
+                    fill_beside(blob, filler, self.device.random)
         if len(self.blobs) != len(shapes):
             raise ConfigError(
                 f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}"

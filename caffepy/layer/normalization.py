@@ -9,7 +9,7 @@ import numpy as np
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Blobs, Kept, Layer, layer
-from caffepy.layer.filler import fill
+from caffepy.layer.filler import fill_beside
 from caffepy.layer.neuron import SameShape, is_in_place
 from caffepy.layer.pooling import check_padded
 from caffepy.ops.objects import Preparation
@@ -157,8 +157,8 @@ class BatchNorm(SameShape):
             for size in (c, c, 1):
                 self.add_blob([size])
             if self.scales:
-                fill(self.add_blob([c]), _from_one(param, "scale_filler"), self.device.rng)
-                fill(self.add_blob([c]), param.bias_filler, self.device.rng)
+                for filler in (_from_one(param, "scale_filler"), param.bias_filler):
+                    fill_beside(self.add_blob([c]), filler, self.device.random)
         if len(self.blobs) != 3 + 2 * self.scales:
             raise ConfigError(
                 f"incorrect number of parameters: {len(self.blobs)}, not {3 + 2 * self.scales}"
@@ -632,7 +632,7 @@ class Broadcast(SameShape):
             shape = shape[start:end]
         if not self.blobs:
             for filler in fillers:
-                fill(self.add_blob(shape), filler, self.device.rng)
+                fill_beside(self.add_blob(shape), filler, self.device.random)
         if len(self.blobs) != len(fillers):
             raise ConfigError(
                 f"incorrect number of parameters: {len(self.blobs)}, not {len(fillers)}"

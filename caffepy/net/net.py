@@ -81,7 +81,8 @@ class Net:
 
         with self.device.scope():
             root = root_net.nodes if root_net else None
-            wired = wire(param, self.device, np.dtype(dtype), path, root)
+            with self.device.random.drawing_beside():
+                wired = wire(param, self.device, np.dtype(dtype), path, root)
             self.nodes: list[Node] = wired.nodes
             self.blobs, self.inputs, self.outputs = wired.blobs, wired.inputs, wired.outputs
             layout = layout or ops.preferred_layout(self.device)

@@ -58,7 +58,7 @@ def wire(
                     for array in map(blob_to_array, own.blobs):
                         layer.add_blob(array.shape).host_data[...] = array
                     log.info("Skipping parameter initialization")
-                random = device.random.state
+                random = device.random.state if device.follows else {}
                 layer.setup(node.layer_bottoms, node.layer_tops)
                 if device.follows and layer.share_in_parallel:
                     device.random.state = random  # as in a worker, whose root has this layer

@@ -36,7 +36,8 @@ class Params:
         for blob, (offset, count) in zip(self.blobs, self.segments, strict=True):
             part = slice(offset, offset + count)
             self.data[part] = blob.data.reshape(-1)
-            self.diff[part] = blob.diff.reshape(-1)
+            if blob.diff_memory.touched:
+                self.diff[part] = blob.diff.reshape(-1)
             blob.data_memory.bind(self.data[part])
             blob.diff_memory.bind(self.diff[part])
 

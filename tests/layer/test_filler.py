@@ -1,10 +1,13 @@
+import threading
+
 import numpy as np
 import pytest
 from google.protobuf import text_format
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Blob
-from caffepy.layer.filler import fill, fillers
+from caffepy.device.device import RandomNumbers
+from caffepy.layer.filler import MANY, fill, fill_beside, fillers
 from caffepy.proto.caffe_pb2 import FillerParameter
 
 
@@ -23,6 +26,35 @@ def test_a_blob_is_filled_in_place():
     blob = Blob((2, 3))
     fill(blob, FillerParameter(value=3), np.random.default_rng(0))
     np.testing.assert_array_equal(blob.data, 3)
+
+
+FILLED_BESIDE = [
+    ('type: "msra"', (300, 200)),
+    ('type: "constant" value: 3', (5,)),
+    ('type: "gaussian" std: 2 sparse: 7', (200, 400)),
+    ('type: "uniform"', (7,)),
+    ("value: 4", (200, 300)),
+    ('type: "xavier"', ()),
+    ('type: "positive_unitball"', (40, 1000)),
+    ('type: "bilinear"', (4, 3, 60, 60)),
+]
+
+
+def test_fillers_beside_have_the_numbers_of_those_one_after_the_other():
+    random, rng = RandomNumbers(3), np.random.Generator(np.random.MT19937(3))
+    cases = [(text_format.Parse(text, FillerParameter()), shape) for text, shape in FILLED_BESIDE]
+    blobs = [Blob(shape) for _, shape in cases]
+    with random.drawing_beside():
+        for blob, (param, _) in zip(blobs, cases, strict=True):
+            fill_beside(blob, param, random)
+        assert random.at_work
+    drawn = random.generator.random()
+    for blob, (param, shape) in zip(blobs, cases, strict=True):
+        want = np.zeros(shape, np.float32)
+        fill(want, param, rng)
+        np.testing.assert_array_equal(blob.data, want)
+    assert drawn == rng.random()
+    assert not random.at_work
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -131,3 +163,46 @@ def test_truths_have_rows_of_three_kinds():
     np.testing.assert_array_equal(filled('type: "truthsstatic" value: 100', 1, 3), [[100, 100, 1]])
     with pytest.raises(ConfigError, match="rows of 8, 5 or 3 numbers, not 2 4 "):
         filled('type: "truthsstatic"', 2, 4)
+
+
+@pytest.mark.parametrize("count", [MANY - 1, MANY])
+def test_what_cannot_be_filled_beside_is_refused_at_once(count):
+    random = RandomNumbers(0)
+    with random.drawing_beside():
+        fill_beside(Blob((MANY,)), FillerParameter(type="gaussian"), random)
+        with pytest.raises(ConfigError, match="min <= max"):
+            fill_beside(Blob((1, count)), FillerParameter(type="uniform", min=1, max=0), random)
+        with pytest.raises(ConfigError, match=r"5 0 \(0\) has nothing to fill"):
+            fill_beside(Blob((5, 0)), FillerParameter(type="gaussian"), random)
+
+
+def test_outside_of_a_net_s_building_blobs_are_filled_at_once():
+    random, blob = RandomNumbers(0), Blob((MANY,))
+    fill_beside(blob, FillerParameter(type="gaussian"), random)
+    assert blob.data.all()
+    assert not random.at_work
+
+
+def test_a_blob_that_shares_another_s_data_leaves_them_alone():
+    """What was given to be filled is the blob's own memory."""
+    random, owner, blob = RandomNumbers(0), Blob((MANY,)), Blob((MANY,))
+    held, may_go_on = threading.Event(), threading.Event()
+
+    def hold(rng):
+        held.set()
+        assert may_go_on.wait(10)
+
+    with random.drawing_beside():
+        random.beside(hold)
+        assert held.wait(10)
+        fill_beside(blob, FillerParameter(type="gaussian"), random)
+        blob.share_data(owner)
+        may_go_on.set()
+    np.testing.assert_array_equal(owner.data, 0)
+
+
+def test_an_error_beside_is_raised_by_whoever_waits():
+    random = RandomNumbers(0)
+    with pytest.raises(ZeroDivisionError), random.drawing_beside():
+        random.beside(lambda rng: 1 // 0)
+    assert 0 <= random.generator.random() < 1
