@@ -2,6 +2,7 @@
 exit codes.
 """
 
+import atexit
 import errno
 import io
 import logging
@@ -145,16 +146,31 @@ def main() -> None:
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _interrupt)
     sys.unraisablehook = _interrupt_again
+    atexit.register(_leave)  # called after all that is registered from now on
     name = os.path.basename(sys.argv[0])
     code = run(sys.argv[1:], PROGRAM if name.endswith(".py") else name.removesuffix(".exe"))
     for number in ENDING:  # the exit code is final; threads and files take a moment to close
         signal.signal(number, signal.SIG_IGN)
     _tell(end="")  # log lines that could not be written may be left
+    global _exit_code
+    _exit_code = code
     if at_work():
+        _leave()
+    sys.exit(code)
+
+
+_exit_code: int | None = None  # of a command that is done
+
+
+def _leave() -> None:
+    """End the process of a command that is done without freeing its objects one by one: that takes
+    0.2 s, and might hang. MPI and profilers need an orderly end.
+    """
+    watched = sys.gettrace() or sys.getprofile()
+    if _exit_code is not None and (at_work() or not (watched or "mpi4py" in sys.modules)):
         logging.shutdown()
         sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
+        os._exit(_exit_code)
 
 
 def _fill_standard_streams() -> None:

@@ -316,6 +316,30 @@ def test_as_a_module_and_without_heavy_imports() -> None:
     assert 'did you mean "device-query"?' in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("first", "freed"), [("", ""), ("sys.setprofile(lambda *_: 0)", "freed\n")]
+)
+def test_a_process_ends_without_freeing_its_objects_unless_it_is_profiled(
+    first: str, freed: str
+) -> None:
+    program = f"""
+import atexit, sys
+from caffepy.cli import main
+class Held:
+    def __del__(self): print("freed")
+main.held, run = Held(), main.run
+def run_and_register(*arguments):
+    atexit.register(print, "called at exit")
+    return run(*arguments)
+main.run, sys.argv = run_and_register, ["caffepy", "--version"]
+{first}
+main.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{__version__}\ncalled at exit\n{freed}"
+
+
 def test_a_reader_that_goes_away_is_no_error() -> None:
     ours, its = os.pipe()
     os.close(ours)
