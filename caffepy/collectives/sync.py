@@ -24,7 +24,6 @@ from caffepy.collectives.world import World
 from caffepy.core.errors import DeviceError, UsageError, install
 from caffepy.device.blob import Array
 from caffepy.device.gpus import nccl_version
-from caffepy.ops import cpu
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class HostSync(Synchronizer):
         for level in schedule:
             if group.world.nodes > 1:
                 if narrow and self.universal_rank == 0 and level is summed:
-                    cpu.convert(_narrowed(buffers[0]), buffers[0])
+                    _convert(_narrowed(buffers[0]), buffers[0])
                 if self.rank == 0:
                     self._exchange(level, buffers, narrow)
                 group.local_barrier(self.rank, "received")
@@ -129,14 +128,20 @@ class HostSync(Synchronizer):
             )
         if narrow:
             for source in receives:
-                cpu.convert(got[source], buffers[source])
+                _convert(got[source], buffers[source])
 
 
 def _narrowed(array: Array) -> Array:
     """Return float32 values as bfloat16, which uint16 stands for."""
     narrow = np.empty(array.size, np.uint16)
-    cpu.convert(array, narrow)
+    _convert(array, narrow)
     return narrow
+
+
+def _convert(values: Array, to: Array) -> None:
+    from caffepy.ops import cpu  # here, since it loads numba, which a GPU does without
+
+    cpu.convert(values, to)
 
 
 def crossing(level: Level, world: World) -> tuple[list[tuple[int, int]], list[int]]:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from itertools import chain
-
-import h5py
+from typing import TYPE_CHECKING
 
 from caffepy.core.errors import ConfigError, reason
 from caffepy.core.files import replacing
@@ -21,6 +20,9 @@ from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, TargetUnits
 from caffepy.proto.fork_wire import CAFFE
 from caffepy.proto.sniff import mismatch
 from caffepy.proto.text import locate_layer
+
+if TYPE_CHECKING:
+    import h5py
 
 log = logging.getLogger(__name__)
 
@@ -196,11 +198,13 @@ def write_layers(
 
 
 @contextmanager
-def new_hdf5(path: str) -> Iterator[h5py.File]:
+def new_hdf5(path: str) -> Iterator["h5py.File"]:
     """Yield an HDF5 file to fill; write it to `path` when the block ends.
 
     It is built in memory: the HDF5 library can crash the process when the disk is full.
     """
+    import h5py  # here, as where else it is used: it takes 20 ms
+
     content = BytesIO()
     with h5py.File(content, "w") as file:
         yield file
@@ -234,6 +238,8 @@ def write_hdf5(net: Net, path: str, diff: bool = False) -> None:
 
 def load_hdf5(net: Net, path: str) -> set[str]:
     """Copy the weights of an HDF5 caffemodel, of equal shapes, by layer name; return the names."""
+    import h5py
+
     owned = {(param.layer, param.index) for param in net.learnable}
     with open_hdf5(path) as file:
         if "data" not in file:
@@ -253,12 +259,12 @@ def load_hdf5(net: Net, path: str) -> set[str]:
         return filled
 
 
-def write_units(group: h5py.Group, units: TargetUnits) -> None:
+def write_units(group: "h5py.Group", units: TargetUnits) -> None:
     """Write the units of a layer's predictions as attributes of its group in an HDF5 file."""
     group.attrs["target_mean"], group.attrs["target_std"] = units.mean, units.std
 
 
-def read_units(group: h5py.Group) -> TargetUnits | None:
+def read_units(group: "h5py.Group") -> TargetUnits | None:
     """Return what `write_units` wrote, or None."""
     attributes = group.attrs
     if not {"target_mean", "target_std"} <= set(attributes):
@@ -273,10 +279,12 @@ def check_hdf5(path: str) -> None:
 
 
 @contextmanager
-def open_hdf5(path: str) -> Iterator[h5py.File]:
+def open_hdf5(path: str) -> Iterator["h5py.File"]:
     """Yield the file to read; any error in the block becomes a ConfigError. All of its structure
     is looked at first.
     """
+    import h5py
+
     try:
         with h5py.File(path, "r") as file:
             check_contents(file)
@@ -287,7 +295,9 @@ def open_hdf5(path: str) -> Iterator[h5py.File]:
         raise ConfigError(f"cannot be read as HDF5: {error}", path) from None
 
 
-def _load_layer(group: h5py.Group, blobs: list[Blob], name: str, owned: set[int]) -> None:
+def _load_layer(group: "h5py.Group", blobs: list[Blob], name: str, owned: set[int]) -> None:
+    import h5py
+
     stored = [key for key, item in group.items() if isinstance(item, h5py.Dataset)]
     if len(stored) > len(blobs):
         raise ConfigError(

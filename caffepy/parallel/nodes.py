@@ -7,7 +7,6 @@ others take.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from typing import Any
 
@@ -31,6 +30,8 @@ Positions = dict[str, Any]
 
 def check_alike(world: World, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError, which names the odd node, unless all nodes have these settings."""
+    from importlib.metadata import PackageNotFoundError, version  # here, since it takes 20 ms
+
     caffepy = "unknown"  # as where it is run from a clone
     with suppress(PackageNotFoundError):
         caffepy = version("caffepy")

@@ -16,7 +16,6 @@ from glob import glob
 from itertools import cycle, dropwhile
 from typing import Any, NamedTuple
 
-import h5py
 import numpy as np
 
 from caffepy.core.errors import CaffeError, ConfigError, reason
@@ -170,6 +169,8 @@ def _write_binary(state: State, path: str) -> None:
 
 
 def _write_hdf5(state: State, path: str) -> None:
+    import h5py  # here, since it takes 20 ms
+
     with new_hdf5(path) as file:
         file["iter"] = np.array([state.iteration], np.int32)
         file["current_step"] = np.array([state.current_step], np.int32)
@@ -196,6 +197,8 @@ def read_state(path: str) -> State:
         except ConfigError as error:
             raise error.at(path) from None
         return State(proto.iter, proto.learned_net, history, proto.current_step)
+    import h5py
+
     try:
         with h5py.File(path, "r") as file:
             check_contents(file)
