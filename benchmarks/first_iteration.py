@@ -25,6 +25,8 @@ IMPORTS = """
 from time import perf_counter
 marks = [perf_counter()]
 import json, sys
+from caffepy.device.gpus import open_ahead
+open_ahead(0)  # as the command does
 from caffepy import models, ops
 from caffepy.commands.bench.train import definition
 from caffepy.device.cuda import CudaDevice

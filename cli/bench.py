@@ -79,6 +79,7 @@ def train(
       caffepy bench train --solver solver.prototxt --gpu 0 --data train_lmdb
     """
     definition = options.trained(solver, model, gpu, cpu)
+    options.open_gpu(gpu)
     from caffepy.commands.bench.train import bench_train
 
     image = image or options.image_of(definition, True)

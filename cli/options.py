@@ -114,6 +114,15 @@ def _devices(context: click.Context, parameter: click.Parameter, value: str | No
     return value
 
 
+def open_gpu(gpu: str | None) -> None:
+    """Begin to open the first GPU of these, beside the imports of what computes."""
+    first = (gpu or "").replace("all", "0").partition(",")[0].strip()
+    if first.isdigit():
+        from caffepy.device.gpus import open_ahead
+
+        open_ahead(int(first))
+
+
 def _split(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     return tuple(value.split(","))
 

@@ -52,6 +52,7 @@ def test(
         )
     if not weights:
         raise click.UsageError("Need model weights to score: give --weights FILE.")
+    options.open_gpu(values["gpu"])
     from caffepy.commands.test import test as run
 
     options.show(run(model.path, weights, last_resort=options.leave, **values), as_json)

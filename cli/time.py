@@ -45,6 +45,7 @@ def time(
         raise click.UsageError(
             "Need a model definition to time: give --model FILE or the name of a bundled model."
         )
+    options.open_gpu(values["gpu"])
     from caffepy.commands.time import time as run
 
     result = run(

@@ -188,18 +188,18 @@ def train(solver: options.Definition | None, max_restarts: int, **values: Any) -
         effects = Signals(*(values[f"{name}_effect"] for name in ("sigint", "sighup", "sigusr1")))
         arguments = [*sys.argv[1:], "--max-restarts", "0"]
         return supervise(arguments, solver.path, max_restarts, effects.effects)
+    cluster = _cluster(values)
+    if not cluster:
+        options.open_gpu(values["gpu"])
     from caffepy.commands.train import TrainOptions
     from caffepy.commands.train import train as run
 
-    cluster = _cluster(values)
     result = run(TrainOptions(solver.path, cluster=cluster, last_resort=options.leave, **values))
     return result.exit_code or (INTERRUPTED if result.stopped else 0)
 
 
 def _cluster(values: dict[str, Any]) -> "ClusterOptions | None":
     """Take the options of a parameter server out of these values."""
-    from caffepy.parallel.parameter_server.cluster import ClusterOptions
-
     cluster = values.pop("cluster")
     names = ("name", "consistency", "every", "servers", "replicas", "filters", "server_update")
     given = {name: value for name in names if (value := values.pop(name)) is not None}
@@ -219,4 +219,6 @@ def _cluster(values: dict[str, Any]) -> "ClusterOptions | None":
         )
     if values["sync"] not in ("auto", "ps"):
         raise click.UsageError(f"--cluster trains by --sync ps, not {values['sync']}")
+    from caffepy.parallel.parameter_server.cluster import ClusterOptions
+
     return ClusterOptions(cluster, values["nodes"], **given)

@@ -136,13 +136,13 @@ class Monitor:
         """Look for progress from now on: `deadlines` are seconds by phase; `ends` is true if a run
         without progress is to end.
         """
+        self._progress.waited = 0.0
+        self._deadlines, self._ends = deadlines, ends
         if self._thread and sys.platform == "linux":
             watch = threading.Thread(target=self._watch_lock, name="caffepy lock", daemon=True)
             watch.start()
             while ends and watch.is_alive() and not self._lock_state[hangs.STARTED]:
                 time.sleep(0.005)  # what is set up next may keep the lock
-        self._progress.waited = 0.0
-        self._deadlines, self._ends = deadlines, ends
         self._beat()
 
     def __exit__(self, *_: object) -> None:
@@ -233,7 +233,14 @@ class Monitor:
         state[hangs.BEATS] += 1
 
     def _watch_lock(self) -> None:
-        """Run the loop that finds code that keeps Python's lock; without numba there is none."""
+        """Run the loop that finds code that keeps Python's lock; without numba there is none.
+
+        In a run that it would not end it waits until numba is loaded, or an iteration is done: on a
+        GPU that would keep the lock for 0.2 s of the start.
+        """
+        while not (self._ends or "numba" in sys.modules or (self.solver and self.solver.iter)):
+            if self._ended.wait(POLL):
+                return
         state, number = self._lock_state, signal.SIGRTMAX - 1
         state[[hangs.SIGNAL, hangs.DESCRIPTOR]] = number, self._read
         with suppress(Exception):
