@@ -377,12 +377,12 @@ max_bad_records: Decorator = click.option(
 )
 decode: Decorator = click.option(
     "--decode",
-    type=click.Choice(["threads", "processes"]),  # those of data.decoders, imported later
+    type=click.Choice(["threads", "processes", "gpu"]),  # those of data.decoders, imported later
     default="threads",
     show_default=True,
     help="What decodes the images of Data, ImageData and WindowData: threads of this process, "
     "which wait for each other between images, or as many processes (see --threads), which do "
-    "not. The numbers are the same.",
+    "not, with the same numbers; or the GPU, whose values differ by 1 at most.",
 )
 as_json: Decorator = click.option(
     "--json", "as_json", is_flag=True, help="Print the result to stdout as JSON."

@@ -86,7 +86,7 @@ def test(
     precision: on a GPU "fp32", "tf32", "bf16" or "fp16".
     ap_version: how the precision of detections is averaged, see `average_precision.VERSIONS`.
     max_bad_records: number of unreadable records of each source that are skipped.
-    decode: what decodes images: "threads" or "processes", one for each thread.
+    decode: what decodes images: "threads", "processes" (one for each thread) or "gpu".
     deadlines: see `RankGroup`.
     last_resort: is called with the error of another device, in a thread, if the first one hangs.
 

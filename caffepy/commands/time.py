@@ -120,7 +120,7 @@ def time(
     `synthetic` replaces data by random images, of the shape `image` (C, H, W) if the net does not
     state it. Times of a GPU, the first of `gpu`, are the device's: each pass is enqueued as a
     whole, so that it waits neither for the host nor between layers. `precision` is "fp32", "tf32",
-    "bf16" or "fp16"; `decode` is what decodes images, "threads" or "processes". The nodes that
+    "bf16" or "fp16"; `decode` is what decodes images, one of `decoders.WAYS`. The nodes that
     mpirun or srun started each time their own device, all at a time. ConfigError and DataError say
     what is wrong with the net.
     """

@@ -88,7 +88,7 @@ class TrainOptions:
     batch_mode: the net's batch_size is that of each solver, or of all together ("global").
     deterministic: two runs give the same numbers.
     max_bad_records: number of unreadable records of each source that are skipped.
-    decode: what decodes images: "threads" or "processes", one for each thread.
+    decode: what decodes images: "threads", "processes" (one for each thread) or "gpu".
     precision: of a GPU: "fp32", "tf32", "bf16" or "fp16".
     capture: replay the step as a CUDA graph; else run layer by layer.
     fuse: compute layers together where possible.

@@ -122,9 +122,16 @@ def encoding_of(content: bytes) -> str:
     return next(kinds, "another kind of image file")
 
 
-def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None = None) -> Array:
-    """An image file's bytes as (C, H, W) uint8, BGR as in OpenCV, resized to (width, height)."""
-    image = read_image(data, mode)
+def decode_image(
+    data: bytes | Array, mode: int = NATIVE, size: tuple[int, int] | None = None
+) -> Array:
+    """An image file's bytes as (C, H, W) uint8, BGR as in OpenCV, resized to (width, height); or
+    an image (H, W, 3) that was decoded before.
+    """
+    if isinstance(data, np.ndarray):
+        image: Array | None = None if mode == GRAY else data
+    else:
+        image = read_image(data, mode)
     if image is None:
         raise DataError(f"its image cannot be decoded ({len(data)} bytes)")
     if image.dtype != np.uint8:
@@ -133,8 +140,8 @@ def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None =
     return planes(resized(image, *size) if size else image)
 
 
-def decode_file(mode: int, size: tuple[int, int] | None, data: bytes, _: None) -> Array:
-    """`decode_image` for another process."""
+def decode_file(mode: int, size: tuple[int, int] | None, data: bytes | Array, _: None) -> Array:
+    """`decode_image` for another process, or of what a GPU decoded."""
     return decode_image(data, mode, size)
 
 

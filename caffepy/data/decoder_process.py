@@ -20,9 +20,9 @@ from caffepy.device.blob import Array
 
 HEAD = struct.Struct("<Q")  # the size of a message's pickled part
 ORPHANED = 2.0  # seconds between looks whether the other process still lives
-Make = Callable[[bytes, Any], Array]
-"""A function of an image file's content and an argument, which returns an image (C, H, W), always
-of the same type.
+Make = Callable[[bytes | Array, Any], Array]
+"""A function of an image file's content, or of an image (H, W, 3) that is decoded already, and an
+argument, which returns an image (C, H, W), always of the same type.
 """
 Made = tuple[int, tuple[int, ...], str] | None
 """Where an image begins in the shared memory, its shape and type; None if there is none."""

@@ -1,4 +1,4 @@
-"""Who decodes images: threads of this process, or processes beside it (`--decode`).
+"""Who decodes images: threads of this process, processes beside it, or a GPU (`--decode`).
 
 Python lets one thread of a process run at a time but while OpenCV decodes, so threads wait for each
 other before and after each image. Processes do not: each gets some images of a batch at a time over
@@ -12,6 +12,15 @@ a socket, and leaves them decoded in memory that it shares with this one.
 The memory has no name and the socket no address, so nothing is left behind however either ends: a
 process ends when its socket is closed, or its parent gone. What a process cannot make, this one
 makes itself, and raises what is wrong with it.
+
+A GPU decodes JPEG files of a batch, to where the batch lies there if all have its size and nothing
+is to be done to them on the host; others come back to the host, and threads resize or warp them as
+they do what they decode themselves. So all is as with threads, but the values of decoded pixels
+differ by 1 at most.
+
+    filling thread   run_there: files -> JpegDecoder -> the batch on its device
+                     run: files that are left -> JpegDecoder -> images on the host
+    pool             make what else is to be done of each, take: copy it to the batch
 """
 
 import logging
@@ -23,25 +32,29 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from itertools import count
 from math import prod
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from caffepy.core.errors import DataError
+from caffepy.core.files import read_regular
 from caffepy.data.decoder_process import Made, Make, message, receive_message
 from caffepy.device.blob import Array
-from caffepy.device.threads import num_threads
+from caffepy.device.nvjpeg import JpegDecoder
+from caffepy.device.threads import num_threads, parallel
+from caffepy.ops.objects import Staging
 
 log = logging.getLogger(__name__)
 
-THREADS, PROCESSES = "threads", "processes"
-WAYS = (THREADS, PROCESSES)
+THREADS, PROCESSES, GPU = "threads", "processes", "gpu"
+WAYS = (THREADS, PROCESSES, GPU)
 """The values of `--decode`."""
 
 MEMORY = 256 << 20  # bytes of a process for its images; pages that none needs take no room
@@ -50,6 +63,7 @@ PARTS = 512  # buffers that one call sends
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What this process alone answers; it ends the others by closing their sockets."""
 ENDING = 5.0  # seconds in which a process ends after its socket was closed
+GPU_THREADS = 6  # most that make images of what a GPU decoded: they need Python's lock for each
 ENDED = "the processes that decode images were ended"
 
 File = str | memoryview | bytes
@@ -205,6 +219,9 @@ class Decoders:
         self._lost: str | None = None  # what became of a process
         self._closed = False
 
+    def begin(self) -> None:
+        """Do nothing: processes start with the first batch."""
+
     def pids(self) -> list[int]:
         """The processes that run."""
         return [process.pid for process in self._processes]
@@ -238,6 +255,12 @@ class Decoders:
         for job in jobs:
             if job.error is not None:
                 raise job.error
+
+    def run_there(
+        self, places: Sequence[int], files: Sequence[File], staging: Staging
+    ) -> Sequence[int]:
+        """Return the places that are decoded where the batch will be used: none."""
+        return ()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -296,7 +319,99 @@ def _how(process: _Process) -> str:
     return f"was ended by signal {-code} ({signal.Signals(-code).name}){hint}"
 
 
-_decoders: ContextVar[Decoders | None] = ContextVar("decoders", default=None)
+class GpuDecoders:
+    """Decoders on the GPU that is the current one at the first `begin`; several threads may run."""
+
+    def __init__(self, make: Callable[[int | None], JpegDecoder] = JpegDecoder) -> None:
+        self._make = make
+        self._free: defaultdict[int, SimpleQueue[JpegDecoder]] = defaultdict(SimpleQueue)
+        self._device: int | None = None
+
+    def begin(self) -> None:
+        """Make the first decoder; DeviceError says what is missing."""
+        if self._device is None:
+            decoder = self._make(None)
+            self._device = decoder.device
+            self._free[decoder.device].put(decoder)
+
+    def run(
+        self, task: Task, places: Sequence[int], files: Sequence[File], arguments: Any, take: Take
+    ) -> None:
+        """Make images of `files` and `arguments`, those of `places` in the batch, and hand each to
+        `take`, on many threads; return when all are done.
+        """
+        assert self._device is not None
+        decoder = self._decoder(self._device)
+        decoded = decoder.decode(_contents(files))
+
+        def make_some(lo: int, hi: int) -> None:
+            for i in range(lo, hi):
+                take(places[i], _made(task, decoded[i], arguments[i]))
+
+        parallel(make_some, len(files), most=GPU_THREADS)
+        self._free[decoder.device].put(decoder)
+
+    def run_there(
+        self, places: Sequence[int], files: Sequence[File], staging: Staging
+    ) -> Sequence[int]:
+        """Decode `files` to `places` of a batch where it will be used; return the places that are
+        done, see `JpegDecoder.decode_to`.
+        """
+        if staging.gpu is None:
+            return ()
+        decoder = self._decoder(staging.gpu)
+        done = decoder.decode_to(_contents(files), places, staging.target)
+        self._free[decoder.device].put(decoder)
+        return done
+
+    def _decoder(self, device: int) -> JpegDecoder:
+        try:
+            return self._free[device].get_nowait()
+        except Empty:
+            return self._make(device)
+
+    def close(self) -> None:
+        """Free the decoders."""
+        self._free.clear()
+
+
+def _contents(files: Sequence[File]) -> list[memoryview | bytes]:
+    """The contents of files; empty if one cannot be read."""
+    contents: list[memoryview | bytes] = [b""] * len(files)
+
+    def read_some(lo: int, hi: int) -> None:
+        for i in range(lo, hi):
+            contents[i] = _content(files[i])
+
+    if any(isinstance(file, str) for file in files):
+        parallel(read_some, len(files), most=GPU_THREADS)
+        return contents
+    return list(map(_content, files))
+
+
+def _content(file: File) -> memoryview | bytes:
+    """The content of a file, empty if it cannot be read."""
+    if not isinstance(file, str):
+        return file
+    try:
+        return read_regular(file)
+    except OSError:
+        return b""
+
+
+def _made(task: Task, decoded: Array | None, argument: Any) -> Array | None:
+    """What the task makes of an image (3, H, W), as a batch of one; None if it cannot."""
+    if decoded is None:
+        return None
+    try:
+        return task.make(decoded.transpose(1, 2, 0), argument)[None]
+    except Exception:  # made again from the file, by whom tells what is wrong with it
+        return None
+
+
+AnyDecoders = Decoders | GpuDecoders
+
+_decoders: ContextVar[AnyDecoders | None] = ContextVar("decoders", default=None)
 
 
 @contextmanager
@@ -305,7 +420,9 @@ def decoding(way: str) -> Iterator[None]:
     must be closed before the block ends.
     """
     assert way in WAYS
-    made = Decoders() if way == PROCESSES else None
+    made: AnyDecoders | None = None
+    if way != THREADS:
+        made = Decoders() if way == PROCESSES else GpuDecoders()
     token = _decoders.set(made)
     try:
         yield
@@ -315,6 +432,9 @@ def decoding(way: str) -> Iterator[None]:
             made.close()
 
 
-def current() -> Decoders | None:
-    """The processes that decode for loaders made here; None: threads do."""
-    return _decoders.get()
+def current() -> AnyDecoders | None:
+    """What decodes for loaders made here; None: threads do. DeviceError says what a GPU lacks."""
+    made = _decoders.get()
+    if made:
+        made.begin()
+    return made

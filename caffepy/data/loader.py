@@ -80,6 +80,7 @@ class Batch:
         "staging",
         "state",
         "state_after",
+        "there",
     )
 
     def __init__(self, size: int, dtype: DTypeLike, staging: Staging, rank: int = 0) -> None:
@@ -89,6 +90,7 @@ class Batch:
         self.staging = staging
         self.shape: Shape = ()
         self.state: State = {}
+        self.there: Sequence[int] = ()  # places of images that are on the device already
 
     def hold(
         self, size: int, count: int = 1, state_after: Callable[[int], State] | None = None
@@ -106,6 +108,7 @@ class Batch:
         beside += [(label, self.dtype) for label in ([n] if labels is None else labels)]
         images, *self._parts = self.staging.room(((n + shape, np.dtype(dtype)), *beside))
         assert isinstance(images, np.ndarray)
+        self.there = ()
         return images
 
     def finish(self, shape: Shape, state: State, *parts: Any) -> None:
@@ -113,7 +116,7 @@ class Batch:
         for part, value in zip(self._parts, parts, strict=True):
             part[...] = value
         self.shape, self.state = (self.size, *shape), state
-        self.staging.send()
+        self.staging.send(self.there)
 
 
 _most: ContextVar[int] = ContextVar("most", default=0)
@@ -340,7 +343,10 @@ class SequentialLoader(Loader):
         images, labels = batch.room(first.shape, first.dtype), np.zeros(self.batch_size)
         images[0], labels[0] = first, label
         bad: dict[int, DataError] = {}
-        others = self._decode(items, images, labels, shape, bad)
+        others = self._decode(batch, items, images, labels, shape, bad)
+        if others and batch.there:  # all are needed on the host
+            batch.there = ()
+            others = self._decode(batch, items, images, labels, shape, bad, there=False)
         if bad:
             return bad
         if others:
@@ -354,9 +360,17 @@ class SequentialLoader(Loader):
         return {}
 
     def _decode(
-        self, items: Items, images: Array, labels: Array, shape: Shape, bad: dict[int, DataError]
+        self,
+        batch: Batch,
+        items: Items,
+        images: Array,
+        labels: Array,
+        shape: Shape,
+        bad: dict[int, DataError],
+        there: bool = True,
     ) -> dict[int, Array]:
-        """Decode all items but the first into `images`; put the errors of bad ones into `bad`.
+        """Decode all items but the first into `images`, or on the batch's device if they may lie
+        `there`; put the errors of bad ones into `bad`.
 
         Returns by their place the images of another shape or type, which `images` has no room for.
         """
@@ -394,8 +408,13 @@ class SequentialLoader(Loader):
                 else:
                     put(i, some, copied=True)
 
-            nothing = [None] * len(files.files)
-            self._decoders.run(self._task, files.places, files.files, nothing, take)
+            if there and files.as_stored:
+                batch.there = self._decoders.run_there(files.places, files.files, batch.staging)
+            done = set(batch.there)
+            rest = [k for k, place in enumerate(files.places) if place not in done]
+            if rest:
+                places, contents = [files.places[k] for k in rest], [files.files[k] for k in rest]
+                self._decoders.run(self._task, places, contents, [None] * len(rest), take)
             todo = np.array(sorted(left), np.int64)
         decode = self.source.decoder(items)
 

@@ -15,7 +15,7 @@ import numpy as np
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.files import locate, read_regular
 from caffepy.data.datum import COLOR, decode_image
-from caffepy.data.decoders import Decoders, File, Task, current
+from caffepy.data.decoders import AnyDecoders, File, Task, current
 from caffepy.data.loader import DECODERS, Batch, Loader, Shape
 from caffepy.data.sources.base import State
 from caffepy.data.sources.image_list import find_root, unreadable
@@ -76,7 +76,7 @@ class Warp:
     mean: Array  # (3, crop, crop)
     scale: float
 
-    def write(self, content: bytes, corners: list[int], mirrored: bool, out: Array) -> None:
+    def write(self, content: bytes | Array, corners: list[int], mirrored: bool, out: Array) -> None:
         """Write the window of an image file into `out`, which holds zeros."""
         import cv2
 
@@ -109,7 +109,7 @@ class Warp:
 
 
 def warp(
-    warping: Warp, dtype: np.dtype[Any], content: bytes, window: tuple[list[int], bool]
+    warping: Warp, dtype: np.dtype[Any], content: bytes | Array, window: tuple[list[int], bool]
 ) -> Array:
     """A window (3, crop, crop) of an image file, for another process; True if it is mirrored."""
     out = np.zeros(warping.mean.shape, dtype)
@@ -261,7 +261,7 @@ class WindowLoader(Loader):
         bad: dict[int, DataError] = {}
         todo = list(range(len(places)))
         if self._decoders:
-            todo = self._fill_by_processes(self._decoders, places, drawn, images, labels)
+            todo = self._fill_elsewhere(self._decoders, places, drawn, images, labels)
 
         def warp_some(lo: int, hi: int) -> None:
             for k in todo[lo:hi]:
@@ -275,10 +275,12 @@ class WindowLoader(Loader):
         parallel(warp_some, len(todo), most=DECODERS)
         return bad
 
-    def _fill_by_processes(
-        self, decoders: Decoders, places: list[int], drawn: Drawn, images: Array, labels: Array
+    def _fill_elsewhere(
+        self, decoders: AnyDecoders, places: list[int], drawn: Drawn, images: Array, labels: Array
     ) -> list[int]:
-        """Let other processes warp windows; return the numbers of those that they could not."""
+        """Let other processes warp windows, or a GPU decode their images; return the numbers of
+        those that they could not.
+        """
         if self._task is None:
             self._task = Task(partial(warp, self._warping, images.dtype))
         files, arguments, left = list[File](), list[tuple[list[int], bool]](), list[int]()

@@ -283,14 +283,24 @@ class Lattice(Protocol):
 
 class Staging(Protocol):
     """Arrays on their way to where layers compute: `room`, fill, `send` in one thread; `take`,
-    `done` in another.
+    `done` in another. `gpu` is the number of the device, None on the CPU.
     """
+
+    gpu: int | None = None
 
     def room(self, layout: Specs) -> list[Any]:
         """Return host arrays to fill, those of before for the same layout, when free again."""
 
-    def send(self) -> None:
-        """Start the copy of what was filled to the device."""
+    def target(self, stream: Any) -> Array:
+        """Return the array on the GPU that takes the first of what `room` returned, to be written
+        by work of this stream, which waits until it is free.
+        """
+        raise NotImplementedError
+
+    def send(self, there: Sequence[int] = ()) -> None:
+        """Start the copy of what was filled to the device, but for the rows of the first array that
+        are `there` already.
+        """
 
     def take(self) -> list[Array]:
         """Return what was sent, as arrays of the device for operations of the current stream."""

@@ -14,40 +14,49 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import cv2
 import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.core.errors import DataError
+from caffepy.core.errors import DataError, DeviceError
 from caffepy.data import decoders as decoders_module
 from caffepy.data.datum import COLOR, decode_file
-from caffepy.data.decoders import Decoders, Task, current, decoding
+from caffepy.data.decoders import Decoders, GpuDecoders, Task, current, decoding
 from caffepy.data.loader import tolerating
 from caffepy.data.reader import Reader
 from caffepy.data.write import array_to_datum, write_database
+from caffepy.device.blob import Blob
 from caffepy.device.device import Device
 from caffepy.layer import create_layer
 from caffepy.layer.data import Prefetching
 from caffepy.ops import cpu
+from caffepy.ops.objects import Specs
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, LayerParameter
 
 COUNT, BATCH, WAIT = 14, 4, 20.0
 JPEG = cv2.imencode(".jpg", np.full((9, 9, 3), 7, np.uint8))[1].tobytes()
 
 
-def files(*, sizes: bool) -> list[bytes]:
-    """Image files of three channels, as JPEG or PNG; one is cut short. With `sizes` they differ."""
+ONE, SEVERAL, BY_KIND = range(3)
+
+
+def files(sizes: int) -> list[bytes]:
+    """Image files of three channels, as JPEG or PNG; one is cut short. All are of ONE size, or of
+    SEVERAL, or PNGs are larger.
+    """
     rng = np.random.default_rng(0)
     contents = []
     for i in range(COUNT):
-        image = rng.integers(0, 256, (20 + sizes * (i % 3), 24, 3), np.uint8)
         kind = ".png" if i % 5 == 2 else ".jpg"
+        more = {ONE: 0, SEVERAL: i % 3, BY_KIND: kind == ".png"}[sizes]
+        image = rng.integers(0, 256, (20 + more, 24, 3), np.uint8)
         contents.append(cv2.imencode(kind, image)[1].tobytes())
     contents[4] = contents[4][:-300]
     return contents
@@ -104,23 +113,27 @@ def windows(folder: Path, contents: list[bytes]) -> str:
     )
 
 
-CASES: dict[str, tuple[Callable[[Path, list[bytes]], str], bool]] = {
-    "database": (database, False),
-    "database of several sizes": (database, True),
-    "list": (resized, False),
-    "list of several sizes": (cropped, True),
-    "windows": (windows, False),
+CASES: dict[str, tuple[Callable[[Path, list[bytes]], str], int]] = {
+    "database": (database, ONE),
+    "database of several sizes": (database, SEVERAL),
+    "database of larger PNGs": (database, BY_KIND),
+    "list": (resized, ONE),
+    "list of one size": (cropped, ONE),
+    "list of several sizes": (cropped, SEVERAL),
+    "windows": (windows, ONE),
 }
 
 
-def batches(text: str, count: int) -> list[list[np.ndarray]]:
+def batches(
+    text: str, count: int, staging: type[cpu.Staging] = cpu.Staging
+) -> list[list[np.ndarray]]:
     """All that batches bring to the device."""
     with tolerating(1):
         layer = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, Device(seed=1))
         assert isinstance(layer, Prefetching)
         loader = layer.open()
     made = []
-    with closing(Reader(loader, 3, np.float32, cpu.Staging)) as reader:
+    with closing(Reader(loader, 3, np.float32, staging)) as reader:
         for _ in range(count):
             batch = reader.take()
             made.append([np.array(part) for part in batch.staging.take()])
@@ -135,7 +148,7 @@ def test_batches_are_those_of_threads(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write, sizes = CASES[case]
-    text, count = write(tmp_path, files(sizes=sizes)), 8
+    text, count = write(tmp_path, files(sizes)), 8
     expected = batches(text, count)
     monkeypatch.setattr(decoders_module, "num_threads", lambda: 2)
     with decoding("processes"):
@@ -148,6 +161,120 @@ def test_batches_are_those_of_threads(
             assert a.dtype == b.dtype
             np.testing.assert_array_equal(a, b)
     assert "Traceback" not in capfd.readouterr().err
+
+
+class Engine:
+    """A decoder such as a GPU's, by OpenCV: whole JPEGs of three channels only."""
+
+    device = 0
+
+    def decode(self, files: Sequence[bytes | memoryview]) -> list[np.ndarray | None]:
+        return [self._decoded(bytes(file)) for file in files]
+
+    def decode_to(
+        self, files: Sequence[bytes], places: Sequence[int], room: Callable[[Any], np.ndarray]
+    ) -> list[int]:
+        images = room(None)
+        found = self.decode(files)
+        if {image.shape for image in found if image is not None} - {images.shape[1:]}:
+            return []
+        done = {
+            place: image for place, image in zip(places, found, strict=True) if image is not None
+        }
+        for place, image in done.items():
+            images[place] = image
+        return list(done)
+
+    def _decoded(self, file: bytes) -> np.ndarray | None:
+        if not file.startswith(JPEG[:3]) or not file.endswith(JPEG[-2:]):
+            return None
+        image = cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_UNCHANGED)
+        return None if image.ndim == 2 else image.transpose(2, 0, 1)
+
+
+class DeviceStaging(cpu.Staging):
+    """A Staging of a GPU, whose arrays are others than the host's."""
+
+    gpu = Engine.device
+    there: ClassVar[list[int]] = []  # number of images that each batch had there
+
+    def room(self, layout: Specs) -> list[np.ndarray]:
+        if layout != self._layout:
+            self._on_device = [np.zeros(shape, dtype) for shape, dtype in layout]
+        host = super().room(layout)
+        host[0][...] = 0
+        return host
+
+    def target(self, stream: object) -> np.ndarray:
+        return self._on_device[0]
+
+    def send(self, there: Sequence[int] = ()) -> None:
+        self.there.append(len(there))
+        for i, (host, array) in enumerate(zip(self._arrays, self._on_device, strict=True)):
+            rows = [row for row in range(len(host)) if i or row not in there]
+            array[rows] = host[rows]
+
+    def take(self) -> list[np.ndarray]:
+        return self._on_device
+
+
+@pytest.mark.usefixtures("several")
+@pytest.mark.parametrize("staging", [cpu.Staging, DeviceStaging])
+@pytest.mark.parametrize("case", CASES)
+def test_batches_of_a_gpu_s_images_are_those_of_threads(
+    case: str, staging: type[cpu.Staging], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, sizes = CASES[case]
+    text, count = write(tmp_path, files(sizes)), 8
+    expected = batches(text, count)
+    asked: list[int | None] = []
+
+    def engine(device: int | None) -> Any:
+        asked.append(device)
+        return Engine()
+
+    monkeypatch.setattr(decoders_module, "GpuDecoders", partial(GpuDecoders, engine))
+    monkeypatch.setattr(DeviceStaging, "there", [])
+    with decoding("gpu"):
+        made = batches(text, count, staging)
+    for ours, theirs in zip(made, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+    assert asked[0] is None
+    assert set(asked[1:]) <= {Engine.device}
+    some = case in ("database", "list of one size")  # a PNG of another size brings all back
+    assert (sum(DeviceStaging.there) > 0) == (some and staging is DeviceStaging)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("several")
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_on_a_gpu_has_the_images_of_threads_to_within_1(case: str, tmp_path: Path) -> None:
+    from caffepy.device.cuda import CudaDevice
+    from caffepy.device.nvjpeg import library
+
+    try:
+        library()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    write, sizes = CASES[case]
+    text = write(tmp_path, files(sizes))
+    made: dict[str, list[np.ndarray]] = {}
+    for way in ("threads", "gpu"):
+        device = CudaDevice(0, seed=1)
+        with device.scope(), decoding(way), tolerating(1):
+            layer = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, device)
+            tops = [Blob(device=device) for _ in range(2)]
+            layer.setup([], tops)
+            made[way] = []
+            for _ in range(8):
+                layer.forward([], tops)
+                made[way] += [top.host_data.copy() for top in tops]
+            layer.close()
+    for ours, theirs in zip(made["gpu"], made["threads"], strict=True):
+        assert ours.shape == theirs.shape
+        assert np.abs(ours - theirs).max() <= 1
 
 
 def decode(decoders: Decoders, contents: list[bytes]) -> dict[int, bool]:

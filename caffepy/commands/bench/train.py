@@ -286,7 +286,7 @@ def bench_train(
 
     Without `iterations` a window takes 0.3 s. The data are random images, of the shape `image` (C,
     H, W) if the net does not state it, or those of the database or list of images `data`; `decode`
-    is what decodes them, "threads" or "processes". `recompute` is that of `Solver.save_memory`. The
+    is what decodes them, one of `decoders.WAYS`. `recompute` is that of `Solver.save_memory`. The
     first GPU of `gpu` computes. The learning rate is at most 0.001.
     """
     device = choose_device(gpu, threads)

@@ -66,14 +66,16 @@ class Summary:
 
 
 class ImageFiles(NamedTuple):
-    """Items as other processes decode them: `make` of each file and None is an image, which has
-    this place among the items and this label.
+    """Items as other processes decode them, or a GPU: `make` of each file and None is an image,
+    which has this place among the items and this label. `as_stored`: the image is what the file
+    holds, if that is one of three channels.
     """
 
     make: Make
     places: list[int]
     files: list[File]
     labels: list[int]
+    as_stored: bool
 
 
 class AnySource:

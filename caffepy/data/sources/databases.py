@@ -271,9 +271,8 @@ class Database(Source):
         files: list[File] = [
             content[at : at + size].data for at, size in map(spans.__getitem__, chosen)
         ]
-        return ImageFiles(
-            partial(decode_file, self.mode, None), chosen, files, [labels[i] for i in chosen]
-        )
+        make = partial(decode_file, self.mode, None)
+        return ImageFiles(make, chosen, files, [labels[i] for i in chosen], self.mode != GRAY)
 
     def key(self, item: Record) -> str:
         """The key, as text."""

@@ -8,6 +8,7 @@ them.
 The host waits in `room` alone, until pinned memory has been copied and may be filled again.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from math import prod
@@ -40,7 +41,8 @@ class Staging:
     def __init__(self) -> None:
         self._layout: Specs = ()
         self._device = cupy.cuda.Device()
-        self._stream = _copies(self._device.id)
+        self.gpu = self._device.id
+        self._stream = _copies(self.gpu)
         self._sent, self._used = _event(), _event()
 
     def room(self, layout: Specs) -> list[NDArray[Any]]:
@@ -65,13 +67,30 @@ class Staging:
         ]
         self._layout, self._size = layout, size
 
-    def send(self) -> None:
+    def target(self, stream: Any) -> Array:
+        with self._device:
+            stream.wait_event(self._used)
+        return self._on_device[0]
+
+    def send(self, there: Sequence[int] = ()) -> None:
         runtime = cupy.cuda.runtime
         with self._device:
             self._stream.wait_event(self._used)
-            what = (self._memory.ptr, self._host.ptr, self._size, runtime.memcpyHostToDevice)
-            runtime.memcpyAsync(*what, self._stream.ptr)
+            for start, stop in self._spans(there) if there else [(0, self._size)]:
+                pointers = self._memory.ptr + start, self._host.ptr + start
+                what = (*pointers, stop - start, runtime.memcpyHostToDevice)
+                runtime.memcpyAsync(*what, self._stream.ptr)
             self._sent.record(self._stream)
+
+    def _spans(self, there: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield the bytes of the rows that are not there, and those of all other arrays."""
+        rows = self._on_host[0]
+        row, before = rows.nbytes // len(rows), -1
+        for place in sorted(there):
+            if place > before + 1:
+                yield (before + 1) * row, place * row
+            before = place
+        yield (before + 1) * row, self._size
 
     def take(self) -> list[Array]:
         cupy.cuda.get_current_stream().wait_event(self._sent)

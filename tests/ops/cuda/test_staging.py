@@ -36,6 +36,26 @@ def test_arrays_arrive():
             staging.done()
 
 
+def test_rows_that_are_there_are_not_sent():
+    import cupy
+
+    from caffepy.ops import cuda
+
+    for there in ([], [0], [1, 2], [5], [0, 2, 3, 5], range(6)):
+        staging, stream = cuda.Staging(), cupy.cuda.Stream(non_blocking=True)
+        assert staging.gpu == cupy.cuda.Device().id
+        for array in staging.room(layout(6)):
+            array[...] = 1
+        with stream:
+            staging.target(stream)[...] = 9
+        stream.synchronize()
+        staging.send(there)
+        first, *others = staging.take()
+        want = [9 if row in there else 1 for row in range(6)]
+        assert first[:, 0, 0].tolist() == first[:, -1, -1].tolist() == want
+        assert all(array.all() for array in others)
+
+
 def test_the_same_layout_has_the_same_memory():
     from caffepy.ops import cuda
 
