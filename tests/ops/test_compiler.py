@@ -164,3 +164,48 @@ np.testing.assert_allclose(numba.njit(lambda x: np.cov(x))(x), np.cov(x))
 np.testing.assert_allclose(numba.njit(lambda x: np.dot(x, x.T))(x), x @ x.T)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+KERNELS = """
+import sys
+import numpy as np
+from caffepy.ops.cpu.compiler import kernel
+
+@kernel
+def smooth(x, y):
+    part = np.empty(3, np.float32)
+    for i in range(len(x) - 2):
+        part[:] = x[i : i + 3]
+        y[i] = np.abs(part).sum()
+
+@kernel
+def product(x, y):
+    y[:] = np.floor(x.reshape(-1, 2)).ravel() * np.max(x)
+"""
+IMPORTS = "\nprint([m for m in ('numba.np.arraymath', 'scipy.linalg') if m in sys.modules])"
+
+
+def test_kernels_that_are_kept_are_loaded_without_all_that_numba_can_compile(tmp_path):
+    """Also where a process then compiles another kernel with the same parts, and keeps it."""
+    (tmp_path / "kernels.py").write_text(KERNELS)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
+
+    def run(*names):
+        calls = "".join(
+            f"\ny = np.zeros(4, np.float32); {name}(np.float32([-1.5, 2, 3, -4]), y); print(y)"
+            for name in names
+        )
+        program = f"from kernels import *{calls}{IMPORTS}"
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.splitlines()
+
+    smoothed, multiplied = "[6.5 9.  0.  0. ]", "[ -6.   6.   9. -12.]"
+    compiled, nothing = "['numba.np.arraymath']", "[]"
+    assert run("smooth") == [smoothed, compiled]
+    assert run("smooth") == [smoothed, nothing]
+    assert run("smooth", "product") == [smoothed, multiplied, compiled]
+    assert run("product", "smooth") == [multiplied, smoothed, nothing]

@@ -7,15 +7,17 @@ They call no other kernels, but functions that are `inlined`.
 
 import logging
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
 import numba
-from numba.core import event
+from numba.core import environment, event
 from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.runtime import rtsys
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +90,20 @@ class _Cache(FunctionCache):
     """numba's cache of one function; a file that cannot be read or written is ignored."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found: Any = None
         try:
-            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            # Not the whole of `target_context.refresh()`, which imports all that numba can compile,
+            # 0.2 s: a compilation does that by itself.
+            rtsys.initialize(target_context)
+            with _without_numbas_modules():
+                found = self._load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except Exception as error:  # damaged pickles fail in many ways
             _warn(DAMAGED, self.cache_path, repr(error))
             with suppress(OSError):
                 self.flush()  # type: ignore[no-untyped-call]
-            return None
+        if found is None:
+            _do_without_scipy()
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
@@ -113,9 +122,35 @@ def _warn(message: str, *values: str) -> None:
         log.warning(message, *values)
 
 
+@contextmanager
+def _without_numbas_modules() -> Iterator[None]:
+    """Block in which what is loaded imports no module of numba's whose functions are part of it.
+
+    numba makes an Environment with the globals of each such module, for code that calls Python,
+    which kernels do not. The modules import others, 0.15 s.
+    """
+
+    def rebuild(module: str, constants: list[Any], name: str) -> Any:
+        if module in sys.modules or not module.startswith("numba."):
+            return real(module, constants, name)  # type: ignore[no-untyped-call]
+        made = environment.lookup_environment(name)  # type: ignore[no-untyped-call]
+        if made is None:
+            made = environment.Environment({"__name__": module})
+            made.consts[:], made.env_name = constants, name
+            environment.Environment._memo[name] = made
+        return made
+
+    with global_compiler_lock:
+        real, environment._rebuild_env = environment._rebuild_env, rebuild
+        try:
+            yield
+        finally:
+            environment._rebuild_env = real
+
+
 def _do_without_scipy() -> None:
     """Import the module of numba's that would import scipy.linalg, 0.1 s, to see whether np.cov can
-    be compiled: by the first kernel of every process, and none of ours uses it.
+    be compiled: by the first kernel that a process compiles, and none of ours uses it.
     """
     if "scipy.linalg" in sys.modules or "numba.np.arraymath" in sys.modules:
         return
@@ -125,9 +160,6 @@ def _do_without_scipy() -> None:
     finally:
         del sys.modules["scipy.linalg"]
     arraymath._HAVE_BLAS = find_spec("scipy") is not None  # np.dot imports it where it is used
-
-
-_do_without_scipy()
 
 
 class _FirstCompilation(event.Listener):
