@@ -187,6 +187,10 @@ class BatchNorm(SameShape):
     def only_launches(self) -> bool:
         return not self.together and not any(self.lacks)
 
+    @property
+    def can_replay(self) -> bool:  # type: ignore[override]
+        return self.only_launches
+
     def meet(self, together: Together | None) -> None:
         """Normalize by the statistics of the batches of all solvers that call `together`, from the
         next pass on; None: by those of the own batch.
@@ -712,6 +716,10 @@ class Scale(Broadcast):
     def only_launches(self) -> bool:
         return self.bounds is None
 
+    @property
+    def can_replay(self) -> bool:  # type: ignore[override]
+        return self.bounds is None and self.scale in self.blobs
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
         self.scale = bottom[1] if len(bottom) > 1 else self.blobs[0]
@@ -741,6 +749,10 @@ class Bias(Broadcast):
     """y = x + bias, broadcast over the other axes; bias is bottom 1 or a parameter (0 at first)."""
 
     backward_reads_bottom = backward_reads_top = False
+
+    @property
+    def can_replay(self) -> bool:  # type: ignore[override]
+        return bool(self.blobs)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.bias_param

@@ -124,11 +124,11 @@ class Loop:
                 self._record(series)
             else:
                 begun, step.whole = perf_counter(), False
+                self._replayed += count
                 try:
                     self._graph.replay(count)
                 finally:
                     step.whole = True  # compiled code ends between updates
-                self._replayed += count
                 self._seconds = min(self._seconds, (perf_counter() - begun) / count)
         step.begun = False
 

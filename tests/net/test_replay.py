@@ -37,6 +37,8 @@ LAYERS = {
 }
 REPLAYED = {
     "Accuracy",
+    "BatchNorm",
+    "Bias",
     "Concat",
     "Convolution",
     "Convolution3D",
@@ -51,13 +53,14 @@ REPLAYED = {
     "Pooling",
     "ReLU",
     "Reshape",
+    "Scale",
     "Softmax",
     "SoftmaxWithLoss",
     "Split",
 }
 """The types of which a case is replayed; all others run layer by layer always."""
-DERIVED = {"FocalLoss", "InfogainLoss", "SoftmaxWithLossOHEM"}
-"""Types that inherit what decides, and that it excludes."""
+DERIVED = {"CuDNNBatchNorm", "FocalLoss", "InfogainLoss", "SoftmaxWithLossOHEM"}
+"""Types that inherit what decides; it excludes all but the first."""
 
 
 def net_of(definition: str) -> Net:

@@ -83,14 +83,18 @@ def rows(folder: Path, counts: tuple[int, ...] = (23,), more: str = "") -> str:
 
 
 def same(
-    settings: str, net: str = CONVOLUTIONS, steps: tuple[int, ...] = (40,), loops: bool = True
+    settings: str,
+    net: str = CONVOLUTIONS,
+    steps: tuple[int, ...] = (40,),
+    loops: bool = True,
+    fuse: bool = True,
 ) -> None:
     """Train in one call for many iterations, or singly, and compare all after each call."""
     solvers, heard = list[Solver](), list[Several]()
     for capture in (False, True):
         heard.append(Several())
         solvers.append(solver_of(SETTINGS + settings, net, reporter=heard[-1]))
-        solvers[-1].capture, solvers[-1].fuse = capture, True
+        solvers[-1].capture, solvers[-1].fuse = capture, fuse
     for count in steps:
         for solver in solvers:
             solver.step(count)
@@ -398,6 +402,49 @@ def test_an_interruption_between_calls_counts_what_was_done(
     for s in (solver, plain):
         s.step(30)
     np.testing.assert_array_equal(*map(numbers, (solver, plain)))
+
+
+NORMALIZED = (
+    library.digits(6, 11)
+    + library.convolution("conv1", "data", 4, 3, "pad: 1 bias_term: false")
+    + library.normalization("norm1", "conv1", "norm1")
+    + library.in_place("ReLU", "relu1", "norm1")
+    + library.convolution("conv2", "norm1", 4, 3, "pad: 1 bias_term: false")
+    + library.normalization("norm2", "conv2", "norm2")
+    + library.layer("Eltwise", "sum", "norm1 norm2")
+    + library.in_place("ReLU", "relu2", "sum")
+    + library.layer("LRN", "lrn", "sum")
+    + library.layer("BatchNorm", "norm3", "lrn")
+    + library.inner_product("ip", "norm3", 10)
+    + library.softmax_loss("ip")
+    + library.accuracy("ip", more=library.IN_TESTS)
+)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_batch_normalization(fuse: bool) -> None:
+    """Running statistics are those of single iterations, also where tests read them."""
+    same(RULES["SGD"] + SHOWN, NORMALIZED, (21, 1, 2, 16), fuse=fuse)
+
+
+def test_running_statistics_before_an_iteration_that_fails(tmp_path: Path) -> None:
+    found = []
+    for capture in (False, True):
+        net = failing(tmp_path, 41, np.nan, "data").replace(
+            'bottom: "dropped"', 'bottom: "norm"', 1
+        )
+        norm = library.layer("BatchNorm", "norm", "dropped")
+        head, tail = net.split('layer { name: "ip"')
+        solver = solver_of(SETTINGS, f'{head}{norm}layer {{ name: "ip"{tail}')
+        solver.capture = capture
+        with pytest.raises(DivergenceError):
+            solver.step(90)
+        assert solver.iter == 41
+        assert (looped(solver) > 0) == capture
+        found.append([solver.params.data, *(blob.data for blob in solver.net.params)])
+    for plain, mine in zip(*found, strict=True):
+        np.testing.assert_array_equal(plain, mine)
+        assert np.isfinite(mine).all()
 
 
 @pytest.mark.parametrize("passes", [1, 2])

@@ -7,6 +7,7 @@ from math import inf, nan, prod
 import numpy as np
 
 from caffepy.device.blob import Array, Layout
+from caffepy.device.recording import call
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN
@@ -89,6 +90,42 @@ def batch_norm_backward(x: Array, mean: Array, inverse: Array, dy: Array, dx: Ar
     parallel(partial(_gradient, x, mean, inverse, dy, dx, dx is dy), x.shape[1], _grain(x))
 
 
+# Rounded as numpy rounds, product by product.
+_plainly = partial(kernel, fastmath=set())
+
+
+@_plainly
+def _add_batch(
+    mean: Array, variance: Array, running: Sequence[Array], fraction: float, unbiased: float
+) -> None:
+    means, variances, weight = running
+    number = mean.dtype.type
+    keep, ratio = number(fraction), number(unbiased)
+    for c in range(mean.size):
+        means[c] = means[c] * keep + mean[c]
+        variances[c] = variances[c] * keep + variance[c] * ratio
+    weight[0] = weight[0] * keep + number(1)
+
+
+@_plainly
+def _read_running(running: Sequence[Array], mean: Array, variance: Array) -> None:
+    means, variances, weight = running
+    zero, one = weight.dtype.type(0), weight.dtype.type(1)
+    factor = zero if weight[0] == zero else one / weight[0]
+    for c in range(mean.size):
+        mean[c], variance[c] = means[c] * factor, variances[c] * factor
+
+
+@_plainly
+def _complete(variance: Array, eps: float, scale: Maybe, bias: Maybe, numbers: Array) -> None:
+    number = variance.dtype.type
+    for c in range(variance.size):
+        inverse = number(1) / np.sqrt(variance[c] + number(eps))
+        factor = inverse if scale is None else inverse * scale[c]
+        numbers[1, c], numbers[2, c] = inverse, factor
+        numbers[3, c] = (number(0) if bias is None else bias[c]) - numbers[0, c] * factor
+
+
 def batch_norm_prepare(
     x: Array, running: Sequence[Array], fraction: float, eps: float, affine: Affine, numbers: Array
 ) -> None:
@@ -97,25 +134,15 @@ def batch_norm_prepare(
         return
     mean, variance = numbers[0], np.empty_like(numbers[0])
     batch_norm_statistics(x, mean, variance)
-    unbiased = variance * (count / (count - 1) if count > 1 else 1)
-    for total, value in zip(running, (mean, unbiased, 1), strict=True):
-        np.multiply(total, fraction, out=total)
-        np.add(total, value, out=total)
-    _complete(variance, eps, affine, numbers)
+    unbiased = count / (count - 1) if count > 1 else 1.0
+    call(_add_batch, mean, variance, tuple(running), fraction, unbiased)
+    call(_complete, variance, eps, *affine, numbers)
 
 
 def batch_norm_stored(running: Sequence[Array], eps: float, affine: Affine, numbers: Array) -> None:
-    means, variances, weight = running
-    factor = 0 if weight[0] == 0 else 1 / weight[0]
-    np.multiply(means, factor, out=numbers[0])
-    _complete(variances * factor, eps, affine, numbers)
-
-
-def _complete(variance: Array, eps: float, affine: Affine, numbers: Array) -> None:
-    (scale, bias), (mean, inverse, factor, shift) = affine, numbers
-    np.divide(1, np.sqrt(variance + eps), out=inverse)
-    np.multiply(inverse, 1 if scale is None else scale, out=factor)
-    np.subtract(0 if bias is None else bias, mean * factor, out=shift)
+    variance = np.empty_like(numbers[0])
+    call(_read_running, tuple(running), numbers[0], variance)
+    call(_complete, variance, eps, *affine, numbers)
 
 
 @kernel
@@ -256,10 +283,16 @@ def norm_backward(
     sums = np.empty((2, x.shape[1]))
     arrays = x, numbers, dy, more, y, *rectify, masked, dx, sums, frozen
     parallel(partial(_norm_gradient, *arrays), x.shape[1], _grain(x))
-    if dscale is not None:
-        dscale += sums[0] * numbers[1]
-    if dbias is not None:
-        dbias += sums[1]
+    call(_add_sums, sums, numbers[1], dscale, dbias)
+
+
+@_plainly
+def _add_sums(sums: Array, inverse: Array, dscale: Maybe, dbias: Maybe) -> None:
+    for c in range(inverse.size):
+        if dscale is not None:
+            dscale[c] += sums[0, c] * np.float64(inverse[c])
+        if dbias is not None:
+            dbias[c] += sums[1, c]
 
 
 def norm_sums(norm: NormSums) -> None:
