@@ -6,9 +6,15 @@ the same arguments each time, may run within `recording`.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+Array = NDArray[Any]
 
 
 class Recorder(Protocol):
@@ -27,6 +33,10 @@ class Recorder(Protocol):
 
     def seed(self, source: "Seeds", into: Any) -> None:
         """Write a new seed into an int64 array ()."""
+
+    @property
+    def temporaries(self) -> "Temporaries":
+        """Memory of temporary arrays."""
 
 
 class Seeds(Protocol):
@@ -66,6 +76,50 @@ def draw_seed(source: Seeds, into: Any) -> None:
         keeps.seed(source, into)
     else:
         into[()] = source.draw_seed()
+
+
+class Temporaries:
+    """Memory of temporary arrays, for recordings that are never replayed at the same time: those
+    of a net. What one call has released another gets, also one of another recording.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Array] = []
+        self._taken: dict[int, Array] = {}  # by address
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, of which those that were never written are not resident."""
+        return sum(memory.nbytes for memory in (*self._free, *self._taken.values()))
+
+    def take(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
+        """Return an array whose values are any."""
+        dtype = np.dtype(dtype)
+        size = prod(shape) * dtype.itemsize
+        fitting = [i for i, memory in enumerate(self._free) if memory.nbytes >= size]
+        if fitting:
+            memory = self._free.pop(min(fitting, key=lambda i: self._free[i].nbytes))
+        else:
+            memory = np.empty(1 << max(size - 1, 1).bit_length(), np.uint8)
+        array: Array = memory[:size].view(dtype).reshape(shape)
+        self._taken[array.ctypes.data] = memory
+        return array
+
+    def release(self, array: Array) -> None:
+        """Take back what `take` returned."""
+        self._free.append(self._taken.pop(array.ctypes.data))
+
+
+def temporary(shape: Sequence[int], dtype: DTypeLike) -> Array:
+    """Return an array whose values are any, for calls that are made before it is released."""
+    keeps = recorder()
+    return keeps.temporaries.take(shape, dtype) if keeps else np.empty(shape, dtype)
+
+
+def release(array: Array) -> None:
+    """Release a `temporary` array: what this thread records later may use its memory."""
+    if keeps := recorder():
+        keeps.temporaries.release(array)
 
 
 @contextmanager

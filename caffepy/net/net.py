@@ -18,6 +18,7 @@ from caffepy import ops
 from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.device.blob import PLAIN, Array, Blob, Layout, behind, shape_string
 from caffepy.device.device import Device
+from caffepy.device.recording import Temporaries
 from caffepy.layer import Layer
 from caffepy.net.build import divide_batches, filter_state, insert_splits, located
 from caffepy.net.fusion import Step, fused_steps
@@ -96,6 +97,8 @@ class Net:
         self.waits_each_layer = len(self.learnable_params) < len(self.params)
         # Steps that run forward again before backward of the step that ends with this layer.
         self.recompute: Mapping[int, Sequence[Step]] = {}
+
+        self.temporaries = Temporaries()  # of what is recorded on the CPU
 
         self.before_forward: list[Callback] = []
         self.after_forward: list[Callback] = []

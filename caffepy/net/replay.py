@@ -104,7 +104,7 @@ class Replay:
         parts, is_plain = list[tuple[Graph | None, Callable[[], object]]](), True
         for (can_replay, plain), some in groupby(divided, lambda part: part[1:]):
             work = _in_turn([part.work for part in some])
-            graph, begun = Graph() if can_replay else None, perf_counter()
+            graph, begun = Graph(self._net.temporaries) if can_replay else None, perf_counter()
             with recording(graph):
                 work()
             if graph is not None:

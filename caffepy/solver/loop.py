@@ -163,7 +163,7 @@ class Loop:
         from caffepy.ops.cpu.graph import Graph  # here, since it loads numba
 
         self._recorded += 1
-        graph, version = Graph(), Memory.version
+        graph, version = Graph(self._step.net.temporaries), Memory.version
         with recording(graph):
             self._iteration(series)
         graph.finish(inf)

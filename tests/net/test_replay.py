@@ -312,6 +312,27 @@ def test_a_callback_that_looks_at_layers_sees_each() -> None:
     assert runner.way_forward._replayed == 2
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_recordings_of_a_net_share_temporary_arrays() -> None:
+    """Each gradient of a weight has one: they need the room of the largest, whatever is recorded."""
+    layers = library.inputs("in", data=(3, 64))
+    for i in range(6):
+        layers += library.inner_product(f"ip{i}", f"ip{i - 1}" if i else "data", 64)
+    nets, rng = both(f"force_backward: true {layers}"), np.random.default_rng(3)
+    runners = [Replaying(net) for net in nets]
+    for _ in range(RUNS):
+        fill(nets, rng)
+        nets[0].forward()
+        runners[1].forward()
+        for start, end in ((6, 0), (4, 2), (6, 1)):
+            nets[0].backward(start, end)
+            runners[1].passes.backward(start, end)
+        equal(nets)
+    assert runners[1].way_back.replays
+    assert 0 < nets[1].temporaries.size <= 64 * 64 * 4
+    assert not nets[0].temporaries.size
+
+
 def test_passes_of_two_threads_may_overlap() -> None:
     """The first to begin is the first to end; its next pass enters what each has to enter."""
     net, seen = net_of(CHAIN), list[dict[str, str]]()

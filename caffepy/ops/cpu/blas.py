@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 
 from caffepy.device.blob import Array
-from caffepy.device.recording import call
+from caffepy.device.recording import call, release, temporary
 from caffepy.device.threads import parallel, parallel_calls
 from caffepy.ops.cpu.compiler import kernel
 
@@ -32,12 +32,13 @@ def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: floa
 
 
 def _product(a: Array, b: Array, out: Array, accumulate: bool, scale: float) -> None:
-    to = np.empty(out.shape, out.dtype) if accumulate else out
+    to = temporary(out.shape, out.dtype) if accumulate else out
     call(np.matmul, a, b, to)
     if scale != 1:
         call(np.multiply, to, to.dtype.type(scale), to)
     if accumulate:
         call(np.add, out, to, out)
+        release(to)
 
 
 @lru_cache(maxsize=1024)

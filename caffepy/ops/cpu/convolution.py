@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array
+from caffepy.device.recording import release, temporary
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.depthwise import Depthwise
@@ -365,7 +366,10 @@ class _Correlation:
         sizes, dtype = self.sizes, self.panels.dtype
         units = sizes.groups * sizes.blocks
         rows, weights = sizes.chunks * units, sizes.taps * sizes.inputs * sizes.columns
-        parts, bias_parts = np.empty((rows, weights), dtype), np.empty((rows, sizes.columns), dtype)
+        parts, bias_parts = (
+            temporary((rows, weights), dtype),
+            np.empty((rows, sizes.columns), dtype),
+        )
         arrays = x.reshape(-1), dy.reshape(-1), parts, bias_parts
         parallel(partial(_backward_weight, *arrays, self.weight_tables), rows)
         if dw is not None:
@@ -373,6 +377,7 @@ class _Correlation:
             parallel(partial(_add_parts, parts, dw, sizes), units)
         if db is not None:
             parallel(partial(_add_bias_parts, bias_parts, db, sizes), units, units)
+        release(parts)
 
 
 def _needs(count: int, step: int, other: int, other_step: int, pad: int, size: int) -> Array:

@@ -20,6 +20,7 @@ import numpy as np
 from llvmlite import ir
 
 from caffepy.device.blob import Array
+from caffepy.device.recording import release, temporary
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
 from caffepy.ops.cpu.tile import shapes
@@ -337,7 +338,7 @@ class Depthwise:
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         tables, sizes = self.weight_tables, self.tables.sizes
         shape = sizes.chunks, self.y_shape[1], tables.taps.size // TAPS, TAPS + 1
-        parts = np.empty((*shape, len(tables.vector)))
+        parts = temporary((*shape, len(tables.vector)), np.float64)
         parallel(
             partial(_backward_weight, *(a.reshape(-1) for a in (x, dy, parts)), tables),
             sizes.chunks * sizes.channels,
@@ -346,3 +347,4 @@ class Depthwise:
         dw = None if dw is None else dw.reshape(self.y_shape[1], sizes.taps)
         add = partial(_add_parts, parts, dw, db, sizes.taps, len(tables.vector))
         parallel(add, self.y_shape[1], 1 + 20_000 * self.y_shape[1] // parts.size)
+        release(parts)

@@ -26,7 +26,7 @@ from numba.core import types
 from numba.core.compiler_lock import global_compiler_lock
 
 from caffepy.device.blob import Array
-from caffepy.device.recording import Seeds, recording
+from caffepy.device.recording import Seeds, Temporaries, recording
 from caffepy.device.threads import parallel, ranges
 from caffepy.ops.cpu.compiler import Kernel, kernel
 
@@ -65,10 +65,12 @@ class _Bound(NamedTuple):
 class Graph:
     """Calls of compiled code: a Recorder, see `caffepy.device.recording`.
 
-    The arrays of recorded calls stay alive with it.
+    The arrays of recorded calls stay alive with it. `temporaries` may be those of other graphs that
+    are never replayed at the same time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, temporaries: Temporaries | None = None) -> None:
+        self.temporaries = temporaries or Temporaries()
         self._calls: list[tuple[_Row | None, Callable[[], object]]] = []
         self._parts: list[_Bound | Callable[[], object]] = []
         self._kept: list[object] = []
