@@ -68,7 +68,7 @@ class Loop:
         most = min(most, MOST, int(LONGEST / min(seconds, self._seconds)))
         most = min(most, self._graph.most) if self._graph else most
         self._never = inf > self._seconds > SLOWER * seconds
-        if self._never or most < 2:
+        if self._never or most < 1:
             return 0
         batches = most * passes
         for place, feed in self._feeds:

@@ -270,7 +270,7 @@ class Solver:
             with stopping_workers(iterations):
                 while self.iter < end and not self.stopped:
                     number = self.iter
-                    if (undisturbed := self._undisturbed(end)) > 1:
+                    if (undisturbed := self._undisturbed(end)) > 0:
                         for told in iterations.run_several(undisturbed):
                             self.reporter.iterated(*told, self.images)
                         if self.iter > number:
@@ -295,15 +295,15 @@ class Solver:
                 iterations.collect(wait=True)
 
     def _undisturbed(self, end: int) -> int:
-        """Number of iterations after which, and not before, something is due; 0 if each is to be
-        known as soon as it is done.
+        """Number of iterations that one call may do: up to the one after which something is due; 1
+        if each is to be known as soon as it is done; 0 if something is due within the next one.
         """
         param, number = self.param, self.iter
         alone = type(self.workers) is WorkerGroup and not self._step.callbacks
-        several = self.reporter.takes_several and getattr(self.action, "takes_several", False)
-        if not (self.capture and alone and several) or param.debug_info:
+        if not (self.capture and alone) or param.debug_info:
             return 0
-        most = end - number
+        several = self.reporter.takes_several and getattr(self.action, "takes_several", False)
+        most = end - number if several else 1
         if param.display > 0:
             most = min(most, -number % param.display)
         if param.test_interval > 0:
