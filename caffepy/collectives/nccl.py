@@ -68,7 +68,7 @@ class NcclSync(Synchronizer):
     between nodes alike, and widened again: each sum of two is rounded, and all ranks get the same.
     """
 
-    capturable = True
+    capturable = reduces_early = True
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ class Synchronizer:
 
     updates = True  # this rank updates its parameters; else it gets the root's before a pass
     capturable = False  # its calls only enqueue work on the current stream
+    reduces_early = False  # `after_backward` does something
     abort_flag = 0
     """Host address of the abort flag; nonzero after the all-reduce means that the averaged gradient
     is invalid. 0 on the CPU.

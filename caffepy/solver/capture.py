@@ -77,6 +77,7 @@ class GraphRunner:
         # On the CPU: a forward pass alone, and both directions with what is done in between.
         self._forward = Replay(net, lambda: self._run_steps(steps), self._forward_parts)
         self._pass: Replay | None = None
+        self._alone = True  # as in the last pass
 
     def _run_steps(self, steps: Sequence[Step]) -> None:
         self.net.forward(steps=steps)
@@ -157,13 +158,13 @@ class GraphRunner:
         self, capture: bool, between: Callable[[], None], alone: bool, overwrites: bool
     ) -> None:
         """Run a forward pass, what is `between`, the same each time, and a backward pass, which
-        overwrites large gradients if `overwrites`. With `capture` the CPU replays what it can, all
-        of it in a solver that trains `alone`.
+        overwrites large gradients if `overwrites`. With `capture` the CPU replays what it can, also
+        what is between in a solver that trains `alone`.
         """
         net = self.net
-        if capture and alone and can_replay(net, self.net_callbacks):
-            self._pass = self._pass or self._replay_of_pass(between)
-            self._pass.run(overwrites)
+        if capture and can_replay(net, self.net_callbacks):
+            self._pass, self._alone = self._pass or self._replay_of_pass(between), alone
+            self._pass.run(overwrites, alone)
         else:
             self.run_forward(capture)
             between()
@@ -185,7 +186,7 @@ class GraphRunner:
         def parts() -> list[Part]:
             return [
                 *self._forward_parts(),
-                Part(between, can_replay=True),
+                Part(between, can_replay=self._alone),
                 *parts_of_pass(self.net, back, self._run_back, backward=True),
             ]
 

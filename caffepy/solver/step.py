@@ -45,11 +45,12 @@ class Synchronizer(Callback, Protocol):
     """The callback that averages `Params.reduced_diff` over all solvers.
 
     `updates` is True if this solver updates its parameters; else it gets the root's in `on_start`.
-    `abort_flag` is the host address of the abort flag, for a GPU; nonzero after the all-reduce
-    means that the averaged gradient is invalid.
+    Without `reduces_early` nothing calls `after_backward`. `abort_flag` is the host address of the
+    abort flag, for a GPU; nonzero after the all-reduce means that the averaged gradient is invalid.
     """
 
     updates: bool
+    reduces_early: bool
     abort_flag: int
 
     def after_backward(self, layer: int) -> object:
@@ -140,7 +141,7 @@ class Step:
         hooks[:] = [hook for hook in hooks if not isinstance(hook, _LayerHook)]
         if synchronizer:
             self.callbacks.append(synchronizer)
-            if self.param.iter_size == 1:
+            if self.param.iter_size == 1 and synchronizer.reduces_early:
                 hooks.append(_LayerHook(self, synchronizer))
 
     def compile_ahead(self) -> None:

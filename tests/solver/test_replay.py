@@ -278,7 +278,13 @@ def test_several_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, replayed, replay = list[Run](), list[Replay](), Replay._replay
     monkeypatch.setattr(Replay, "_replay", lambda self: (replayed.append(self), replay(self)))
     ended.append(Run(2, text, "flat", until=8))
-    assert len(set(map(id, replayed))) == 5  # forward and update of each, and a test
+    ways = set(map(id, replayed))
+    assert len(ways) == 5  # a pass and an update of each, and a test
+    several = [replay for replay in replayed if len(replay._parts) > 2]
+    assert len(set(map(id, several))) == 2  # passes: Python comes in between
+    assert {tuple(graph is None for graph, _ in way._parts) for way in several} == {
+        (True, False, True, False)
+    }
     replayed.clear()
     monkeypatch.setattr("caffepy.net.replay.LONGEST", -1)  # nothing is replayed
     ended.append(Run(2, text, "flat", until=8))

@@ -198,6 +198,7 @@ def test_a_synchronizer_hears_of_layers_within_iterations_only() -> None:
     synchronizer = Synchronizer(RankGroup(1), 0)
     heard: list[int] = []
     synchronizer.after_backward = heard.append  # type: ignore[method-assign]
+    synchronizer.reduces_early = True
     solver.synchronize(synchronizer)
     for _ in range(2):
         solver.net.forward()

@@ -428,6 +428,7 @@ class GradientPush:
         self._workers, self._rank, self._node = workers, rank, node
         self.updates = node is None or node.updates
         self.abort_flag = node.abort_flag if node else 0
+        self.reduces_early = node is not None and node.reduces_early
 
     def on_start(self) -> None:
         """Bring the parameters of this worker's solvers in step: all workers have the same."""
