@@ -3179,6 +3179,7 @@ class V1LayerParameter(_message.Message):
         THRESHOLD: _ClassVar[V1LayerParameter.LayerType]
         UNPOOLING: _ClassVar[V1LayerParameter.LayerType]
         MULTI_STAGE_MEANFIELD: _ClassVar[V1LayerParameter.LayerType]
+        CROP: _ClassVar[V1LayerParameter.LayerType]
         RELU6: _ClassVar[V1LayerParameter.LayerType]
         LOCAL: _ClassVar[V1LayerParameter.LayerType]
         BN: _ClassVar[V1LayerParameter.LayerType]
@@ -3241,6 +3242,7 @@ class V1LayerParameter(_message.Message):
     THRESHOLD: V1LayerParameter.LayerType
     UNPOOLING: V1LayerParameter.LayerType
     MULTI_STAGE_MEANFIELD: V1LayerParameter.LayerType
+    CROP: V1LayerParameter.LayerType
     RELU6: V1LayerParameter.LayerType
     LOCAL: V1LayerParameter.LayerType
     BN: V1LayerParameter.LayerType

@@ -158,7 +158,7 @@ _IGNORED = {
 
 _ENUM_VALUES = dict.fromkeys(
     ["DEF", "DEF_ALL", "DEF_ALL2", "DEF_ALL3", "DEF_ALL4", "LOWRES", "SORT"], "happynear"
-) | {"CROP": "FCN or CRF-as-RNN, which finds its offset by itself"}
+)
 
 _LAYERS = {
     "NVCaffe": "DetectNetTransformation TRT",

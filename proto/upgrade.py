@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from caffepy.core.errors import ConfigError
 from caffepy.core.registry import nearest
+from caffepy.proto.alignment import align_crop
 from caffepy.proto.caffe_pb2 import (
     BlobShape,
     LayerParameter,
@@ -364,6 +365,9 @@ def _upgrade_v1(net: NetParameter) -> None:
         raise ConfigError(f'the net has both old "layers" and new "layer" entries; {remedy}')
     for old in net.layers:
         upgrade_layer(old, net.layer.add())
+    for i, old in enumerate(net.layers):
+        if old.type == V1LayerParameter.CROP:
+            align_crop(net.layer, i)
     net.ClearField("layers")
 
 

@@ -314,7 +314,7 @@ def test_enums_are_those_of_the_tables() -> None:
     unnumbered = {("VideoDataParameter.Modality", name) for name in ("RGB", "FLOW")}
     unnumbered |= {("UnpoolingParameter.UnpoolMethod", name) for name in ("MAX", "AVE", "TILE")}
     unnumbered |= {("MultiStageMeanfieldParameter.Mode", "POTTS")}
-    own_types = ("UNPOOLING", "MULTI_STAGE_MEANFIELD")
+    own_types = ("UNPOOLING", "MULTI_STAGE_MEANFIELD", "CROP")
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in own_types}
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in C3D.split()}
     assert {(enum, name) for enum, name, _ in ours - known} - unnumbered == taken - {
