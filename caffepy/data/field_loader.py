@@ -123,7 +123,9 @@ class FieldLoader(JointLoader):
         return height, width
 
     def label_shapes(self) -> list[Shape]:
-        maps = [(self.batch_size, ROWS, *self._grid(int(rate))) for rate, *_ in self._fields]
+        maps: list[Shape] = [
+            (self.batch_size, ROWS, *self._grid(int(rate))) for rate, *_ in self._fields
+        ]
         return maps + [(1, 7, 1, 1)] * self._param.output_gt_boxes
 
     def make(self, item: Any, draws: Array, first: Array) -> tuple[Array, Any]:
@@ -209,7 +211,8 @@ class FieldLoader(JointLoader):
         centre, sides = (boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2] + 1
         least = self._param.min_gt_width, self._param.min_gt_height
         inside = (centre >= 0) & (centre < self._size[::-1])
-        return ~(inside & (sides >= least)).all(axis=1)
+        fits: Array = np.all(inside & (sides >= least), axis=1)
+        return ~fits
 
     def _maps(self, boxes: Array, regions: Array, seen: Array) -> list[Array]:
         """The maps (6, H, W) of boxes (n, 6) = x1, y1, x2, y2, class, ignored."""
@@ -227,7 +230,7 @@ class FieldLoader(JointLoader):
             high = [
                 a + _rounded(side / rate) for a, side in zip(low, seen[2:] - seen[:2], strict=True)
             ]
-            heeded = ((places >= low) & (places < high)).all(axis=-1)
+            heeded: Array = np.all((places >= low) & (places < high), axis=-1)
             if len(regions):
                 shares = overlaps(fields, silent, of_first=True)
                 heeded &= shares.astype(np.float32).sum(axis=-1) < np.float32(SILENT)

@@ -98,7 +98,7 @@ class PoseLoader(JointLoader):
         except DataError as error:
             raise DataError(f"{self.source.name(item)}: {error.message}") from None
 
-    def _made(self, record: Array, draws: Array) -> tuple[Array, Array]:
+    def _made(self, record: Array, draws: Array) -> tuple[Array, Any]:
         param = self._param
         found = pose.read_record(record[3], param.np_in_lmdb, unlabeled=self._limbs is not None)
         people = [found.person, *found.others]

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -142,7 +142,7 @@ class Prefetching(Feed):
     The first image of a batch decides its shape.
     """
 
-    tops = (1, 2)
+    tops: ClassVar[int | tuple[int, int | None]] = (1, 2)
     reads_files = True
     _reader: Reader | None = None
     _interrupted = False  # an exception, such as Ctrl-C, came between `take` and `give_back`

@@ -424,7 +424,7 @@ class ProposalTarget(Layer):
         for _ in range(1000 * count):
             image = rng.integers(param.num_img_per_batch)
             x, y = rng.integers(width - least), rng.integers(height - least)
-            w, h = max(rng.integers(width - x), least), max(rng.integers(height - y), least)
+            w, h = (max(int(rng.integers(n)), least) for n in (width - x, height - y))
             row = np.array([[image, x, y, x + w - 1, y + h - 1]], truths.dtype)
             if self.matched(row, truths)[1][0] < np.float32(param.fg_thr):
                 rows.append(row)
