@@ -80,7 +80,9 @@ class Recurrent(Layer):
     def check_axes(self, bottom: Blobs) -> None:
         """ConfigError if bottoms disagree in steps or streams."""
         x, cont = bottom[0].shape, bottom[1].shape
-        if len(x) < 2 or x[0] < 1:
+        if x[:1] == (0,):
+            raise ConfigError(f"{self.type} needs 1 timestep or more; bottom[0] is {list(x)}")
+        if len(x) < 2:
             raise ConfigError(
                 f"bottom[0] must have at least 2 axes -- (#timesteps, #streams, ...), not {list(x)}"
             )

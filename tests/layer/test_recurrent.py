@@ -317,7 +317,7 @@ def test_size_of_the_inputs_is_fixed():
     ("bottoms", "expose", "message"),
     [
         ([(T,), (T, N)], False, "at least 2 axes"),
-        ([(0, N, D), (0, N)], False, "at least 2 axes"),
+        ([(0, N, D), (0, N)], False, "needs 1 timestep or more"),
         ([(T, N, D), (T, N, 1)], False, "exactly 2 axes"),
         ([(T, N, D), (N, T)], False, "exactly 2 axes"),
         ([(T, N, D), (T, N), (T, D)], False, "the 3 streams"),
