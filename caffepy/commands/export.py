@@ -11,8 +11,9 @@ from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.files import written
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
+from caffepy.export.graph import Dim
 from caffepy.export.trace import Trace, sources, trace
-from caffepy.export.write import Batch, Dim, operators, write_dynamic, write_graph
+from caffepy.export.write import Batch, operators, write_dynamic, write_graph
 from caffepy.layer.selection import BatchReindex, Embed
 from caffepy.models.synthetic import synthetic
 from caffepy.net import Net

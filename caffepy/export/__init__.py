@@ -8,6 +8,6 @@ weights; blobs keep their names. BatchNorm's mean and variance are stored themse
 running sums.
 """
 
-from caffepy.export import neuron, normalization, pooling, product, recurrent, shape
+from caffepy.export import detection, neuron, normalization, pooling, product, recurrent, shape
 
-__all__ = ["neuron", "normalization", "pooling", "product", "recurrent", "shape"]
+__all__ = ["detection", "neuron", "normalization", "pooling", "product", "recurrent", "shape"]

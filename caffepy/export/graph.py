@@ -14,6 +14,8 @@ from caffepy.core.registry import Registry
 from caffepy.device.blob import Array
 
 Shape = tuple[int, ...]
+Dim = int | str
+"""A size, or the name of one that data or the batch decide."""
 
 
 class InexpressibleError(Exception):
@@ -55,7 +57,7 @@ class Graph:
     once: frozenset[str] = frozenset()
     nodes: list[Node] = field(default_factory=list)
     values: dict[str, Array] = field(default_factory=dict)
-    shapes: dict[str, Shape] = field(default_factory=dict)
+    shapes: dict[str, Sequence[Dim]] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
 
     def fresh(self, name: str) -> str:

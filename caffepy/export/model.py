@@ -9,8 +9,7 @@ import numpy as np
 from caffepy import __version__
 from caffepy.core.errors import ConfigError, UsageError, install
 from caffepy.device.blob import Array
-from caffepy.export.graph import Body, Graph, Node
-from caffepy.export.write import Dim
+from caffepy.export.graph import Body, Dim, Graph, Node
 
 try:
     import onnx

@@ -22,26 +22,37 @@ def continuation_indicator(site: Site) -> None:
 @writers("LSTM")
 def lstm(site: Site) -> None:
     """gates = sums_t + w_h (cont_t h); c = f cont_t c + i g; h = o tanh(c)."""
-    scan = _Scan(site, states=2)
-    step = scan.step
-    h, c, sums, cont = scan.inputs
-    gates = step.node("Gemm", step.node("Mul", cont, h), scan.weight, sums, transB=1)
-    i, f, o, g = _gates(step, gates, 1)
-    kept = step.node("Mul", step.node("Mul", f, cont), c)
-    c = step.node("Add", kept, step.node("Mul", i, g))
-    h = step.node("Mul", o, step.node("Tanh", c))
-    scan.run([h, c], step.node("Identity", h), out=site.tops[0])
+    scan = _Scan(site, 2, site.layer.state_weight)
+    _run(site, scan, _lstm_step(scan), out=site.tops[0])
+
+
+@writers("Lstm")
+def lstm_of_ctpn(site: Site) -> None:
+    """As LSTM, of bottoms (T, N, ...) or (T * N, ...)."""
+    layer = site.layer
+    whole = layer.steps, layer.streams
+    scan = _Scan(site, 2, weight=1)
+    h, c = _lstm_step(scan)
+    x = site.reshape(site.bottoms[0], (layer.steps * layer.streams, layer.inputs))
+    product = site.node("Gemm", x, site.param(0), site.param(2), transB=1)
+    sums = site.reshape(product, (*whole, 4 * layer.size))
+    if len(site.bottoms) > 1:
+        cont = site.reshape(site.bottoms[1], whole)
+        site.note("begins each run with a state of 0")
+    else:
+        cont = site.constant(np.ones(whole))
+    y, _ = scan.run([h, c], scan.step.node("Identity", h), sums, cont)
+    site.reshape(y, site.top_shapes[0], out=site.tops[0])
 
 
 @writers("RNN")
 def rnn(site: Site) -> None:
     """h = tanh(sums_t + w_h (cont_t h)); the top is tanh(w_o h + b_o)."""
-    scan = _Scan(site, states=1)
+    scan = _Scan(site, 1, site.layer.state_weight, gates=1)
     step = scan.step
     h, sums, cont = scan.inputs
     product = step.node("Gemm", step.node("Mul", cont, h), scan.weight, sums, transB=1)
-    h = step.node("Tanh", product)
-    all_h = scan.run([h], step.node("Identity", h))
+    all_h = _run(site, scan, [step.node("Tanh", product)])
     first = site.layer.state_weight + 1
     flat = site.node("Flatten", all_h, axis=2)  # (T N, H)
     product = site.node("Gemm", flat, site.param(first), site.param(first + 1), transB=1)
@@ -69,47 +80,75 @@ def _gates(site: Site, gates: str, axis: int) -> list[str]:
 
 
 class _Scan:
-    """A Scan: its body, `step`, takes `inputs`, the states, the inputs' sums and cont of a step."""
+    """A Scan: its body, `step`, takes `inputs`, the states, the inputs' sums and cont of a step;
+    `weight` is that of the states.
+    """
 
-    def __init__(self, site: Site, states: int) -> None:
+    def __init__(self, site: Site, states: int, weight: int, gates: int = 4) -> None:
         self.site, layer = site, site.layer
         # operators of the body are apart, its names and constants are the graph's
         self.step = replace(site, graph=replace(site.graph, nodes=[]))
         streams, size = layer.streams, layer.size
         self.state: Shape = (streams, size)
-        self.weight = site.param(layer.state_weight)
+        self.weight = site.param(weight)
         self.inputs = [site.between(what) for what in [*("h", "c")[:states], "sums", "cont"]]
-        shapes: list[Shape] = [*[self.state] * states, (streams, layer.gates * size), (streams, 1)]
+        shapes: list[Shape] = [*[self.state] * states, (streams, gates * size), (streams, 1)]
         self.typed = list(zip(self.inputs, shapes, strict=True))
 
-    def run(self, states: Sequence[str], given: str, out: str | None = None) -> str:
-        """Close the body with these states and output, add the Scan, return all steps' outputs."""
-        site, layer = self.site, self.site.layer
+    def run(
+        self,
+        states: Sequence[str],
+        given: str,
+        sums: str,
+        cont: str,
+        first: Sequence[str] = (),
+        out: str | None = None,
+    ) -> tuple[str, list[str]]:
+        """Close the body with these states and output, add the Scan over sums (T, N, G) and cont
+        (T, N); return all steps' outputs and the last states. It begins with `first`, or 0.
+        """
+        site = self.site
         outputs = [(name, self.state) for name in (*states, given)]
         body = Body(self.step.graph.nodes, self.typed, outputs)
-        exposed = layer.exposed
-        if exposed:
-            first = [site.reshape(x, self.state) for x in site.bottoms[-exposed:]]
-        else:
-            first = [site.constant(np.zeros(self.state), what="first")] * len(states)
-            site.note(
-                "begins each run with a state of 0; with expose_hidden the state goes in and out"
-            )
-        cont = site.node("Unsqueeze", site.bottoms[1], site.integers([2], "axes"))
+        first = first or [site.constant(np.zeros(self.state), what="first")] * len(states)
+        cont = site.node("Unsqueeze", cont, site.integers([2], "axes"))
         last = [site.between("last") for _ in states]
         y = out or site.between("steps")
-        site.node("Scan", *first, self._sums(), cont, out=[*last, y], body=body, num_scan_inputs=2)
-        for state, top, shape in zip(last, site.tops[1:], site.top_shapes[1:], strict=False):
-            site.reshape(state, shape, out=top)
-        return y
+        site.node("Scan", *first, sums, cont, out=[*last, y], body=body, num_scan_inputs=2)
+        return y, last
 
-    def _sums(self) -> str:
-        """x w_x + b and the static input's product, for all steps: (T, N, G)."""
-        site, layer = self.site, self.site.layer
-        x = site.node("Flatten", site.bottoms[0], axis=2)  # (T N, D)
-        product = site.node("Gemm", x, site.param(0), site.param(1), transB=1)
-        sums = site.reshape(product, (layer.steps, layer.streams, layer.gates * layer.size))
-        if not layer.static:
-            return sums
-        static = site.node("Flatten", site.bottoms[2], axis=1)
-        return site.node("Add", sums, site.node("Gemm", static, site.param(2), transB=1))
+
+def _lstm_step(scan: _Scan) -> tuple[str, str]:
+    """The states h and c after a step."""
+    step = scan.step
+    h, c, sums, cont = scan.inputs
+    gates = step.node("Gemm", step.node("Mul", cont, h), scan.weight, sums, transB=1)
+    i, f, o, g = _gates(step, gates, 1)
+    kept = step.node("Mul", step.node("Mul", f, cont), c)
+    c = step.node("Add", kept, step.node("Mul", i, g))
+    return step.node("Mul", o, step.node("Tanh", c)), c
+
+
+def _run(site: Site, scan: _Scan, states: Sequence[str], out: str | None = None) -> str:
+    """Run a Scan of Caffe's LSTM or RNN, with the states that go in and out; return all steps."""
+    exposed = site.layer.exposed
+    first = [site.reshape(x, scan.state) for x in site.bottoms[-exposed:]] if exposed else []
+    if not exposed:
+        site.note("begins each run with a state of 0; with expose_hidden the state goes in and out")
+    given = scan.step.node("Identity", states[0])
+    y, last = scan.run(states, given, _sums(site), site.bottoms[1], first, out)
+    for state, top, shape in zip(last, site.tops[1:], site.top_shapes[1:], strict=False):
+        site.reshape(state, shape, out=top)
+    return y
+
+
+def _sums(site: Site) -> str:
+    """x w_x + b and the static input's product, for all steps: (T, N, G)."""
+    layer = site.layer
+    x = site.node("Flatten", site.bottoms[0], axis=2)  # (T N, D)
+    product = site.node("Gemm", x, site.param(0), site.param(1), transB=1)
+    sums = site.reshape(product, (layer.steps, layer.streams, layer.gates * layer.size))
+    if not layer.static:
+        return sums
+    static = site.node("Flatten", site.bottoms[2], axis=1)
+    return site.node("Add", sums, site.node("Gemm", static, site.param(2), transB=1))

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.export.graph import Graph, InexpressibleError, Node, Site, writers
+from caffepy.export.graph import Dim, Graph, InexpressibleError, Node, Site, writers
 from caffepy.export.trace import Trace, sources
 from caffepy.net import Net
 from caffepy.proto.text import where
-
-Dim = int | str
 
 
 def write_graph(net: Net, trace: Trace, opset: int) -> Graph:
@@ -93,7 +91,7 @@ def write_dynamic(net: Net, trace: Trace, opset: int) -> tuple[Graph, dict[str, 
         for axis, (a, b) in enumerate(zip(graph.shapes[name], double.shapes[name], strict=True)):
             if a == b:
                 dims.append(a)
-            elif b == 2 * a and a % size == 0:
+            elif isinstance(a, int) and b == 2 * a and a % size == 0:
                 dims.append("N" if a == size else f"{a // size}*N")
             else:
                 dims.append(f"{name}_{axis}")

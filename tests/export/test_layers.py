@@ -22,7 +22,7 @@ OTHERWISE = {
     "DetectionAccuracy": "judges what was found",
     "DetectionEvaluate": "judges what was found",
     "EvalDetection": "judges what was found",
-    "DetectionOutput": "gives as many boxes as its data say",
+    "DetectionOutput": "has a test of its own, for its boxes",
     "CTCGreedyDecoder": "gives as many labels as its data say",
     "Correlation": "has no operator",
     "Correlation1D": "has no operator",
@@ -31,7 +31,7 @@ OTHERWISE = {
     "Filter": "gives as many items as its data say",
     "AngularMargin": "adds a margin at the labels, for training",
     "Local": "has no operator",
-    "Lstm": "has no writer, as LSTM has: its bottoms and states are others",
+    "Lstm": "has a test of its own, for its bottoms",
     "MultiStageMeanfield": "has no operator",
     "MarginInnerProduct": "adds a margin at the labels, for training",
     "PSROIAlign": "has no operator",
@@ -121,6 +121,88 @@ def test_spatial_transformer(given: str, numbers: int, opset: int) -> None:
     compare(written(text, opset=opset, dynamic=True))
     with pytest.raises(ConfigError, match="needs opset 16"):
         written(text, opset=13)
+
+
+LSTMS = {
+    "(T, N, ...)": ([(4, 2, 3, 2)], ""),
+    "with indicators": ([(4, 2, 3), (4, 2)], ""),
+    "of two axes": ([(6, 4)], ""),
+    "of a batch": ([(6, 4, 1, 1), (3, 2)], "batch_size: 2"),
+}
+
+
+@pytest.mark.parametrize("case", LSTMS)
+def test_lstm_of_ctpn(case: str) -> None:
+    shapes, settings = LSTMS[case]
+    bottoms = " ".join(f'bottom: "x{i}"' for i in range(len(shapes)))
+    text = (
+        inputs(*shapes)
+        + f'layer {{ name: "it" type: "Lstm" {bottoms} top: "y" lstm_param {{ num_output: 5 '
+        + f"{settings} }} }}"
+    )
+    given = {}
+    if len(shapes) > 1:
+        cont = np.ones(shapes[1], np.float32)
+        cont[0], cont[2, 1] = 0, 0
+        given["x1"] = cont
+    compare(written(text), given)
+
+
+def detector(settings: str, images: int = 1, classes: int = 4) -> str:
+    """Six priors of a map and what is predicted of them."""
+    return (
+        inputs((images, 3 * 4 * 4), (images, 3 * 4 * classes), (1, 6, 3, 4), (1, 3, 48, 64))
+        + 'layer { name: "p" type: "PriorBox" bottom: "x2" bottom: "x3" top: "p" '
+        + "prior_box_param { min_size: 12 variance: 0.1 variance: 0.1 variance: 0.2 "
+        + 'variance: 0.2 } } layer { name: "it" type: "DetectionOutput" bottom: "x0" bottom: "x1" '
+        + f'bottom: "p" top: "y" detection_output_param {{ num_classes: {classes} {settings} }} }}'
+    )
+
+
+DETECTORS = {
+    "SSD": "nms_param { nms_threshold: 0.3 top_k: 8 } keep_top_k: 9 confidence_threshold: 0.1 "
+    "code_type: CENTER_SIZE",
+    "all": "nms_param { nms_threshold: 0.5 }",
+    "corners": "code_type: CORNER keep_top_k: 5 variance_encoded_in_target: true "
+    "background_label_id: 2",
+    "sizes": "code_type: CORNER_SIZE keep_top_k: 50 nms_param { nms_threshold: 0.2 top_k: 3 }",
+    "no background": "keep_top_k: 20 background_label_id: -1 confidence_threshold: 0.6",
+    "nothing": "keep_top_k: 20 confidence_threshold: 2 code_type: CENTER_SIZE",
+    "nothing of two": "confidence_threshold: 2 code_type: CENTER_SIZE",
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("case", DETECTORS)
+def test_detections(case: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    images = 1 if "keep_top_k" in DETECTORS[case] else 2
+    model = written(detector(DETECTORS[case], images))
+    given = {
+        "x0": rng.standard_normal((images, 48)).astype(np.float32),
+        "x1": rng.uniform(0, 1, (images, 48)).astype(np.float32),
+    }
+    compare(model, given)
+    (output,) = model.proto.graph.output
+    assert output.type.tensor_type.shape.dim[2].dim_param == "y_found"
+    if images > 1:
+        again = written(detector(DETECTORS[case], images), dynamic=True)
+        compare(again, given)
+
+
+NO_DETECTIONS = {
+    "share_location": "share_location: false",
+    "eta must be 1": "nms_param { eta: 0.9 }",
+    "keep_top_k is of one image, and the net has 2": "keep_top_k: 5",
+}
+
+
+@pytest.mark.parametrize("message", NO_DETECTIONS)
+def test_detections_that_have_no_operators(message: str) -> None:
+    text = detector(NO_DETECTIONS[message], images=2)
+    with pytest.raises(ConfigError) as error:
+        written(text.replace("48 }", "192 }", 1) if "share" in message else text)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("ratio", [-1, 2])
