@@ -248,8 +248,9 @@ SOLVER = """net: "net.prototxt" base_lr: 0.01 lr_policy: "fixed" max_iter: 10 ra
 test_iter: 1 test_interval: 1 display: 0 snapshot_after_train: false """
 
 
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared by a script"])
-def test_a_test_net_of_a_solver_predicts_the_targets(shares: bool) -> None:
+def test_a_test_net_of_a_solver_predicts_the_targets(shares: bool, gpu: bool) -> None:
     ahead = LEARNING.replace(MAP, "") + LOSS
     parts = [(ahead.split("layer {"), "TRAIN"), (DEPLOY.replace(MAP, "").split("layer {"), "TEST")]
     train, test = (
@@ -260,7 +261,11 @@ def test_a_test_net_of_a_solver_predicts_the_targets(shares: bool) -> None:
     text = f"{MAP}{train}\n{test}\n{FASTER}\nlayer {{ {loss}".replace("SETTINGS", SETTINGS)
     Path("net.prototxt").write_text(text)
     Path("solver.prototxt").write_text(SOLVER)
-    solver = caffepy.SGDSolver("solver.prototxt")
+    (caffepy.set_mode_gpu if gpu else caffepy.set_mode_cpu)()
+    try:
+        solver = caffepy.SGDSolver("solver.prototxt")
+    finally:
+        caffepy.set_mode_cpu()
     learned, tested = solver.net, solver.test_nets[0]
     if shares:
         tested.share_with(learned)
