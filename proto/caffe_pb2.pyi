@@ -2623,7 +2623,7 @@ class VideoDataParameter(_message.Message):
     def __init__(self, video_type: _Optional[_Union[VideoDataParameter.VideoType, str]] = ..., device_id: _Optional[int] = ..., video_file: _Optional[str] = ..., skip_frames: _Optional[int] = ..., source: _Optional[str] = ..., batch_size: _Optional[int] = ..., rand_skip: _Optional[int] = ..., shuffle: bool = ..., new_height: _Optional[int] = ..., new_width: _Optional[int] = ..., new_length: _Optional[int] = ..., is_color: bool = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., root_folder: _Optional[str] = ..., show_data: bool = ..., use_image: bool = ..., use_temporal_jitter: bool = ..., sampling_rate: _Optional[int] = ..., max_sampling_rate: _Optional[int] = ..., use_sampling_rate_jitter: bool = ..., use_multiple_label: bool = ..., num_of_labels: _Optional[int] = ..., num_segments: _Optional[int] = ..., modality: _Optional[_Union[VideoDataParameter.Modality, str]] = ..., name_pattern: _Optional[str] = ...) -> None: ...
 
 class ResizeParameter(_message.Message):
-    __slots__ = ("prob", "resize_mode", "height", "width", "pad_mode", "pad_value", "interp_mode", "height_scale", "width_scale", "is_pyramid_test", "out_height_scale", "out_width_scale")
+    __slots__ = ("prob", "resize_mode", "height", "width", "pad_mode", "pad_value", "interp_mode", "height_scale", "width_scale", "is_pyramid_test", "out_height_scale", "out_width_scale", "center_object", "max_angle", "multiscale")
     class Resize_mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         WARP: _ClassVar[ResizeParameter.Resize_mode]
@@ -2664,6 +2664,9 @@ class ResizeParameter(_message.Message):
     IS_PYRAMID_TEST_FIELD_NUMBER: _ClassVar[int]
     OUT_HEIGHT_SCALE_FIELD_NUMBER: _ClassVar[int]
     OUT_WIDTH_SCALE_FIELD_NUMBER: _ClassVar[int]
+    CENTER_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    MAX_ANGLE_FIELD_NUMBER: _ClassVar[int]
+    MULTISCALE_FIELD_NUMBER: _ClassVar[int]
     prob: float
     resize_mode: ResizeParameter.Resize_mode
     height: int
@@ -2676,7 +2679,10 @@ class ResizeParameter(_message.Message):
     is_pyramid_test: bool
     out_height_scale: float
     out_width_scale: float
-    def __init__(self, prob: _Optional[float] = ..., resize_mode: _Optional[_Union[ResizeParameter.Resize_mode, str]] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., pad_mode: _Optional[_Union[ResizeParameter.Pad_mode, str]] = ..., pad_value: _Optional[_Iterable[float]] = ..., interp_mode: _Optional[_Iterable[_Union[ResizeParameter.Interp_mode, str]]] = ..., height_scale: _Optional[int] = ..., width_scale: _Optional[int] = ..., is_pyramid_test: bool = ..., out_height_scale: _Optional[float] = ..., out_width_scale: _Optional[float] = ...) -> None: ...
+    center_object: bool
+    max_angle: float
+    multiscale: bool
+    def __init__(self, prob: _Optional[float] = ..., resize_mode: _Optional[_Union[ResizeParameter.Resize_mode, str]] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., pad_mode: _Optional[_Union[ResizeParameter.Pad_mode, str]] = ..., pad_value: _Optional[_Iterable[float]] = ..., interp_mode: _Optional[_Iterable[_Union[ResizeParameter.Interp_mode, str]]] = ..., height_scale: _Optional[int] = ..., width_scale: _Optional[int] = ..., is_pyramid_test: bool = ..., out_height_scale: _Optional[float] = ..., out_width_scale: _Optional[float] = ..., center_object: bool = ..., max_angle: _Optional[float] = ..., multiscale: bool = ...) -> None: ...
 
 class SaltPepperParameter(_message.Message):
     __slots__ = ("fraction", "value")

@@ -102,11 +102,21 @@ _FIELDS = {
     "soeaver's": {
         "LayerParameter": "selu_dropout_param",
     },
+    "Deformable ConvNets": {
+        "LayerParameter": "deformable_convolution_param deformable_psroi_pooling_param",
+    },
+    "VPGNet": {
+        "LayerParameter": "tiling_param drive_data_param",
+    },
+    "ducha-aiki's": {
+        "LayerParameter": "apl_param",
+    },
     "OpenPose": {
         "LayerParameter": "imresize_param nms_param",
     },
     "caffe-tvg": {
-        "LayerParameter": "image_label_data_param",
+        "LayerParameter": "image_label_data_param box_term_param shape_term_param "
+        "instance_id_param transfer_param iou_accuracy_param mask_resize_param",
         "MultiStageMeanfieldParameter": "detection_potentials_enabled detection_dat_input_dir "
         "train_dataset_size detection_dat_check_enabled detection_potentials_max_score "
         "detection_potentials_epsilon detection_x_weights_str detection_y_weights_str "
@@ -151,6 +161,7 @@ _IGNORED = {
     "LabelMapItem": "label_id r g b",
     "MemoryDataParameter": "share_in_parallel",
     "ReLUParameter": "fuse",
+    "ResizeParameter": "center_object max_angle multiscale",
     "SolverParameter": "engine group_id richness",
     "TransformationParameter": "debug_params",
 }
@@ -173,13 +184,27 @@ _LAYERS = {
     "HardMining",
     "MNC": "MaskPooling ROIWarping",
     "OpenPose": "ImResize Nms",
-    "caffe-tvg": "ImageLabelData ImageLabelDataClass ImageLabelDataIndex ImageLabelDataIndexDet",
+    "caffe-tvg": "BoxFeatures ChannelSelect ImageLabelData ImageLabelDataClass "
+    "ImageLabelDataIndex ImageLabelDataIndexDet",
+    "Deformable ConvNets": "DeformableConvolution DeformablePSROIPooling",
+    "VPGNet": "DriveData Tiling",
+    "ducha-aiki's": "APL",
+    "L-Softmax": "LargeMarginInnerProduct",
+    "soeaver's": "SeLuDropout",
     "PSANet": "PointwiseSpatialAttention",
     "Frcnn": "FrcnnProposal",
     "CaffeOnSpark": "CoSData",
     "happynear": "ChannelScale InnerDistance",
     "SSD with focal loss": "MultiBoxFocalLoss",
     "Temporal Segment Networks": "BatchReduction Scatter SegData SyncBN",
+}
+
+_FILLERS = {
+    "Intel Caffe": "gabor",
+    "FlowNet2 or Synopsys": "diagonal",
+    "happynear": "gaussian_unitball identity",
+    "Spatial Transformer": "file",
+    "caffe-tvg": "multicubic multilinear",
 }
 
 
@@ -238,3 +263,8 @@ def fork_of_value(name: str) -> str | None:
 def fork_of_layer(layer_type: str) -> str | None:
     """The forks that have this layer type, or None."""
     return " or ".join(fork for fork in _LAYERS if layer_type in _LAYERS[fork].split()) or None
+
+
+def fork_of_filler(name: str) -> str | None:
+    """The fork that has this filler, or None."""
+    return next((fork for fork, names in _FILLERS.items() if name in names.split()), None)

@@ -15,6 +15,12 @@ COLUMNS = 7
 """Of a detection: image, class, score, xmin, ymin, xmax, ymax."""
 
 
+MORE_PRIORS = (
+    "; PriorBox of FaceBoxes and TextBoxes makes more priors of the same settings, which caffepy "
+    "does not do"
+)
+
+
 def count_priors(bottom: Blobs, classes: int, groups: int) -> int:
     """Return the number of priors of bottom 2; ConfigError unless bottoms 0 and 1 have as many
     locations, in so many groups, and scores.
@@ -25,9 +31,10 @@ def count_priors(bottom: Blobs, classes: int, groups: int) -> int:
         raise ConfigError(f"priors must have the shape (1, 2, P * 4), not {list(priors.shape)}")
     for what, blob, each in (("locations", locations, 4 * groups), ("scores", scores, classes)):
         if blob.count != n * count * each:
+            more = blob.count > n * count * each
             raise ConfigError(
                 f"{n} images with {count} priors need {n} x {count * each} {what}, not "
-                f"{list(blob.shape)}"
+                f"{list(blob.shape)}{MORE_PRIORS if more else ''}"
             )
     return count
 

@@ -13,6 +13,7 @@ from caffepy.core.registry import Registry
 from caffepy.device.blob import Array, Blob, HostView, behind, shape_string
 from caffepy.device.device import RandomNumbers
 from caffepy.proto.caffe_pb2 import FillerParameter
+from caffepy.proto.forks import fork_of_filler
 
 Filler = Callable[[Array, FillerParameter, np.random.Generator], None]
 fillers: Registry[Filler] = Registry("filler name")
@@ -27,6 +28,11 @@ _UNUSED = np.random.Generator(np.random.MT19937(0))
 def fill(target: Blob | HostView | Array, param: FillerParameter, rng: np.random.Generator) -> None:
     """Write the first values that `param` describes; ConfigError for impossible ones."""
     array = target.host_data if isinstance(target, Blob | HostView) else target
+    if param.type not in fillers and (fork := fork_of_filler(param.type)):
+        raise ConfigError(
+            f'filler "{param.type}" is one of {fork}, which caffepy does not have '
+            f"(known: {', '.join(fillers)})"
+        )
     filler = fillers[param.type]
     if array.size == 0:
         raise ConfigError(f"a blob of shape {shape_string(array.shape)} has nothing to fill")

@@ -154,6 +154,12 @@ class YoloLoss(LossLayer):
                 f"{self.boxes} boxes of {self.classes} classes need (N, {self.boxes * length}, H, "
                 f"W), not {list(x)}"
             )
+        if len(truths) == 4 and truths[3] == 8:
+            raise ConfigError(
+                f"true boxes (1, 1, G, 8), as SSD's, are for {self.type} of Intel Caffe, which has "
+                "other gradients and which caffepy does not have; darknet's takes (N, ..., 5), as "
+                "AnnotatedData gives them with yolo_data_type: 1"
+            )
         if not truths or truths[0] != x[0] or truths[-1] != 5:
             raise ConfigError(f"true boxes must have shape ({x[0]}, ..., 5), not {list(truths)}")
         top[0].reshape(())

@@ -1,10 +1,12 @@
 import logging
 
+import numpy as np
 import pytest
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.device import Device
 from caffepy.layer import create_layer, registry
+from caffepy.layer.filler import fill
 from caffepy.proto import caffe_pb2, forks, text
 
 MESSAGES = caffe_pb2.DESCRIPTOR.message_types_by_name
@@ -38,6 +40,36 @@ def test_look_ups() -> None:
     assert forks.fork_of_value("CUDNN") is None
     assert forks.fork_of_layer("DenseCRF") == "PSPNet"
     assert forks.fork_of_layer("Convolution") is None
+    assert forks.fork_of_filler("gabor") == "Intel Caffe"
+    assert forks.fork_of_filler("xavier") is None
+
+
+REFUSALS = {
+    'layer { type: "LargeMarginInnerProduct" }': "L-Softmax",
+    'layer { type: "DeformableConvolution" deformable_convolution_param { } }': "Deformable ConvNets",
+    'layer { type: "Tiling" tiling_param { } }': "VPGNet",
+    'layer { type: "APL" apl_param { } }': "ducha-aiki's",
+    'layer { type: "BoxFeatures" box_term_param { } }': "caffe-tvg",
+    'layer { type: "DetectionLoss" detection_loss_param { side: 7 } }': "YOLO for Caffe",
+    'layer { type: "ProposalTarget" proposal_target_param { bbox_thr_lw: 1 } }': "Cascade R-CNN",
+}
+
+
+@pytest.mark.parametrize("layer", REFUSALS)
+def test_refusals_name_the_fork(layer: str) -> None:
+    def build() -> None:
+        net = text.parse("\n" + layer, caffe_pb2.NetParameter(), "n.prototxt")
+        create_layer(net.layer[0], caffe_pb2.TRAIN, Device())
+
+    with pytest.raises(ConfigError) as error:
+        build()
+    assert REFUSALS[layer] in str(error.value)
+    assert "caffepy does not have" in str(error.value)
+
+
+def test_fillers_of_forks_are_told() -> None:
+    with pytest.raises(ConfigError, match='"gabor" is one of Intel Caffe'):
+        fill(np.zeros(3), caffe_pb2.FillerParameter(type="gabor"), np.random.default_rng(0))
 
 
 def test_fields_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -261,6 +261,8 @@ OWN |= {
     for name in names.split()
 }
 """Those of OpenPose."""
+OWN |= {("ResizeParameter", name) for name in ("center_object", "max_angle", "multiscale")}
+"""ducha-aiki's."""
 OWN |= {(f"{name}Parameter", "objectness_score") for name in ("DetectionOutput", "MultiBoxLoss")}
 """RefineDet's."""
 OWN |= {("LayerParameter", "target_units"), ("TargetUnits", "mean"), ("TargetUnits", "std")}
