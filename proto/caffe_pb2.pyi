@@ -2870,7 +2870,7 @@ class NormalizeParameter(_message.Message):
     def __init__(self, across_spatial: bool = ..., scale_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., channel_shared: bool = ..., eps: _Optional[float] = ..., normalize_type: _Optional[str] = ..., fix_gradient: bool = ..., bp_norm: bool = ...) -> None: ...
 
 class PriorBoxParameter(_message.Message):
-    __slots__ = ("min_size", "max_size", "aspect_ratio", "flip", "clip", "variance", "img_size", "img_h", "img_w", "step", "step_h", "step_w", "offset")
+    __slots__ = ("min_size", "max_size", "aspect_ratio", "flip", "clip", "variance", "img_size", "img_h", "img_w", "step", "step_h", "step_w", "offset", "denser_prior_boxes")
     class CodeType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CORNER: _ClassVar[PriorBoxParameter.CodeType]
@@ -2892,6 +2892,7 @@ class PriorBoxParameter(_message.Message):
     STEP_H_FIELD_NUMBER: _ClassVar[int]
     STEP_W_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DENSER_PRIOR_BOXES_FIELD_NUMBER: _ClassVar[int]
     min_size: _containers.RepeatedScalarFieldContainer[float]
     max_size: _containers.RepeatedScalarFieldContainer[float]
     aspect_ratio: _containers.RepeatedScalarFieldContainer[float]
@@ -2905,7 +2906,8 @@ class PriorBoxParameter(_message.Message):
     step_h: float
     step_w: float
     offset: float
-    def __init__(self, min_size: _Optional[_Iterable[float]] = ..., max_size: _Optional[_Iterable[float]] = ..., aspect_ratio: _Optional[_Iterable[float]] = ..., flip: bool = ..., clip: bool = ..., variance: _Optional[_Iterable[float]] = ..., img_size: _Optional[int] = ..., img_h: _Optional[int] = ..., img_w: _Optional[int] = ..., step: _Optional[float] = ..., step_h: _Optional[float] = ..., step_w: _Optional[float] = ..., offset: _Optional[float] = ...) -> None: ...
+    denser_prior_boxes: bool
+    def __init__(self, min_size: _Optional[_Iterable[float]] = ..., max_size: _Optional[_Iterable[float]] = ..., aspect_ratio: _Optional[_Iterable[float]] = ..., flip: bool = ..., clip: bool = ..., variance: _Optional[_Iterable[float]] = ..., img_size: _Optional[int] = ..., img_h: _Optional[int] = ..., img_w: _Optional[int] = ..., step: _Optional[float] = ..., step_h: _Optional[float] = ..., step_w: _Optional[float] = ..., offset: _Optional[float] = ..., denser_prior_boxes: bool = ...) -> None: ...
 
 class NonMaximumSuppressionParameter(_message.Message):
     __slots__ = ("nms_threshold", "top_k", "eta")
@@ -5344,12 +5346,16 @@ class PSROIAlignParameter(_message.Message):
     def __init__(self, spatial_scale: _Optional[float] = ..., output_dim: _Optional[int] = ..., group_size: _Optional[int] = ..., sample_num: _Optional[int] = ...) -> None: ...
 
 class RReLUParameter(_message.Message):
-    __slots__ = ("negative_slope_lower", "negative_slope_upper")
+    __slots__ = ("negative_slope_lower", "negative_slope_upper", "lb", "ub")
     NEGATIVE_SLOPE_LOWER_FIELD_NUMBER: _ClassVar[int]
     NEGATIVE_SLOPE_UPPER_FIELD_NUMBER: _ClassVar[int]
+    LB_FIELD_NUMBER: _ClassVar[int]
+    UB_FIELD_NUMBER: _ClassVar[int]
     negative_slope_lower: float
     negative_slope_upper: float
-    def __init__(self, negative_slope_lower: _Optional[float] = ..., negative_slope_upper: _Optional[float] = ...) -> None: ...
+    lb: float
+    ub: float
+    def __init__(self, negative_slope_lower: _Optional[float] = ..., negative_slope_upper: _Optional[float] = ..., lb: _Optional[float] = ..., ub: _Optional[float] = ...) -> None: ...
 
 class MatMulParameter(_message.Message):
     __slots__ = ("transpose_a", "transpose_b", "blob_shape", "dim_1", "dim_2", "dim_3")

@@ -88,7 +88,8 @@ _FIELDS = {
         "PriorBoxParameter": "height width",
     },
     "TextBoxes++": {
-        "PriorBoxParameter": "denser_prior_boxes",
+        "DetectionOutputParameter": "use_polygon",
+        "MultiBoxLossParameter": "use_polygon",
     },
     "caffe-yolov2": {
         "DetectionOutputParameter": "coords",

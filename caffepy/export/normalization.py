@@ -133,7 +133,7 @@ def normalize(site: Site) -> None:
         site.reshape(value, site.top_shapes[i], out=site.tops[i])
 
 
-@writers("Scale")
+@writers("Scale", "EltwiseAffine")
 def scale(site: Site) -> None:
     """Mul and Add; directly after a BatchNormalization its scale and bias."""
     layer = site.layer

@@ -16,8 +16,8 @@ COLUMNS = 7
 
 
 MORE_PRIORS = (
-    "; PriorBox of FaceBoxes and TextBoxes makes more priors of the same settings, which caffepy "
-    "does not do"
+    "; PriorBox of FaceBoxes makes more priors of the same settings, which caffepy does not do; "
+    "for that of TextBoxes write denser_prior_boxes: true"
 )
 
 

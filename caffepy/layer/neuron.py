@@ -383,14 +383,27 @@ class _Randomized(Drawing, Neuron):
         self.ops.multiply(dy, self.slope.data, dx)
 
 
+def harmonic(low: float, high: float) -> float:
+    """Return 1 over the mean of 1 / a, a uniform from low to high."""
+    return (high - low) / math.log(high / low) if high > low else low
+
+
 @layer("RReLU")
 class RReLU(_Randomized):
     """y = x > 0 ? x : x / a, a uniform from negative_slope_lower to negative_slope_upper in TRAIN,
-    their mean in TEST (Xu et al. 2015; a pull request of BVLC's).
+    their mean in TEST (Xu et al. 2015; a pull request of BVLC's). With lb and ub as Insanity
+    (ducha-aiki's).
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.rrelu_param
+        if param.HasField("lb") != param.HasField("ub"):
+            raise ConfigError("rrelu_param: lb and ub must both be given or neither")
+        if param.HasField("lb"):
+            self.bounds = param.lb, param.ub
+            super().setup(bottom, top)
+            self.mean = harmonic(*self.bounds)
+            return
         self.bounds = param.negative_slope_lower, param.negative_slope_upper
         super().setup(bottom, top)
         self.mean = sum(self.bounds) / 2
@@ -404,9 +417,9 @@ class Insanity(_Randomized):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.insanity_param
-        self.bounds = low, high = param.lb, param.ub
+        self.bounds = param.lb, param.ub
         super().setup(bottom, top)
-        self.mean = (high - low) / math.log(high / low) if high > low else low
+        self.mean = harmonic(*self.bounds)
 
 
 @layer("CReLU")

@@ -744,6 +744,25 @@ class Scale(Broadcast):
         self.ops.scale_backward(x, self.scale.data.reshape(-1), dy, dx, dscale, dbias)
 
 
+@layer("EltwiseAffine")
+class EltwiseAffine(Scale):
+    """y = x * slope + bias, both (C), or one number each with channel_shared; filled with 1.0001
+    and 0.0001 (happynear).
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        given, param = self.param.eltwise_affine_param, self.param.scale_param
+        param.bias_term, param.num_axes = True, int(not given.channel_shared)
+        for filler, name, value in (
+            (param.filler, "slope_filler", 1.0001),
+            (param.bias_filler, "bias_filler", 0.0001),
+        ):
+            default = FillerParameter(value=value)
+            filler.CopyFrom(getattr(given, name) if given.HasField(name) else default)
+        super().setup(bottom, top)
+        self.can_fuse = False
+
+
 @layer("Bias")
 class Bias(Broadcast):
     """y = x + bias, broadcast over the other axes; bias is bottom 1 or a parameter (0 at first)."""

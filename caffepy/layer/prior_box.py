@@ -27,7 +27,8 @@ class PriorBox(Layer):
 
     At a place, for each min_size: a square of that side; with a max_size one of the root of their
     product; and one box for each aspect ratio, of the area of the first. Sides in pixels are cut to
-    whole numbers, as SSD's layer reads them.
+    whole numbers, as SSD's layer reads them. With denser_prior_boxes each is followed by one as
+    large on the lower edge of the place (Liao et al. 2018, TextBoxes++).
     """
 
     on_gpu = stops_gradient = reads_shapes_only = True
@@ -57,7 +58,7 @@ class PriorBox(Layer):
                 f"prior_box_param: give one variance or four, above 0, not {variance}"
             )
         self.variance = variance * (4 // len(variance))
-        self.sizes = self.box_sizes()
+        self.sizes = np.repeat(self.box_sizes(), 1 + param.denser_prior_boxes, axis=0)
         self.image = self.pair("img_size", "img_h", "img_w")
         self.steps = self.pair("step", "step_h", "step_w")
 
@@ -109,6 +110,10 @@ class PriorBox(Layer):
             for s, step in zip(size, steps, strict=True)
         ]
         centre = np.stack(np.meshgrid(*places, indexing="ij"), -1)[:, :, None].astype(np.float64)
+        if param.denser_prior_boxes:
+            centre = np.repeat(centre, len(self.sizes), axis=2)
+            edges = np.arange(1, size[0] + 1, dtype=single) * single(steps[0])
+            centre[:, :, 1::2, 0] = edges[:, None, None]
         half = self.sizes / 2.0
         low, high = ((centre + sign * half) / np.asarray(image) for sign in (-1, 1))
         boxes = np.concatenate([low[..., ::-1], high[..., ::-1]], -1).reshape(-1, 4)

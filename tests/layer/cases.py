@@ -171,6 +171,10 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE, (2, 6)], 1, "scale_param { axis: 0 bias_term: true }"),
         ([IMAGE, (7, 5)], 1, "scale_param { axis: 2 }"),
     ],
+    "EltwiseAffine": [
+        ([IMAGE], 1, ""),
+        ([(4, 3)], 1, "eltwise_affine_param { channel_shared: true }"),
+    ],
     "Bias": [
         ([IMAGE], 1, ""),
         ([IMAGE], 1, "bias_param { axis: 2 num_axes: 2 }"),

@@ -184,12 +184,14 @@ RANDOMIZED = {
     "RReLU": ("rrelu_param { negative_slope_lower: 2 negative_slope_upper: 6 }", 4),
     "Insanity": ("insanity_param { lb: 2 ub: 6 }", 4 / np.log(3)),
 }
+OF_DUCHA_AIKI = {"RReLU of ducha-aiki": ("rrelu_param { lb: 2 ub: 6 }", 4 / np.log(3))}
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("type_", RANDOMIZED)
+@pytest.mark.parametrize("type_", RANDOMIZED | OF_DUCHA_AIKI)
 def test_randomized_relu(type_, in_place):
-    text, mean = f'type: "{type_}" {RANDOMIZED[type_][0]}', RANDOMIZED[type_][1]
+    settings, mean = (RANDOMIZED | OF_DUCHA_AIKI)[type_]
+    text = f'type: "{type_.split()[0]}" {settings}'
     x = random(100, 200)
     single = Single(text, x, in_place=in_place)
     (y,) = single.forward()

@@ -66,6 +66,11 @@ ONE_BOTTOM = {
         (2, 3, 2),
     ),
     "Scale by one number": ('type: "Scale" scale_param { num_axes: 0 bias_term: true }', (2, 3, 2)),
+    "EltwiseAffine": ('type: "EltwiseAffine"', (2, 3, 2, 2)),
+    "EltwiseAffine of one number": (
+        'type: "EltwiseAffine" eltwise_affine_param { channel_shared: true }',
+        (2, 3, 2),
+    ),
     "Bias": ('type: "Bias"', (2, 3, 2, 2)),
     "Bias of vectors": ('type: "Bias"', (4, 3)),
     "Bias of one number": ('type: "Bias" bias_param { num_axes: 0 }', (2, 3, 2)),
@@ -94,6 +99,29 @@ def test_gradient(case, in_place):
 def test_gradient_of_two_bottoms(case, in_place):
     text, shape, operand = TWO_BOTTOMS[case]
     check_gradient(text, random(*shape), random(*operand, seed=1), in_place=in_place)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_eltwise_affine_against_a_loop(shared):
+    x = random(2, 3, 2, 2)
+    text = f'type: "EltwiseAffine" eltwise_affine_param {{ channel_shared: {str(shared).lower()} }}'
+    single = Single(text, x)
+    assert [blob.shape for blob in single.layer.blobs] == [() if shared else (3,)] * 2
+    np.testing.assert_allclose(single.params[0], 1.0001)
+    np.testing.assert_allclose(single.params[1], 0.0001)
+    single.params[0][...] = 2 if shared else [1, 2, 3]
+    single.params[1][...] = -1 if shared else [0, -1, 5]
+    (y,) = single.forward()
+    (dx,), (dslope, dbias) = single.backward([2 * x])
+    slopes, biases = np.zeros(3), np.zeros(3)
+    for n, c, h, w in np.ndindex(x.shape):
+        slope, bias = (2, -1) if shared else ((1, 2, 3)[c], (0, -1, 5)[c])
+        assert y[n, c, h, w] == pytest.approx(slope * x[n, c, h, w] + bias)
+        assert dx[n, c, h, w] == pytest.approx(slope * 2 * x[n, c, h, w])
+        slopes[c] += 2 * x[n, c, h, w] ** 2
+        biases[c] += 2 * x[n, c, h, w]
+    np.testing.assert_allclose(dslope, slopes.sum() if shared else slopes)
+    np.testing.assert_allclose(dbias, biases.sum() if shared else biases, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", GOLDEN)

@@ -32,6 +32,12 @@ CASES = {
         (8, 8),
         (100, 100),
     ),
+    "denser": (
+        "min_size: 10 aspect_ratio: 4 denser_prior_boxes: true offset: 0.25 flip: false",
+        [(10, 10)] * 2 + [(20, 5)] * 2,
+        (20, 16),
+        (60, 80),
+    ),
     "not flipped": (
         "min_size: 4 aspect_ratio: 4 flip: false step_h: 7 step_w: 9 img_h: 50 img_w: 70 "
         "variance: 0.2",
@@ -47,11 +53,12 @@ def test_against_a_loop(case):
     text, sides, steps, (h, w) = CASES[case]
     (y,) = Single(f'type: "PriorBox" prior_box_param {{ {text} }}', FEATURES, IMAGE).forward()
     assert y.shape == (1, 2, 3 * 5 * len(sides) * 4)
-    offset, boxes = 0 if "offset" in text else 0.5, []
+    offset, boxes = {"denser": 0.25, "ratios": 0}.get(case, 0.5), []
     for i, j in np.ndindex(3, 5):
         down, right = (i + offset) * steps[0], (j + offset) * steps[1]
-        for wide, high in sides:
-            box = [right - wide / 2, down - high / 2, right + wide / 2, down + high / 2]
+        for k, (wide, high) in enumerate(sides):
+            y0 = (i + 1) * steps[0] if case == "denser" and k % 2 else down
+            box = [right - wide / 2, y0 - high / 2, right + wide / 2, y0 + high / 2]
             boxes.append(np.array(box) / [w, h, w, h])
     np.testing.assert_allclose(
         y[0, 0].reshape(-1, 4), np.clip(boxes, 0, 1) if "clip" in text else boxes, atol=1e-6

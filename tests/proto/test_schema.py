@@ -262,7 +262,10 @@ OWN |= {
 }
 """Those of OpenPose."""
 OWN |= {("ResizeParameter", name) for name in ("center_object", "max_angle", "multiscale")}
+OWN |= {("RReLUParameter", "lb"), ("RReLUParameter", "ub")}
 """ducha-aiki's."""
+OWN |= {("PriorBoxParameter", "denser_prior_boxes")}
+"""TextBoxes++'s."""
 OWN |= {(f"{name}Parameter", "objectness_score") for name in ("DetectionOutput", "MultiBoxLoss")}
 """RefineDet's."""
 OWN |= {("LayerParameter", "target_units"), ("TargetUnits", "mean"), ("TargetUnits", "std")}
