@@ -11,7 +11,8 @@ So no two servers are the primary of a range in one epoch, and an old primary ca
 replicas refuse what it sends.
 
 A coordinator that died and was started again takes the newest view from the servers, and what it
-has dealt from the beats of the workers.
+has dealt from the beats of the workers. Without servers it knows nothing: workers that have begun
+tell it so, and their run ends.
 """
 
 import asyncio
@@ -53,6 +54,8 @@ COLLECT = 20.0
 
 LOOK = 0.02
 """Seconds between looks for what they hand in."""
+
+ALL_DEAD = "the coordinator and all servers have died: resume from the last snapshot"
 
 
 class Coordinator:
@@ -134,8 +137,10 @@ class Coordinator:
 
     async def suspect(self, server: str, epoch: int) -> None:
         """Check all servers, since one did not answer a call by the view of this epoch; return when
-        there is a later view.
+        there is a later view, or the run cannot go on.
         """
+        if epoch > self.view.epoch:
+            self.lost = SyncError(ALL_DEAD)
         if epoch >= self.view.epoch:
             await self._change(since=epoch)
 
@@ -182,6 +187,7 @@ class Coordinator:
         member.
         """
         await self._dealer.knows.wait()
+        self._check_begun()
         if worker not in self.view.members:
             raise LeftOutError(f"worker {worker} is no member")
         return self._dealer.lease(self.view, worker, clock)
@@ -189,6 +195,7 @@ class Coordinator:
     async def cut(self) -> Cut:
         """Return what the servers hold after the same pushes: a consistent cut."""
         await self._dealer.knows.wait()
+        self._check_begun()
         seconds = ANSWER
         while True:
             async with self._changing:
@@ -206,6 +213,13 @@ class Coordinator:
                 finally:
                     await self._servers.each(self.view.servers, "thaw", seconds=ANSWER)
             await self._change(since=epoch)
+
+    def _check_begun(self) -> None:
+        """Raise SyncError if a worker has begun, as this call says, and no servers are known."""
+        if not self.view.epoch:
+            self.lost = SyncError(ALL_DEAD)
+        if self.lost:
+            raise self.lost
 
     def _batches(self, marks: Mapping[int, int]) -> int:
         """Return the number of batches of all pushes up to these clocks; with slack 0 up to the
@@ -238,6 +252,7 @@ class Coordinator:
         views = await self._servers.each(names, "tell", seconds=ANSWER)
         views = {n: view for n, view in views.items() if isinstance(view, View) and view.epoch}
         self._spawned = 1 + max((int(name.partition("-")[2]) for name in names), default=-1)
+        self._tasks = [asyncio.ensure_future(self.watch())]
         if not views:
             return
         self.view = max(views.values(), key=lambda view: view.epoch)
@@ -247,7 +262,7 @@ class Coordinator:
         self._state = await self._servers.one(max(views, key=lambda n: views[n].epoch), "kept")
         self._started.set()
         await self._change(adding=sorted(set(views).difference(self.view.servers)))
-        self._tasks = [asyncio.ensure_future(work) for work in (self._recall(), self.watch())]
+        self._tasks.append(asyncio.ensure_future(self._recall()))
 
     async def _recall(self) -> None:
         await asyncio.sleep(TELL)

@@ -276,7 +276,6 @@ class DetachedCoordinator(Coordinator):
     async def recover(self) -> None:
         """As `Coordinator.recover`."""
         await super().recover()
-        if self.view.epoch:
-            self._watching = self._tasks[-1]
-            if 0 not in self.view.members:
-                await self.release(self._state.trainer)
+        self._watching = self._tasks[0]
+        if self.view.epoch and 0 not in self.view.members:
+            await self.release(self._state.trainer)

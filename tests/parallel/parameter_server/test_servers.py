@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from caffepy.core.errors import SyncError
 from caffepy.parallel.parameter_server import coordinator, server_calls
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
@@ -121,6 +122,30 @@ def test_a_coordinator_that_is_started_again_goes_on(slack: float) -> None:
         run([lambda: wait_for(lambda: len(view(engine).servers) == 3)])
         assert "server-3" in view(engine).servers
         assert set(view(engine).members) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("call", ["push", "lease", "cut"])
+def test_workers_hear_that_all_servers_have_died_from_a_coordinator_that_was_started_again(
+    call: str,
+) -> None:
+    with servers(Rule(0)) as engine:
+        first, second = (Client(engine, worker) for worker in range(2))
+        for client in (first, second):
+            client.join(1)
+        for name in ("server-0", "server-1", "server-2", COORDINATOR):
+            engine.kill(name)
+        engine.respawn(COORDINATOR, lambda: Coordinator(engine, 3, 2, deadline=1.0))
+        work = {
+            "push": lambda: first.push(split(np.ones(SIZE, np.float32))),
+            "lease": lambda: first.lease(0),
+            "cut": first.cut,
+        }
+        with pytest.raises(SyncError, match="the coordinator and all servers have died"):
+            run([work[call]], 20)
+        with pytest.raises(SyncError, match="the coordinator and all servers have died"):
+            run([second.pull], 20)
+        for client in (first, second):
+            client.heartbeat.stop()
 
 
 def test_a_server_that_stops_is_replaced() -> None:
