@@ -12,8 +12,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from caffepy.core.errors import STOPPED, CaffeError, SyncError, UsageError
 from caffepy.core.files import check_writable
@@ -32,8 +34,13 @@ from caffepy.solver.snapshot import Files, clean
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 LOOK = 0.5
 """Seconds between two looks how it goes."""
+
+PARTING = 4 * LOOK
+"""Seconds that a local cluster outlives its servers: who has asked for their end sees it then."""
 
 ANSWER = 5.0
 """Seconds that servers may take to answer."""
@@ -111,7 +118,10 @@ def serve(options: ServerOptions) -> ServerResult:
             snapshots = _Snapshots(engine, options)
             stopped = _attend(engine, client, options, signals, snapshots)
             snapshots.finish(client.poll)
-            return ServerResult(_end(engine, client, options), stopped)
+            result = ServerResult(_end(engine, client, options), stopped)
+            if options.cluster == LOCAL and not stopped:
+                time.sleep(PARTING)
+            return result
 
 
 def stop(options: ServerOptions) -> ServerResult:
@@ -120,7 +130,7 @@ def stop(options: ServerOptions) -> ServerResult:
         check_running(engine, options.cluster, options.name)
         client = Client(engine, 0, patience=ANSWER, poll=engine.store.check)
         until = time.monotonic() + options.grace + GRACE
-        while options.name in engine.detached():
+        while options.name in _answer(engine, engine.detached):
             try:
                 status: Status = client.ask("status")
             except DeadPeerError:  # they have just ended
@@ -196,6 +206,22 @@ def _connected(options: ServerOptions, shared: bool = False) -> Iterator[RayEngi
         yield engine
     finally:
         engine.close()
+
+
+def _answer(engine: RayEngine, ask: Callable[[], T]) -> T:
+    """Return what Ray's head answers; SyncError if it has gone: Ray itself waits for an hour."""
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name="caffepy-ask", daemon=True).start()
+    while not wait([answer], LOOK).done:
+        engine.store.check()
+    return answer.result()
 
 
 @contextmanager

@@ -32,8 +32,11 @@ class Engine(ThreadsEngine):
     """A cluster with the servers "digits", if they were started."""
 
     address = "127.0.0.1:6379"
+    is_local = head_has_gone = False
 
     def detached(self) -> dict[str, "Engine"]:
+        if self.head_has_gone:
+            time.sleep(60)  # Ray itself waits for an hour
         return {"digits": self} if COORDINATOR in self.names() else {}
 
     def spawn_detached(self, servers: int, replicas: int, deadline: float) -> None:
@@ -49,7 +52,8 @@ class Engine(ThreadsEngine):
         """It has room."""
 
     def close(self) -> None:
-        """Leave them, as a process does that ends."""
+        """Leave them, as a process does that ends; with a local cluster it ends, too."""
+        self.head_has_gone = self.is_local
 
     def ask(self, method: str, *arguments: object) -> Any:
         return self.call(COORDINATOR, method, *arguments).result(20)
@@ -61,6 +65,7 @@ def engine(
 ) -> Iterator[Engine]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server, "LOOK", 0.02)
+    monkeypatch.setattr(server, "PARTING", 0.5)
     monkeypatch.setattr(heartbeat, "BEAT", 0.05)
     caplog.set_level(logging.INFO, "caffepy")
     engine = Engine()
@@ -274,6 +279,26 @@ def test_servers_whose_command_was_killed_are_taken_up_or_ended(
     assert engine.names() == []
     with pytest.raises(UsageError, match=r'no servers "digits" on --cluster 10\.0\.0\.1'):
         stop(OPTIONS)
+
+
+def test_who_ends_servers_of_a_local_cluster_does_not_wait_for_it(engine: Engine) -> None:
+    engine.is_local = True
+    end = beside(lambda: serve(ServerOptions("local", "digits")))
+    await_servers(engine)
+    beside(lambda: stop(OPTIONS))()
+    end()
+
+
+def test_who_ends_servers_hears_that_the_head_has_gone(engine: Engine) -> None:
+    engine.spawn_detached(1, 1, 5)
+    engine.head_has_gone = True
+
+    def check() -> None:
+        raise SyncError("Ray's head has not answered for 40 s")
+
+    engine.store = SimpleNamespace(start=lambda: None, check=check)
+    with pytest.raises(SyncError, match="head has not answered"):
+        server._answer(engine, engine.detached)  # type: ignore[arg-type]
 
 
 def test_a_snapshot_that_cannot_be_written_leaves_the_servers(

@@ -425,7 +425,7 @@ def _warn_of_few_pushes(solver: Solver, rule: Rule, every: int) -> None:
     """Warn where what comes late, or momentum of the servers, is a large part of the run."""
     iterations = solver.param.max_iter - solver.iter
     pushes = iterations // every
-    if pushes > FEW or not (rule.slack or rule.update) or every == 1:
+    if not 0 < pushes <= FEW or not (rule.slack or rule.update) or every == 1:
         return
     log.warning(
         "%d pushes in all are few for %s, which then costs accuracy: give --every %d or less",
