@@ -21,11 +21,11 @@ from caffepy.core.errors import STOPPED, CaffeError, SyncError, UsageError
 from caffepy.core.files import check_writable
 from caffepy.parallel.parameter_server.attachment import check_running, this_process
 from caffepy.parallel.parameter_server.client import Client
-from caffepy.parallel.parameter_server.cluster import SILENT, check_copies
+from caffepy.parallel.parameter_server.cluster import SILENT, check_copies, check_room
 from caffepy.parallel.parameter_server.detached import Status
 from caffepy.parallel.parameter_server.kept import Held, write
 from caffepy.parallel.parameter_server.messages import DeadPeerError, Report
-from caffepy.parallel.parameter_server.ray_cluster import LOCAL, connect
+from caffepy.parallel.parameter_server.ray_cluster import LOCAL, check_address, connect
 from caffepy.parallel.parameter_server.ray_engine import DETACHED, RayEngine
 from caffepy.report.text import AsJson
 from caffepy.solver import Action, Signals
@@ -77,7 +77,10 @@ class ServerOptions:
         """Raise UsageError unless the options go together and the snapshot can be written."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
             raise UsageError(f"--name {self.name!r}: give letters, digits and any of . _ -")
+        check_address(self.cluster)
         check_copies(self.servers, self.replicas)
+        if self.cluster == LOCAL:
+            check_room(self.servers)
         check_writable(Files.of(self.prefix, 0, hdf5=False).state)
 
 

@@ -110,7 +110,6 @@ def train(*arguments: str) -> int:
         ("", 2, "Ray refuses this process's token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN"),
         ("127.0.0.1:1", 7, "nobody answers at .*:1 .connection refused.: is it where `ray start"),
         ("host.invalid:6379", 7, "no host has the name host.invalid"),
-        ("here", 2, " is none of local, auto and HOST:PORT"),
     ],
 )
 def test_why_a_run_cannot_join_a_cluster_is_told_at_once(

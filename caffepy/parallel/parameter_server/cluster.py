@@ -38,7 +38,7 @@ from caffepy.parallel.parameter_server.messages import (
     View,
     slack_of,
 )
-from caffepy.parallel.parameter_server.ray_cluster import LOCAL, connect
+from caffepy.parallel.parameter_server.ray_cluster import LOCAL, check_address, connect
 from caffepy.parallel.parameter_server.ray_engine import RayEngine
 from caffepy.parallel.parameter_server.worker import ServedWorkers
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -66,6 +66,9 @@ LEAST_WAIT = 0.05
 
 WAIT, AGAIN = 10.0, 60.0
 """Seconds until a run says which workers it waits for to begin, and until it says so again."""
+
+MOST_PROCESSES, MOST_EACH = 64, 4
+"""Workers and servers that one machine may have, and for each thread of its CPU if that is more."""
 
 HOPELESS = 3
 """Workers that may die one after the other before they have joined."""
@@ -100,7 +103,10 @@ class ClusterOptions:
     def rule(self) -> Rule:
         """Return how the workers train; UsageError if the options do not go together."""
         slack = slack_of(self.consistency)
+        check_address(self.cluster)
         check_copies(self.servers, self.replicas)
+        if self.cluster == LOCAL:
+            check_room(self.workers[1] + self.servers)
         if self.name and self.cluster == LOCAL:
             raise UsageError(
                 f"--name {self.name} is for a cluster that runs already, and local starts another: "
@@ -144,6 +150,17 @@ def check_copies(servers: int, replicas: int) -> None:
         raise UsageError(
             f"--replicas {replicas}: {servers} server(s) can hold {servers} copies: give "
             f"--servers {replicas} or more"
+        )
+
+
+def check_room(processes: int) -> None:
+    """Raise UsageError if these are far more than this machine can run."""
+    most = max(MOST_PROCESSES, MOST_EACH * num_threads())
+    if processes > most:
+        raise UsageError(
+            f"--cluster local: workers and servers would be {processes} processes of this machine, "
+            f"which has {num_threads()} threads of the CPU: give --nodes and --servers that are "
+            f"{most} together, or fewer"
         )
 
 

@@ -39,6 +39,14 @@ ENVIRONMENT = {
 """What Ray reads from the environment; `ray start` needs the same on each host."""
 
 
+def check_address(cluster: str) -> None:
+    """Raise UsageError unless this is "local", "auto" or "HOST:PORT"."""
+    host, _, port = cluster.rpartition(":")
+    is_address = host and port.isdecimal() and 0 < int(port) < 1 << 16
+    if cluster not in (LOCAL, "auto") and not is_address:
+        raise UsageError(f"--cluster {cluster} is none of local, auto and HOST:PORT")
+
+
 def connect(cluster: str, name: str, size: int = 0, shared: bool = False) -> RayEngine:
     """Return the engine of the training `name` on a cluster: "local", "HOST:PORT" or "auto".
 
@@ -47,6 +55,7 @@ def connect(cluster: str, name: str, size: int = 0, shared: bool = False) -> Ray
     Ray is not installed, or the cluster wants a token that this process does not have; SyncError if
     nobody answers.
     """
+    check_address(cluster)
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     ray, embedded = import_ray(f"--cluster {cluster}"), None
@@ -86,9 +95,6 @@ def _reach(cluster: str) -> str:
     tries for minutes.
     """
     ray = import_ray()
-    host, _, port = cluster.rpartition(":")
-    if cluster != "auto" and not (host and port.isdigit()):
-        raise UsageError(f"--cluster {cluster} is none of local, auto and HOST:PORT")
     address = _found() if cluster == "auto" else cluster
     try:
         address = str(ray._private.services.canonicalize_bootstrap_address(address))
