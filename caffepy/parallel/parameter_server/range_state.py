@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.core.errors import UsageError
 from caffepy.device.blob import Array
-from caffepy.parallel.parameter_server.messages import Push, Rule, View
+from caffepy.parallel.parameter_server.messages import Push, Rule, ServerUpdate, View
 
 
 class RangeState:
@@ -120,10 +121,22 @@ class RangeState:
                 if self._rule.gradients:
                     self._set(total)
                 elif self._rule.update:
-                    self._set(self._rule.update(self.values, total, self.update_state))
+                    self._set(self._updated(self._rule.update, total))
                 else:
                     total += self.values
                     self._set(total)
+
+    def _updated(self, update: ServerUpdate, change: Array) -> Array:
+        """Return the new values; UsageError if the update gives something else."""
+        values = self.values.view()
+        values.flags.writeable = change.flags.writeable = False
+        new = update(values, change, self.update_state)
+        if np.shape(new) != values.shape:
+            raise UsageError(
+                "an update of the servers must return the new values, as many as it was given: "
+                f"{values.size}, not an array of shape {np.shape(new)}"
+            )
+        return np.asarray(new, np.float32)
 
 
 def _sum(arrays: list[Array]) -> Array:

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caffepy.core.errors import SyncError
+from caffepy.core.errors import SyncError, UsageError
 from caffepy.parallel.parameter_server import coordinator, server_calls
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
 from caffepy.parallel.parameter_server.leases import Lease
 from caffepy.parallel.parameter_server.messages import COORDINATOR, Push, Rule, StaleViewError, View
+from caffepy.parallel.parameter_server.range_state import RangeState
 from caffepy.parallel.parameter_server.ranges import Blob, key_ranges
 from tests.parallel.parameter_server.threads_engine import ThreadsEngine, serving
 
@@ -122,6 +123,40 @@ def test_a_coordinator_that_is_started_again_goes_on(slack: float) -> None:
         run([lambda: wait_for(lambda: len(view(engine).servers) == 3)])
         assert "server-3" in view(engine).servers
         assert set(view(engine).members) == {0, 1, 2}
+
+
+def in_place(values: np.ndarray, change: np.ndarray, state: object) -> np.ndarray:
+    values += change
+    return values
+
+
+@pytest.mark.parametrize(
+    ("update", "error", "told"),
+    [
+        (in_place, ValueError, "read-only"),
+        (lambda values, change, state: in_place(change, values, state), ValueError, "read-only"),
+        (lambda values, change, state: values[:3], UsageError, r"given: 10, not .* shape \(3,\)"),
+        (lambda values, change, state: None, UsageError, r"given: 10, not .* shape \(\)"),
+    ],
+    ids=["writes to values", "writes to the change", "some values", "nothing"],
+)
+def test_an_update_that_gives_no_new_values_is_an_error(
+    update: Any, error: type[Exception], told: str
+) -> None:
+    state = RangeState(np.ones(10, np.float32), Rule(0, update=update), is_mean=False)
+    state.set_members(View(members={0: 0}))
+    with pytest.raises(error, match=told):
+        state.push(Push(0, 0, 0, 1, np.ones(10, np.float32)), np.array)
+    np.testing.assert_array_equal(state.values, 1)
+
+
+def test_values_are_float32_whatever_an_update_computes_in() -> None:
+    rule = Rule(0, update=lambda values, change, state: values + np.float64(0.5) * change)
+    state = RangeState(np.ones(10, np.float32), rule, is_mean=False)
+    state.set_members(View(members={0: 0}))
+    assert state.push(Push(0, 0, 0, 1, np.ones(10, np.float32)), np.array)
+    assert state.values.dtype == np.float32
+    np.testing.assert_array_equal(state.values, 1.5)
 
 
 @pytest.mark.parametrize("call", ["push", "lease", "cut"])
