@@ -24,7 +24,7 @@ from caffepy.device.recording import release, temporary
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
 from caffepy.ops.cpu.tile import shapes
-from caffepy.ops.cpu.vectors import Vectors, emitted
+from caffepy.ops.cpu.vectors import Vectors, copy, emitted
 
 Sizes = Sequence[int]
 Width = tuple[int, ...]
@@ -93,32 +93,6 @@ def _sum(v: Vectors) -> None:
         builder.store(builder.fadd(builder.load(to, align=8), wide), to, align=8)
 
 
-@emitted("source at to to_at count width")
-def _copy(v: Vectors) -> None:
-    """to[to_at + i] = source[at + i] for i < count, at least 1: rows too short to call memcpy."""
-    builder, count = v.builder, v.args["count"]
-    start, end = v.pointer("source", v.args["at"]), v.pointer("to", v.args["to_at"])
-    index, alignment = ir.VectorType(ir.IntType(64), v.width), ir.IntType(32)(v.real.bitwidth // 8)
-    mask, pointer = ir.VectorType(ir.IntType(1), v.width), v.vector.as_pointer()
-    kinds = [pointer, alignment.type, mask]
-    load = v.declare(f"llvm.masked.load.{v.suffix}.p0", v.vector, [*kinds, v.vector])
-    store = v.declare(f"llvm.masked.store.{v.suffix}.p0", ir.VoidType(), [v.vector, *kinds])
-    whole = builder.and_(count, count.type(-v.width))
-
-    def move(k: Any, sums: list[Any]) -> list[Any]:
-        v.store(v.load(builder.gep(start, [k])), builder.gep(end, [k]))
-        return sums
-
-    with builder.if_then(builder.icmp_signed(">", whole, whole.type(0))):
-        v.loop(whole.type(0), whole, v.width, [], move)
-    with builder.if_then(builder.icmp_signed(">", count, whole)):
-        element = ir.Constant(index, list(range(v.width)))
-        inside = builder.icmp_signed("<", element, v.splat(builder.sub(count, whole), index))
-        a, b = v.at(builder.gep(start, [whole]), 0), v.at(builder.gep(end, [whole]), 0)
-        row = builder.call(load, [a, alignment, inside, ir.Constant(v.vector, [0.0] * v.width)])
-        builder.call(store, [row, b, alignment, inside])
-
-
 @inlined
 def _apart(x: Array, at: int, width: int, lines: Array, buffer: Array, vector: Width) -> None:
     """Copy the plane at x[at] to its places: that of (r, c), c < stride, is lines[r, c]."""
@@ -127,7 +101,7 @@ def _apart(x: Array, at: int, width: int, lines: Array, buffer: Array, vector: W
     for r in range(height):
         row = at + r * width
         if apart == 1:
-            _copy(x, row, buffer, lines[r, 0], width, vector)
+            copy(x, row, buffer, lines[r, 0], width, vector)
         elif apart == 2:
             source, even, odd = np.uintp(row), np.uintp(lines[r, 0]), np.uintp(lines[r, 1])
             for c in range(zero, np.uintp(width // 2)):
@@ -149,7 +123,7 @@ def _together(buffer: Array, lines: Array, width: int, x: Array, at: int, vector
     for r in range(height):
         row = at + r * width
         if apart == 1:
-            _copy(buffer, lines[r, 0], x, row, width, vector)
+            copy(buffer, lines[r, 0], x, row, width, vector)
         elif apart == 2:
             to, even, odd = np.uintp(row), np.uintp(lines[r, 0]), np.uintp(lines[r, 1])
             for c in range(zero, np.uintp(width // 2)):

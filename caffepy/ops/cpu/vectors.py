@@ -102,3 +102,29 @@ class Vectors:
         builder.cbranch(builder.icmp_signed("<", following, hi), inside, done)
         builder.position_at_end(done)
         return after
+
+
+@emitted("source at to to_at count width")
+def copy(v: Vectors) -> None:
+    """to[to_at + i] = source[at + i] for i < count, at least 1: rows too short to call memcpy."""
+    builder, count = v.builder, v.args["count"]
+    start, end = v.pointer("source", v.args["at"]), v.pointer("to", v.args["to_at"])
+    index, alignment = ir.VectorType(ir.IntType(64), v.width), ir.IntType(32)(v.real.bitwidth // 8)
+    mask, pointer = ir.VectorType(ir.IntType(1), v.width), v.vector.as_pointer()
+    kinds = [pointer, alignment.type, mask]
+    load = v.declare(f"llvm.masked.load.{v.suffix}.p0", v.vector, [*kinds, v.vector])
+    store = v.declare(f"llvm.masked.store.{v.suffix}.p0", ir.VoidType(), [v.vector, *kinds])
+    whole = builder.and_(count, count.type(-v.width))
+
+    def move(k: Any, sums: list[Any]) -> list[Any]:
+        v.store(v.load(builder.gep(start, [k])), builder.gep(end, [k]))
+        return sums
+
+    with builder.if_then(builder.icmp_signed(">", whole, whole.type(0))):
+        v.loop(whole.type(0), whole, v.width, [], move)
+    with builder.if_then(builder.icmp_signed(">", count, whole)):
+        element = ir.Constant(index, list(range(v.width)))
+        inside = builder.icmp_signed("<", element, v.splat(builder.sub(count, whole), index))
+        a, b = v.at(builder.gep(start, [whole]), 0), v.at(builder.gep(end, [whole]), 0)
+        row = builder.call(load, [a, alignment, inside, ir.Constant(v.vector, [0.0] * v.width)])
+        builder.call(store, [row, b, alignment, inside])

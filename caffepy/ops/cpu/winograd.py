@@ -29,13 +29,13 @@ from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.blas import bias_gradient
 from caffepy.ops.cpu.compiler import inlined, kernel
+from caffepy.ops.cpu.gemm import Planes, Product, Transposed, turn
 from caffepy.ops.cpu.tile import shapes
 from caffepy.ops.cpu.vectors import Vectors, emitted
 
 Sizes = Sequence[int]
 
 TILES = 512  # of a block, about
-ROWS = 128  # of a piece of a product, at least
 LEAST = 32  # channels and outputs for which 16 products pay
 LEAST_TILES = 160  # of all images, below which the transforms of the weights do not pay
 PIECES = 8  # blocks that keep the threads busy; with fewer, they share each block
@@ -285,6 +285,12 @@ class _Plan:
         self.blocks = n // self.together * self.strips
         self.tiles = self.together * rows * pitch
         area = (rows + 1) * pitch + 1
+        tiles = self.tiles
+        inputs, results = (Planes(k * tiles, 0, tiles) for k in (self.channels, outputs))
+        size, planes = (outputs, self.channels), (inputs, results)
+        self.product = Product(size, (16, 1, tiles), planes, dtype)
+        both = (outputs, self.channels, tiles), (16, 1), (results, inputs)
+        self.weight_product = Transposed(*both, dtype)
         self.x_sizes = _Sizes(h, w, pad[0], pad[1], rows, pitch, area, 1)
         self.y_sizes = _Sizes(ho, wo, 0, 0, rows, pitch, area, 0)
 
@@ -313,7 +319,7 @@ class _Plan:
             v, m = self.buffer("v", self.channels), self.buffer("m", self.outputs)
             for block in range(lo, hi):
                 self.to_tiles(x, block, False, v)
-                _products(u, v, m)
+                self.product(u, v, None, m)
                 place, sizes = self.place(block, self.outputs), self.y_sizes
                 arrays = m.reshape(-1), place, sizes, bias, relu, y.reshape(-1), self.vector
                 parallel(partial(_from_tiles, *arrays), self.outputs * self.together)
@@ -327,25 +333,6 @@ def _over_blocks(pieces: Callable[[int, int], None], count: int) -> None:
         parallel(pieces, count)
     else:
         pieces(0, count)
-
-
-def _products(a: Array, b: Array, out: Array, add: bool = False) -> None:
-    """out = a @ b, 16 products, or added to it in pieces that stay in the cache until then."""
-    rows = a.shape[1]
-    cuts = [rows * k // (rows // ROWS or 1) for k in range((rows // ROWS or 1) + 1)]
-    blocks = len(cuts) - 1
-
-    def pieces(lo: int, hi: int) -> None:
-        for unit in range(lo, hi):
-            k, block = divmod(unit, blocks)
-            inside = slice(cuts[block], cuts[block + 1])
-            to = out[k, inside]
-            if add:
-                to += np.matmul(a[k, inside], b[k], out=_scratch("product", to.shape, to.dtype))
-            else:
-                np.matmul(a[k, inside], b[k], out=to)
-
-    parallel(pieces, 16 * blocks)
 
 
 def suits(x_shape: Sizes, w_shape: Sizes, window: Sequence[Sizes], group: int) -> bool:
@@ -389,7 +376,8 @@ class Winograd:
         self.plan.multiply(x, self._filters(w, False), b, y, relu)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        turned = self._filters(w, True).transpose(0, 2, 1)
+        u = self._filters(w, True)
+        turned = turn(u, _scratch("turned", (16, *u.shape[:0:-1]), w.dtype))
         self.data_plan.multiply(dy, turned, None, dx, False)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
@@ -409,7 +397,7 @@ class Winograd:
                 for block in range(first, end):
                     plan.to_tiles(x, block, False, v)
                     plan.to_tiles(dy, block, True, d)
-                    _products(d, v.transpose(0, 2, 1), du[chunk], add=block > first)
+                    self.plan.weight_product(d, v, du[chunk], adds=block > first)
 
         _over_blocks(pieces, chunks)
         total = du[0].reshape(16, -1)
