@@ -52,6 +52,9 @@ Sizes = Sequence[int]
 ROWS = 768
 """Output positions, of one image or several, that are computed at a time, in cache."""
 
+TURNED = 16
+"""Inputs whose weights are laid in another order at a time."""
+
 
 class _Shapes(NamedTuple):
     """A convolution: (N, C, *spatial) with (O, C/g, *kernel)."""
@@ -104,17 +107,22 @@ def _pad(x: Array, at: int, together: int, sizes: _Sizes, line: Array, to: Array
 
 @kernel
 def _pack(w: Array, panels: Array, sizes: _Sizes, lo: int, hi: int) -> None:
-    """panels[(g, block), tap * inputs + i, o] = w[g, block * columns + o, i, tap], 0 beyond."""
+    """panels[(g, block), tap * inputs + i, o] = w[g, block * columns + o, i, tap], 0 beyond.
+
+    Of some inputs at a time: rows of w lie far apart, and what is written stays in the cache.
+    """
+    columns, inputs = sizes.columns, sizes.inputs
     for unit in range(lo, hi):
-        g, first = unit // sizes.blocks, unit % sizes.blocks * sizes.columns
-        count = min(sizes.columns, sizes.outputs - first)
-        for i in range(sizes.inputs):
-            for tap in range(sizes.taps):
-                at = ((unit * sizes.taps + tap) * sizes.inputs + i) * sizes.columns
-                for o in range(count):
-                    panels[at + o] = w[g, first + o, i, tap]
-                for o in range(count, sizes.columns):
-                    panels[at + o] = 0
+        g, first = unit // sizes.blocks, unit % sizes.blocks * columns
+        count = min(columns, sizes.outputs - first)
+        start = unit * sizes.taps * inputs * columns
+        for i0 in range(0, inputs, TURNED):
+            end = min(inputs, i0 + TURNED)
+            for o in range(columns):
+                for i in range(i0, end):
+                    for tap in range(sizes.taps):
+                        at = start + (tap * inputs + i) * columns + o
+                        panels[at] = w[g, first + o, i, tap] if o < count else 0
 
 
 @kernel
@@ -216,22 +224,35 @@ def _backward_weight(
 
 
 @kernel
-def _add_parts(parts: Array, dw: Array, sizes: _Sizes, lo: int, hi: int) -> None:
-    """dw[g, block * columns + o, i, tap] += sum of parts[unit, tap * inputs + i, o] over chunks."""
-    units = sizes.groups * sizes.blocks
-    total = np.empty(sizes.columns, dw.dtype)
+def _add_parts(
+    parts: Array, dw: Array, sizes: _Sizes, vector: tuple[int, ...], lo: int, hi: int
+) -> None:
+    """dw[g, block * columns + o, i, tap] += sum of parts[unit, tap * inputs + i, o] over chunks.
+
+    Parts of the first chunk are overwritten. Of some inputs at a time, as in `_pack`.
+    """
+    units, columns, taps = sizes.groups * sizes.blocks, sizes.columns, sizes.taps
+    weights = taps * sizes.inputs * columns
+    turned = np.empty((columns, taps * TURNED), dw.dtype)
     for unit in range(lo, hi):
-        g, first = unit // sizes.blocks, unit % sizes.blocks * sizes.columns
-        for i in range(sizes.inputs):
-            for tap in range(sizes.taps):
-                at = (tap * sizes.inputs + i) * sizes.columns
-                for o in range(sizes.columns):
-                    total[o] = parts[unit, at + o]
-                for chunk in range(1, sizes.chunks):
-                    for o in range(sizes.columns):
-                        total[o] += parts[chunk * units + unit, at + o]
-                for o in range(min(sizes.columns, sizes.outputs - first)):
-                    dw[g, first + o, i, tap] += total[o]
+        g, first = unit // sizes.blocks, unit % sizes.blocks * columns
+        for chunk in range(1, sizes.chunks):
+            part = parts[chunk * units + unit]
+            for k in range(weights):
+                parts[unit, k] += part[k]
+        for i in range(0, sizes.inputs, TURNED):
+            count = min(sizes.inputs - i, TURNED)
+            for tap in range(taps):
+                source, to = parts[unit, (tap * sizes.inputs + i) * columns :], tap * TURNED
+                step = taps * TURNED
+                copy_transposed(
+                    source, columns, turned.reshape(-1)[to:], step, count, columns, vector
+                )
+            for o in range(min(columns, sizes.outputs - first)):
+                row = turned[o]
+                for k in range(count):
+                    for tap in range(taps):
+                        dw[g, first + o, (i + k) * taps + tap] += row[tap * TURNED + k]
 
 
 @partial(kernel, fastmath=EXACT)
@@ -373,8 +394,8 @@ class _Correlation:
         arrays = x.reshape(-1), dy.reshape(-1), parts, bias_parts
         parallel(partial(_backward_weight, *arrays, self.weight_tables), rows)
         if dw is not None:
-            dw = dw.reshape(sizes.groups, sizes.outputs, sizes.inputs, sizes.taps)
-            parallel(partial(_add_parts, parts, dw, sizes), units)
+            dw = dw.reshape(sizes.groups, sizes.outputs, sizes.inputs * sizes.taps)
+            parallel(partial(_add_parts, parts, dw, sizes, self.shape.width), units)
         if db is not None:
             parallel(partial(_add_bias_parts, bias_parts, db, sizes), units, units)
         release(parts)
