@@ -173,7 +173,7 @@ _ENUM_VALUES = dict.fromkeys(
 )
 
 _LAYERS = {
-    "NVCaffe": "DetectNetTransformation TRT",
+    "NVCaffe": "TRT",
     "Intel Caffe": "BoxData MnActivation",
     "PSPNet": "BiasChannel DenseCRF DomainTransform MatRead MatWrite UniqueLabel",
     "C3D": "DownSampling VideoSegmentationData VideoWithVoxelTruthData VolumeData VoxelCustomLoss",

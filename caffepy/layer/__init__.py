@@ -11,6 +11,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     data,
     detection,
     detection_loss,
+    detectnet,
     eltwise,
     field_loss,
     flow,

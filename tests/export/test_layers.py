@@ -19,6 +19,7 @@ OTHERWISE = {
     "BoxGroupOutput": "gives as many boxes as its data say",
     "BoxOutput": "gives as many boxes as its data say",
     "DecodeBBox": "is for a net whose proposals have no operator",
+    "DetectNetTransformation": "makes what a net learns of images and boxes",
     "DetectionAccuracy": "judges what was found",
     "DetectionEvaluate": "judges what was found",
     "EvalDetection": "judges what was found",
