@@ -21,7 +21,8 @@ class Python(Layer):
     Its object, `instance`, gets param_str, phase and blobs, and is called with lists of blobs as
     pycaffe shows them. It multiplies by its loss weight (`top[0].diff`) and adds to the diffs of
     its parameters itself. ConfigError names the file and the line of user code that raised.
-    Modules of py-faster-rcnn that cannot be imported are replaced by ours (`rpn.OWN`).
+    Modules of py-faster-rcnn and DetectNet that cannot be imported are replaced by ours
+    (`rpn.OWN`).
     """
 
     bottoms = (0, None)

@@ -27,8 +27,10 @@ OWN = {
     "rpn.proposal_layer": "caffepy.layer.rpn",
     "rpn.proposal_target_layer": "caffepy.layer.rpn",
     "roi_data_layer.layer": "caffepy.layer.roi_data",
+    "caffe.layers.detectnet.clustering": "caffepy.layer.detectnet_boxes",
+    "caffe.layers.detectnet.mean_ap": "caffepy.layer.detectnet_boxes",
 }
-"""Modules of py-faster-rcnn and ours, whose classes have the same names."""
+"""Modules of py-faster-rcnn and DetectNet and ours, whose classes have the same names."""
 
 Blobs = Sequence[Blob]
 
