@@ -17,7 +17,7 @@ import numba
 from numba.core import environment, event
 from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.runtime import rtsys
+from numba.core.runtime.nrt import rtsys
 
 log = logging.getLogger(__name__)
 
