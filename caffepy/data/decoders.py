@@ -13,12 +13,11 @@ The memory has no name and the socket no address, so nothing is left behind howe
 process ends when its socket is closed, or its parent gone. What a process cannot make, this one
 makes itself, and raises what is wrong with it.
 
-A GPU decodes JPEG files of a batch, to where the batch lies there if all have its size and nothing
-is to be done to them on the host; others come back to the host, and threads resize or warp them as
-they do what they decode themselves. So all is as with threads, but the values of decoded pixels
-differ by 1 at most.
+A GPU decodes JPEG files of a batch, to where the batch lies there if all have its size, or resizes
+them to there; others come back to the host, and threads warp them as they do what they decode
+themselves. So all is as with threads, but the values of decoded pixels differ by 1 at most.
 
-    filling thread   run_there: files -> JpegDecoder -> the batch on its device
+    filling thread   run_there: files -> JpegDecoder (-> Staging.resize) -> the batch on its device
                      run: files that are left -> JpegDecoder -> images on the host
     pool             make what else is to be done of each, take: copy it to the batch
 """
@@ -257,7 +256,7 @@ class Decoders:
                 raise job.error
 
     def run_there(
-        self, places: Sequence[int], files: Sequence[File], staging: Staging
+        self, places: Sequence[int], files: Sequence[File], staging: Staging, resized: bool
     ) -> Sequence[int]:
         """Return the places that are decoded where the batch will be used: none."""
         return ()
@@ -352,15 +351,23 @@ class GpuDecoders:
         self._free[decoder.device].put(decoder)
 
     def run_there(
-        self, places: Sequence[int], files: Sequence[File], staging: Staging
+        self, places: Sequence[int], files: Sequence[File], staging: Staging, resized: bool
     ) -> Sequence[int]:
-        """Decode `files` to `places` of a batch where it will be used; return the places that are
-        done, see `JpegDecoder.decode_to`.
+        """Decode `files` to `places` of a batch where it will be used, `resized` to its images'
+        size; return the places that are done, see `JpegDecoder.decode_to`.
         """
         if staging.gpu is None:
             return ()
         decoder = self._decoder(staging.gpu)
-        done = decoder.decode_to(_contents(files), places, staging.target)
+        contents = _contents(files)
+        if resized:
+            images, _ = decoder.decode_apart(contents)
+            done = [place for place, image in zip(places, images, strict=True) if image]
+            if done:
+                staging.resize(decoder.stream, [image for image in images if image], done)
+                decoder.stream.synchronize()
+        else:
+            done = decoder.decode_to(contents, places, staging.target)
         self._free[decoder.device].put(decoder)
         return done
 

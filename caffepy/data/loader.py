@@ -408,8 +408,9 @@ class SequentialLoader(Loader):
                 else:
                     put(i, some, copied=True)
 
-            if there and files.as_stored:
-                batch.there = self._decoders.run_there(files.places, files.files, batch.staging)
+            if there and files.are_color:
+                chosen = files.places, files.files
+                batch.there = self._decoders.run_there(*chosen, batch.staging, files.resized)
             done = set(batch.there)
             rest = [k for k, place in enumerate(files.places) if place not in done]
             if rest:

@@ -10,7 +10,6 @@ progressive files, is left to the caller.
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,15 @@ JPEG_END = b"\xff\xd9"
 _CHANNELS = 3
 _NONE = 0, 0
 _ALIGNED = 256
+
+MOST = 512 << 20
+"""Bytes of the images that are decoded apart at a time: a batch of photographs may have more than a
+GPU. The rest is left to the caller.
+"""
+
+
+Decoded = tuple[int, int, int]
+"""The address of three planes, their height and width."""
 
 
 class _Image(ctypes.Structure):
@@ -65,9 +73,9 @@ class JpegDecoder:
         self._long = library()
         self._short = ctypes.PyDLL(self._long._name, handle=self._long._handle)
         self.device = self._cupy.cuda.Device(device).id
-        self._size = self._count = 0
+        self._size = self._host_size = self._count = 0
         with self._cupy.cuda.Device(self.device):
-            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+            self.stream = self._cupy.cuda.Stream(non_blocking=True)
             self._handle = self._new_handle()
             self._state = self._new("nvjpegJpegStateCreate")
             self._parsed = self._new("nvjpegJpegStreamCreate")
@@ -93,21 +101,43 @@ class JpegDecoder:
         """Return images (3, H, W) uint8, BGR, valid until the next call; None for each file that it
         does not decode.
         """
-        sizes = [self._size_of(file) for file in files]
-        counts = [_CHANNELS * height * width for height, width in sizes]
-        *starts, end = accumulate((-(-n // _ALIGNED) * _ALIGNED for n in counts), initial=0)
+        images, end = self.decode_apart(files)
+        if end > self._host_size:
+            self._here = self._cupy.cuda.alloc_pinned_memory(end)
+            self._memory: Array = np.frombuffer(self._here, np.uint8, end)
+            self._host_size = end
+        if end:
+            runtime = self._cupy.cuda.runtime
+            what = (self._here.ptr, self._there.ptr, end, runtime.memcpyDeviceToHost)
+            runtime.memcpyAsync(*what, self.stream.ptr)
+            self.stream.synchronize()
+        return [image and self._on_host(*image) for image in images]
+
+    def _on_host(self, address: int, height: int, width: int) -> Array:
+        start, count = address - self._there.ptr, _CHANNELS * height * width
+        return self._memory[start : start + count].reshape(_CHANNELS, height, width)
+
+    def decode_apart(self, files: Sequence[File]) -> tuple[list[Decoded | None], int]:
+        """Decode files to memory of its own on the device, by work of `stream`; return where each
+        image is, valid until the next call, None for one that it does not decode; and how many
+        bytes of the memory hold all.
+        """
+        sizes, starts, end = [self._size_of(file) for file in files], list[int](), 0
+        for i, (height, width) in enumerate(sizes):
+            count = _CHANNELS * height * width
+            if end + count > MOST:
+                sizes[i], count = _NONE, 0
+            starts.append(end)
+            end += -(-count // _ALIGNED) * _ALIGNED
         if end > self._size:
-            self._reserve(end)
-        cuda = self._cupy.cuda
-        if not end or not self._run(files, sizes, [self._there.ptr + start for start in starts]):
-            return [None] * len(files)
-        what = (self._here.ptr, self._there.ptr, end, cuda.runtime.memcpyDeviceToHost)
-        cuda.runtime.memcpyAsync(*what, self._stream.ptr)
-        self._stream.synchronize()
-        return [
-            self._memory[start : start + count].reshape(_CHANNELS, *size) if count else None
-            for start, count, size in zip(starts, counts, sizes, strict=True)
-        ]
+            with self._cupy.cuda.Device(self.device):
+                self._there = self._cupy.cuda.alloc(end)
+            self._size = end
+        targets = [self._there.ptr + start for start in starts] if end else []
+        if not end or not self._run(files, sizes, targets):
+            return [None] * len(files), 0
+        placed = zip(targets, sizes, strict=True)
+        return [(address, *size) if any(size) else None for address, size in placed], end
 
     def decode_to(
         self, files: Sequence[File], places: Sequence[int], room: Callable[[Any], Array]
@@ -117,7 +147,7 @@ class JpegDecoder:
 
         `room` returns the images and makes the stream that it is given wait until they are free.
         """
-        images: Any = room(self._stream)
+        images: Any = room(self.stream)
         if images.dtype != np.uint8 or images.shape[1] != _CHANNELS:
             return []
         sizes = [self._size_of(file) for file in files]
@@ -126,7 +156,7 @@ class JpegDecoder:
         targets = [images.data.ptr + place * images.strides[0] for place in places]
         if not any(map(any, sizes)) or not self._run(files, sizes, targets):
             return []
-        self._stream.synchronize()
+        self.stream.synchronize()
         return [place for place, size in zip(places, sizes, strict=True) if any(size)]
 
     def _size_of(self, file: File) -> tuple[int, int]:
@@ -167,18 +197,10 @@ class JpegDecoder:
                 (ctypes.c_void_p * count)(*(_address(files[i]) for i in chosen)),
                 (ctypes.c_size_t * count)(*(len(files[i]) for i in chosen)),
                 images,
-                ctypes.c_void_p(self._stream.ptr),
+                ctypes.c_void_p(self.stream.ptr),
             )
         self._count = 0 if failed else count
         return not failed
-
-    def _reserve(self, size: int) -> None:
-        """Make room for images of so many bytes, on the device and on the host."""
-        cuda = self._cupy.cuda
-        with cuda.Device(self.device):
-            self._there, self._here = cuda.alloc(size), cuda.alloc_pinned_memory(size)
-        self._memory: Array = np.frombuffer(self._here, np.uint8, size)
-        self._size = size
 
 
 def _address(file: File) -> int:

@@ -297,6 +297,14 @@ class Staging(Protocol):
         """
         raise NotImplementedError
 
+    def resize(
+        self, stream: Any, images: Sequence[tuple[int, int, int]], to: Sequence[int]
+    ) -> None:
+        """Resize images to these rows of `target(stream)`, (N, 3, H, W) uint8, as OpenCV does,
+        bilinear: each is the address of its three planes, height and width.
+        """
+        raise NotImplementedError
+
     def send(self, there: Sequence[int] = ()) -> None:
         """Start the copy of what was filled to the device, but for the rows of the first array that
         are `there` already.

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import cv2
@@ -28,6 +29,7 @@ from google.protobuf import text_format
 from caffepy.core.errors import DataError, DeviceError
 from caffepy.data import decoders as decoders_module
 from caffepy.data.datum import COLOR, decode_file
+from caffepy.data.datum import resized as resized_by
 from caffepy.data.decoders import Decoders, GpuDecoders, Task, current, decoding
 from caffepy.data.loader import tolerating
 from caffepy.data.reader import Reader
@@ -167,6 +169,13 @@ class Engine:
     """A decoder such as a GPU's, by OpenCV: whole JPEGs of three channels only."""
 
     device = 0
+    stream = SimpleNamespace(synchronize=lambda: None)
+    memory: ClassVar[dict[int, np.ndarray]] = {}
+
+    def decode_apart(self, files: Sequence[bytes]) -> tuple[list[tuple[int, int, int] | None], int]:
+        found = self.decode(files)
+        self.memory.update((id(image), image) for image in found if image is not None)
+        return [None if i is None else (id(i), *i.shape[1:]) for i in found], len(files)
 
     def decode(self, files: Sequence[bytes | memoryview]) -> list[np.ndarray | None]:
         return [self._decoded(bytes(file)) for file in files]
@@ -208,6 +217,15 @@ class DeviceStaging(cpu.Staging):
     def target(self, stream: object) -> np.ndarray:
         return self._on_device[0]
 
+    def resize(
+        self, stream: object, images: Sequence[tuple[int, int, int]], to: Sequence[int]
+    ) -> None:
+        y = self.target(stream)
+        for (address, *size), place in zip(images, to, strict=True):
+            image = Engine.memory[address]
+            assert image.shape[1:] == tuple(size)
+            y[place] = resized_by(image.transpose(1, 2, 0), *y.shape[:1:-1]).transpose(2, 0, 1)
+
     def send(self, there: Sequence[int] = ()) -> None:
         self.there.append(len(there))
         for i, (host, array) in enumerate(zip(self._arrays, self._on_device, strict=True)):
@@ -235,6 +253,7 @@ def test_batches_of_a_gpu_s_images_are_those_of_threads(
 
     monkeypatch.setattr(decoders_module, "GpuDecoders", partial(GpuDecoders, engine))
     monkeypatch.setattr(DeviceStaging, "there", [])
+    monkeypatch.setattr(Engine, "memory", {})
     with decoding("gpu"):
         made = batches(text, count, staging)
     for ours, theirs in zip(made, expected, strict=True):
@@ -243,7 +262,7 @@ def test_batches_of_a_gpu_s_images_are_those_of_threads(
             np.testing.assert_array_equal(a, b)
     assert asked[0] is None
     assert set(asked[1:]) <= {Engine.device}
-    some = case in ("database", "list of one size")  # a PNG of another size brings all back
+    some = case in ("database", "list", "list of one size")  # a PNG of another size brings all back
     assert (sum(DeviceStaging.there) > 0) == (some and staging is DeviceStaging)
 
 

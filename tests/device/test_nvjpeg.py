@@ -78,6 +78,19 @@ def test_images_on_the_device_are_those_on_the_host(
 
 
 @pytest.mark.gpu
+def test_what_memory_does_not_hold_is_left_alone(
+    decoder: JpegDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [jpeg(picture(*size)) for size in ((64, 64), (200, 200), (40, 30))]
+    whole = [image is not None and image.copy() for image in decoder.decode(files)]
+    monkeypatch.setattr(nvjpeg, "MOST", 3 * 64 * 64 + 3 * 40 * 30)
+    first, second, third = decoder.decode(files)
+    assert second is None
+    np.testing.assert_array_equal(first, whole[0])
+    np.testing.assert_array_equal(third, whole[2])
+
+
+@pytest.mark.gpu
 def test_what_is_left_alone(decoder: JpegDecoder) -> None:
     image = picture(48, 64)
     good = jpeg(image)

@@ -67,15 +67,16 @@ class Summary:
 
 class ImageFiles(NamedTuple):
     """Items as other processes decode them, or a GPU: `make` of each file and None is an image,
-    which has this place among the items and this label. `as_stored`: the image is what the file
-    holds, if that is one of three channels.
+    which has this place among the items and this label. `are_color`: the image is that of a file of
+    three channels, as it is there or `resized` to one size.
     """
 
     make: Make
     places: list[int]
     files: list[File]
     labels: list[int]
-    as_stored: bool
+    are_color: bool
+    resized: bool
 
 
 class AnySource:

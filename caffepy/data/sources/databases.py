@@ -272,7 +272,8 @@ class Database(Source):
             content[at : at + size].data for at, size in map(spans.__getitem__, chosen)
         ]
         make = partial(decode_file, self.mode, None)
-        return ImageFiles(make, chosen, files, [labels[i] for i in chosen], self.mode != GRAY)
+        are_color = self.mode != GRAY
+        return ImageFiles(make, chosen, files, [labels[i] for i in chosen], are_color, False)
 
     def key(self, item: Record) -> str:
         """The key, as text."""

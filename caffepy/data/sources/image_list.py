@@ -134,8 +134,8 @@ class ImageList(NumberedSource):
         entries = [self._entries[items[i]] for i in chosen]
         files: list[File] = [os.path.abspath(self._root + name) for name, _ in entries]
         make = partial(decode_file, self.mode, self._size)
-        as_stored = self.mode == COLOR and self._size is None
-        return ImageFiles(make, chosen, files, [label for _, label in entries], as_stored)
+        labels, resized = [label for _, label in entries], self._size is not None
+        return ImageFiles(make, chosen, files, labels, self.mode == COLOR, resized)
 
     def stored(self, item: int, image: Array) -> str:
         return encoding_of(read_regular(self._root + self.key(item))[:LONGEST_SIGNATURE])

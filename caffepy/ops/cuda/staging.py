@@ -18,7 +18,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.ops.cuda.launch import Array
+from caffepy.ops.cuda.launch import Array, launch_expression
 from caffepy.ops.objects import Specs
 
 ALIGNED = 256
@@ -71,6 +71,15 @@ class Staging:
         with self._device:
             stream.wait_event(self._used)
         return self._on_device[0]
+
+    def resize(
+        self, stream: Any, images: Sequence[tuple[int, int, int]], to: Sequence[int]
+    ) -> None:
+        with self._device, stream:
+            y = self.target(stream)
+            table = cupy.asarray(np.column_stack([images, to]).astype(np.int64))
+            threads = len(images) * prod(y.shape[2:])
+            launch_expression("resize", "resize_images", threads, table, y, len(to), *y.shape[2:])
 
     def send(self, there: Sequence[int] = ()) -> None:
         runtime = cupy.cuda.runtime

@@ -56,6 +56,39 @@ def test_rows_that_are_there_are_not_sent():
         assert all(array.all() for array in others)
 
 
+SIZES = [(375, 500), (256, 256), (100, 80), (12, 700), (1, 1), (64, 30), (32, 15)]
+
+
+def test_images_are_resized_as_opencv_does():
+    """Exactly; where they are enlarged, to within 1 in a few elements."""
+    import cupy
+    import cv2
+
+    from caffepy.ops import cuda
+
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (3, *size), np.uint8) for size in SIZES]
+    for height, width in ((32, 15), (227, 227)):
+        staging, stream = cuda.Staging(), cupy.cuda.Stream(non_blocking=True)
+        specs = (((9, 3, height, width), np.dtype(np.uint8)), ((9,), np.dtype(np.bool_)))
+        for array in staging.room(specs):
+            array[...] = 1
+        there = [cupy.asarray(image) for image in images]
+        cupy.cuda.Device().synchronize()
+        to = [8, 0, 1, 2, 5, 4, 7]
+        staging.resize(stream, [(x.data.ptr, *x.shape[1:]) for x in there], to)
+        stream.synchronize()
+        staging.send(to)
+        got, _ = (array.get() for array in staging.take())
+        assert (got[[3, 6]] == 1).all()
+        for image, place in zip(images, to, strict=True):
+            want = cv2.resize(image.transpose(1, 2, 0), (width, height)).transpose(2, 0, 1)
+            apart = np.abs(got[place].astype(int) - want)
+            enlarged = image.shape[1] < height or image.shape[2] < width
+            assert apart.max() <= enlarged
+            assert (apart > 0).mean() < 0.02
+
+
 def test_the_same_layout_has_the_same_memory():
     from caffepy.ops import cuda
 

@@ -1,4 +1,5 @@
 // Bilinear resizing of planes with aligned corners, and its transpose. Places are reckoned in float, as on the CPU.
+// Bilinear resizing of 8-bit images as OpenCV does it, in whole numbers.
 
 #include "pack.cuh"
 
@@ -60,5 +61,43 @@ __global__ void interp_backward(const T* dy, T* dx, i64 planes, i64 h, i64 w, i6
       sum += by_row * along;
     }
     dx[k] = T(sum);
+  }
+}
+
+// Where an output reads along an axis of n pixels: between first and second, with weights of 2048 in all. Centres lie at
+// halves, edges are repeated.
+struct Tap {
+  int first, second, a, b;
+  __device__ Tap(i64 i, i64 n, i64 m) {
+    const double step = double(n) / double(m);
+    const float place = float(__dadd_rn(__dmul_rn(double(i) + 0.5, step), -0.5));
+    first = int(floorf(place));
+    float share = place - float(first);
+    if (first < 0 || first >= n - 1) {
+      first = first < 0 ? 0 : int(n - 1);
+      share = 0;
+    }
+    second = min(first + 1, int(n - 1));
+    a = __float2int_rn((1 - share) * 2048);
+    b = __float2int_rn(share * 2048);
+  }
+};
+
+// images (n, 4): the address of three planes, their height and width, and the image of y (N, 3, out_h, out_w) to write.
+__global__ void resize_images(const i64* images, unsigned char* y, i64 n, i64 out_h, i64 out_w) {
+  const i64 plane = out_h * out_w;
+  FOR_EACH(k, n * plane) {
+    const i64* image = images + k / plane * 4;
+    const unsigned char* x = reinterpret_cast<const unsigned char*>(image[0]);
+    const i64 h = image[1], w = image[2], i = k % plane / out_w, j = k % out_w;
+    const Tap row(i, h, out_h), column(j, w, out_w);
+    for (i64 c = 0; c < 3; ++c) {
+      const auto along = [&](i64 r) {
+        const unsigned char* line = x + (c * h + r) * w;
+        return (line[column.first] * column.a + line[column.second] * column.b) >> 4;
+      };
+      const int sum = ((along(row.first) * row.a) >> 16) + ((along(row.second) * row.b) >> 16);
+      y[(image[3] * 3 + c) * plane + i * out_w + j] = static_cast<unsigned char>((sum + 2) >> 2);
+    }
   }
 }
