@@ -307,9 +307,13 @@ class Net:
     def loss(self, start: int = 0, end: int | None = None) -> float:
         """Return the loss of the last forward pass: the sum of data * diff over weighted tops."""
         last = len(self.layers) - 1 if end is None else end
-        nodes = [node for node in self.nodes[start : last + 1] if any(node.layer.loss_weights)]
-        tops = [top for node in nodes for top in node.losses]
+        tops = [top for i, node in self._weighted if start <= i <= last for top in node.losses]
         return float(sum(np.dot(t.host_data.reshape(-1), t.host_diff.reshape(-1)) for t in tops))
+
+    @cached_property
+    def _weighted(self) -> list[tuple[int, Node]]:
+        """The layers that have a loss weight, by their places."""
+        return [(i, node) for i, node in enumerate(self.nodes) if any(node.layer.loss_weights)]
 
     def reshape(self) -> None:
         """Propagate the shapes of the inputs through all layers without computing anything."""

@@ -144,7 +144,7 @@ class Iterations:
         if not count:
             return
         step, rule, policy_step = self.step, self.step.rule, self.current_step
-        self.statistics.release()
+        self.release_positions()
         numbers = list[tuple[float, float]]()
         for iteration in range(self.iter, self.iter + count):
             policy_step = next_step(step.param, iteration, policy_step)

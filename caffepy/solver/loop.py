@@ -60,8 +60,7 @@ class Loop:
         none. A single iteration takes so many `seconds`.
         """
         step, passes = self._step, self._step.param.iter_size
-        can = not (self._never or step.device.is_cuda or step.update_state.needs_norm)
-        if not (can and step.graphs.replays_pass):
+        if self._never or step.update_state.needs_norm or not step.graphs.replays_pass:
             return 0
         if not can_replay(step.net, step.graphs.net_callbacks) or not self._hold():
             return 0

@@ -295,12 +295,12 @@ class Solver:
                 iterations.collect(wait=True)
 
     def _undisturbed(self, end: int) -> int:
-        """Number of iterations that one call may do: up to the one after which something is due; 1
-        if each is to be known as soon as it is done; 0 if something is due within the next one.
+        """Number of iterations that one call on the CPU may do: up to the one after which something
+        is due; 1 if each is to be known as soon as it is done; 0 if something is due within it.
         """
         param, number = self.param, self.iter
         alone = type(self.workers) is WorkerGroup and not self._step.callbacks
-        if not (self.capture and alone) or param.debug_info:
+        if self.device.is_cuda or not (self.capture and alone) or param.debug_info:
             return 0
         several = self.reporter.takes_several and getattr(self.action, "takes_several", False)
         most = end - number if several else 1

@@ -255,6 +255,7 @@ def test_an_iteration_that_fails(
         states.append([state_of(solver), solver.net.state(), solver.device.random.state])
         solver.step(5)
         ended[-1] = np.concatenate([ended[-1], numbers(solver)])
+        states[-1].append(state_of(solver))
         assert (looped(solver) > 3) == capture
         solver.close()
     assert said[0] == said[1]
