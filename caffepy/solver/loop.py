@@ -33,8 +33,10 @@ LONGEST = 0.005
 MOST = 128
 """Iterations of a call."""
 
-SLOWER = 1.05
-"""The part of a single iteration's time from which on an iteration of a loop is too slow."""
+SLOWER, CALLS = 1.05, 8
+"""A loop is given up if the fastest of this many calls takes longer than this part of what its
+iterations take singly.
+"""
 
 
 class Loop:
@@ -50,7 +52,8 @@ class Loop:
         self._steps: list[NetStep] = []  # all but those that feed
         self._feeds: list[tuple[int, Feed]] = []  # with their places in the net
         self._recorded = self._replayed = self._refused = 0
-        self._seconds = inf  # of an iteration
+        self._seconds = inf  # of an iteration, the least of all calls
+        self._calls = 0
         self._first = self._count = 0  # number of the first iteration of a call, and how many
         self._random: dict[str, Any] = {}  # state of random numbers before it
         self._never = False
@@ -66,7 +69,7 @@ class Loop:
             return 0
         most = min(most, MOST, int(LONGEST / min(seconds, self._seconds)))
         most = min(most, self._graph.most) if self._graph else most
-        self._never = inf > self._seconds > SLOWER * seconds
+        self._never = self._calls >= CALLS and self._seconds > SLOWER * seconds
         if self._never or most < 1:
             return 0
         batches = most * passes
@@ -86,7 +89,7 @@ class Loop:
         steady = Memory.version, id(step.graphs), step.param.iter_size, numbers
         if steady != self._steady:
             self._graph, self._steady = None, steady
-            self._seconds = inf
+            self._seconds, self._calls = inf, 0
             self._never = not self._find_steps()
         return not self._never
 
@@ -129,6 +132,7 @@ class Loop:
                 finally:
                     step.whole = True  # compiled code ends between updates
                 self._seconds = min(self._seconds, (perf_counter() - begun) / count)
+                self._calls += 1
         step.begun = False
 
     def finish(self, hold: Callable[[], object]) -> list[float]:

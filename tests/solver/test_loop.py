@@ -462,11 +462,12 @@ def test_other_layers_that_draw_numbers_run_singly() -> None:
 
 def test_a_loop_that_is_slower_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "SLOWER", 0)
-    solver = solver_of(SETTINGS, CONVOLUTIONS)
-    solver.step(20)
+    monkeypatch.setattr(loop, "CALLS", 3)
+    solver = solver_of(SETTINGS + "display: 5 ", CONVOLUTIONS)
+    solver.step(40)
     done = looped(solver)
     solver.step(20)
     assert looped(solver) == done > 0
     plain = solver_of(SETTINGS, CONVOLUTIONS)
-    plain.step(40)
+    plain.step(60)
     np.testing.assert_array_equal(*map(numbers, (solver, plain)))
