@@ -47,6 +47,7 @@ REPLAYED = {
     "DepthwiseConvolution",
     "Dropout",
     "Eltwise",
+    "EltwiseAffine",
     "Flatten",
     "InnerProduct",
     "LRN",
