@@ -14,6 +14,7 @@ from caffepy.device.threads import num_threads, set_num_threads
 from caffepy.layer.base import registry
 from caffepy.net import Net
 from caffepy.net.replay import MAX_RECORDINGS, Passes, Replay
+from caffepy.ops.cpu.winograd import PIECES, Winograd
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import NetParameter
 from tests.layer.cases import CASES, IMAGE, NEURONS
@@ -213,6 +214,28 @@ def test_a_net_with_any_number_of_threads(threads: int) -> None:
     finally:
         set_num_threads(before)
     assert runner.way_forward._replayed == runner.way_back._replayed == RUNS - 2
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("images", [2, 40])
+def test_winograd_convolutions(images: int, threads: int) -> None:
+    """With few blocks of tiles, and with so many that threads divide them."""
+    layers = library.inputs("in", data=(images, 32, 26, 18))
+    for i in range(2):
+        layers += library.convolution(f"conv{i}", f"conv{i - 1}" if i else "data", 32, 3, "pad: 1")
+    before = num_threads()
+    set_num_threads(threads)
+    try:
+        runner = compare(f"force_backward: true {layers}")
+    finally:
+        set_num_threads(before)
+    plans = [layer.conv.plan for layer in runner.net.layers[1:]]  # type: ignore[attr-defined]
+    assert {type(plan) for plan in plans} == {Winograd}
+    assert (plans[0].plan.blocks >= PIECES) == (images > 2)
+    for way in (runner.way_forward, runner.way_back):
+        ((graph, _),) = way._parts
+        assert graph is not None
+        assert graph.is_one_call or threads > 1
 
 
 def test_an_input_of_another_shape_begins_anew() -> None:

@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array
-from caffepy.device.threads import parallel
+from caffepy.device.recording import call, recorder, release, temporary
+from caffepy.device.threads import parallel, parallel_calls
 from caffepy.ops.cpu.blas import bias_gradient
 from caffepy.ops.cpu.compiler import inlined, kernel
 from caffepy.ops.cpu.gemm import Planes, Product, Transposed, turn
@@ -255,10 +256,13 @@ _own = threading.local()
 
 
 def _scratch(name: str, shape: Sizes, dtype: DTypeLike) -> Array:
-    """Return an array of the calling thread, which its next call with this name overwrites.
+    """Return an array of the calling thread, which its next call with this name overwrites; one of
+    the recording's own, to be released, while it records.
 
     New memory would be slower than the work on it: the system clears its pages one by one.
     """
+    if recorder():
+        return temporary(shape, dtype)
     size = prod(shape) * np.dtype(dtype).itemsize
     have: Array | None = getattr(_own, name, None)
     if have is None or have.size < size:
@@ -323,6 +327,8 @@ class _Plan:
                 place, sizes = self.place(block, self.outputs), self.y_sizes
                 arrays = m.reshape(-1), place, sizes, bias, relu, y.reshape(-1), self.vector
                 parallel(partial(_from_tiles, *arrays), self.outputs * self.together)
+            release(v)
+            release(m)
 
         _over_blocks(pieces, self.blocks)
 
@@ -330,7 +336,7 @@ class _Plan:
 def _over_blocks(pieces: Callable[[int, int], None], count: int) -> None:
     """Divide many blocks among the threads; they share the work within each of a few."""
     if count >= PIECES:
-        parallel(pieces, count)
+        parallel_calls(pieces, count)
     else:
         pieces(0, count)
 
@@ -367,18 +373,22 @@ class Winograd:
         def pieces(lo: int, hi: int) -> None:
             for k in range(lo, hi):
                 inside = slice(cuts[k], cuts[k + 1])
-                np.matmul(left, flat[inside].T, out=u[:, inside])  # (16, 9) @ (9, part)
+                call(np.matmul, left, flat[inside].T, u[:, inside])  # (16, 9) @ (9, part)
 
-        parallel(pieces, len(cuts) - 1)
+        parallel_calls(pieces, len(cuts) - 1)
         return u.reshape(16, *w.shape[:2])
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
-        self.plan.multiply(x, self._filters(w, False), b, y, relu)
+        u = self._filters(w, False)
+        self.plan.multiply(x, u, b, y, relu)
+        release(u)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         u = self._filters(w, True)
         turned = turn(u, _scratch("turned", (16, *u.shape[:0:-1]), w.dtype))
+        release(u)
         self.data_plan.multiply(dy, turned, None, dx, False)
+        release(turned)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         if db is not None:
@@ -398,20 +408,33 @@ class Winograd:
                     plan.to_tiles(x, block, False, v)
                     plan.to_tiles(dy, block, True, d)
                     self.plan.weight_product(d, v, du[chunk], adds=block > first)
+            release(v)
+            release(d)
 
         _over_blocks(pieces, chunks)
         total = du[0].reshape(16, -1)
         for part in du[1:]:
-            total += part.reshape(16, -1)
+            call(np.add, total, part.reshape(16, -1), total)
         back = np.ascontiguousarray(_FILTER.T, plan.dtype)
         flat, cuts = dw.reshape(-1, 9), _cut(o * c)
 
         def add(lo: int, hi: int) -> None:
             for k in range(lo, hi):
                 inside = slice(cuts[k], cuts[k + 1])
-                flat[inside] += (back @ total[:, inside]).T  # (9, 16) @ (16, part)
+                part = temporary((9, cuts[k + 1] - cuts[k]), plan.dtype)
+                call(np.matmul, back, total[:, inside], part)  # (9, 16) @ (16, part)
+                call(_add_transposed, part, flat[inside])
+                release(part)
 
-        parallel(add, len(cuts) - 1)
+        parallel_calls(add, len(cuts) - 1)
+        release(du)
+
+
+@kernel
+def _add_transposed(part: Array, out: Array) -> None:
+    for i in range(out.shape[0]):
+        for k in range(out.shape[1]):
+            out[i, k] += part[k, i]
 
 
 def _cut(count: int) -> list[int]:
