@@ -72,6 +72,14 @@ class Recorder(Reporter):
         self.events.append("stopped" if stopped_early else "done")
 
 
+def change_numbers(param: SolverParameter) -> None:
+    """Change all numbers that update rules take from their settings, but weight_decay."""
+    param.momentum /= 2
+    param.momentum2 /= 2
+    param.rms_decay /= 2
+    param.delta *= 1000
+
+
 def solver_of(settings: str, net: str = NET, **kwargs: Any) -> Solver:
     """A solver of these settings, on this net where they name none."""
     if "net" not in settings:

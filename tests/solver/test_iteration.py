@@ -18,7 +18,7 @@ from caffepy.solver import Action, Solver
 from caffepy.solver.capture import GraphRunner
 from caffepy.solver.iteration import State
 from caffepy.solver.update import rules
-from tests.solver.cases import NET, AskAt, Recorder, solver_of
+from tests.solver.cases import NET, AskAt, Recorder, change_numbers, solver_of
 
 SETTINGS = (
     'lr_policy: "multistep" gamma: 0.5 stepvalue: 3 stepvalue: 7 snapshot_after_train: false '
@@ -159,10 +159,7 @@ def test_numbers_of_the_rule_that_python_changes_count(
         monkeypatch.setattr(graphs, "can_capture", lambda capture=capture: capture)
         for i in range(12):
             if i == 6:
-                solver.param.momentum /= 2
-                solver.param.momentum2 /= 2
-                solver.param.rms_decay /= 2
-                solver.param.delta *= 1000
+                change_numbers(solver.param)
             solver.step(1)
         assert (graphs._replayed, graphs._captured) == ((10, 2) if capture else (0, 0))
         ended.append(np.concatenate([solver.params.data, *solver.history]))

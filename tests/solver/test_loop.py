@@ -17,7 +17,7 @@ from caffepy.device.threads import num_threads, set_num_threads
 from caffepy.solver import Action, Signals, Solver, loop
 from caffepy.solver.update import rules
 from tests.nets import library
-from tests.solver.cases import Recorder, solver_of
+from tests.solver.cases import Recorder, change_numbers, solver_of
 from tests.solver.test_replay import CONVOLUTIONS, DROPPING, FED, RULES, feed, numbers
 
 SETTINGS = 'lr_policy: "inv" gamma: 0.1 power: 0.75 base_lr: 0.02 snapshot_after_train: false '
@@ -210,10 +210,7 @@ def test_settings_that_python_changes_count(rule: str) -> None:
         solver.capture = capture
         feed(solver, 0)
         solver.step(12)
-        solver.param.momentum /= 2
-        solver.param.momentum2 /= 2
-        solver.param.rms_decay /= 2
-        solver.param.delta *= 1000
+        change_numbers(solver.param)
         solver.param.weight_decay = 0.1
         solver.param.gamma = 0.5
         solver.step(12)

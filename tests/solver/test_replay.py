@@ -19,7 +19,7 @@ from caffepy.solver.monitor import Heartbeat
 from caffepy.solver.update import rules
 from tests.nets import library
 from tests.parallel.cases import Run
-from tests.solver.cases import Recorder, solver_of
+from tests.solver.cases import Recorder, change_numbers, solver_of
 
 CONVOLUTIONS = (
     library.digits(6, 11)
@@ -166,10 +166,7 @@ def test_numbers_of_the_rule_that_python_changes_count(rule: str) -> None:
         for i in range(12):
             feed(solver, i / 8)
             if i == 6:
-                solver.param.momentum /= 2
-                solver.param.momentum2 /= 2
-                solver.param.rms_decay /= 2
-                solver.param.delta *= 1000
+                change_numbers(solver.param)
             solver.step(1)
         assert solver.iterations.step._rule_replay.replays == capture
         ended.append(numbers(solver))
