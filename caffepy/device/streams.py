@@ -37,13 +37,6 @@ _idle_streams: dict[tuple[int, str], list[Any]] = {}
 """Streams by GPU and name, for the next device: handles and workspaces of libraries belong to a
 stream, and last as long as the process."""
 
-_layer_streams: set[int] = set()
-
-
-def is_layer_stream(handle: int) -> bool:
-    """True if this is the handle of a side stream for weight gradients."""
-    return handle in _layer_streams
-
 
 def _give_back(streams: Sequence[tuple[tuple[int, str], Any]]) -> None:
     for key, stream in streams:
@@ -71,8 +64,6 @@ class Streams:
             with self._cupy.cuda.Device(self._gpu):
                 priority = PRIORITY if name in URGENT else 0
                 stream = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
-            if name == "layer":
-                _layer_streams.add(stream.ptr)
         self._taken.append((key, stream))
         return stream
 

@@ -177,8 +177,8 @@ def test_as_layer_by_layer(case: str, rule: str) -> None:
     assert bool(heard.losses) == ("display" in CASES[case])
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
-def test_in_other_precisions(precision: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_convolutions_in_each_precision(precision: str) -> None:
     math_mode.default().precision = precision
     net = DATA + CONVOLUTION + LAYERS.replace('bottom: "data"', 'bottom: "pool"')
     same(RULES["SGD"] + SHOWN + TESTS + "clip_gradients: 1 ", net)

@@ -20,16 +20,15 @@ from numpy.typing import DTypeLike
 
 from caffepy.core.errors import DeviceError
 from caffepy.device import cublas, cudnn
-from caffepy.device.streams import is_layer_stream
 
 LARGEST_WORKSPACE = 256 << 20
 """Plans that need more bytes than this besides their arrays are not taken."""
 
-CUBLAS, CUBLAS_SIDE = 32 << 20, 4 << 20
-"""Bytes of cuBLAS's workspace on a device's own stream, and on the side stream of weight gradients.
+CUBLAS = 32 << 20
+"""Bytes of cuBLAS's workspace on each stream.
 
-How cuBLAS rounds depends on the size, so what all solvers must round alike runs on the same kind of
-stream in each.
+Which kernel it takes, hence how it rounds, depends on the size, and a product must have the same
+bits on a side stream of a captured step as on the main one.
 """
 
 
@@ -92,9 +91,8 @@ class Context:
         """
         if not self._cublas:
             handle = _handle("cublas")
-            size = CUBLAS_SIDE if is_layer_stream(self.stream) else CUBLAS
-            workspace = self.array("cublas", (size,), np.uint8).data.ptr
-            cublas.set_stream(handle, self.stream, workspace, size)
+            workspace = self.array("cublas", (CUBLAS,), np.uint8).data.ptr
+            cublas.set_stream(handle, self.stream, workspace, CUBLAS)
             self._cublas = handle
         return self._cublas
 
