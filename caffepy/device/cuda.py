@@ -219,14 +219,18 @@ class CudaDevice(Device):
         return copy
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return a flat device array of zeros."""
-        with self.scope():
+        """Return a flat device array of zeros, written on the stream in whose context the caller
+        is: there it is used next.
+        """
+        with self.scope(), self._streams.current:
             array: NDArray[Any] = self._cupy.zeros(count, dtype)
         return array
 
     def upload(self, host: NDArray[Any], array: Any) -> None:
-        """Copy a host array into a device array of the same shape and type."""
-        with self.scope():
+        """Copy a host array into a device array of the same shape and type, on the stream in whose
+        context the caller is.
+        """
+        with self.scope(), self._streams.current:
             array.set(host)
 
     def download(self, array: Any, host: NDArray[Any]) -> None:

@@ -8,11 +8,13 @@
 
 `fork(name)` (going down) makes a side stream wait for what the main one was given so far, and
 `wait(name)` (going up) makes the main stream wait for the side stream. Both are CUDA events: the
-host waits for nothing. Work of one side stream runs in order.
+host waits for nothing. Work of one side stream runs in order, and forks no further: a branch
+computes its weight gradients itself.
 
 | side stream | work | enqueued by |
 |---|---|---|
 | `layer` | weight gradients | layers, in backward |
+| `branch 1` and so on | branches of a net | the net's loops |
 | `sync` | all-reduce of a bucket of gradients | the NCCL synchronizer |
 | `factors` | weight gradients from gathered factors | the NCCL synchronizer |
 | `control` | loss check | the solver's step |
@@ -27,8 +29,11 @@ from typing import Any
 NOT_READY, OF_CAPTURES = 600, range(900, 1000)
 """cudaError of a stream that is still at work, and those that only end a capture."""
 
+BRANCH = "branch"
+"""The beginning of the names of streams for branches."""
+
 URGENT = "", "sync", "phase timer"
-"""Streams whose work others wait for; "" is the main one."""
+"""Streams whose work others wait for, beside branches; "" is the main one."""
 PRIORITY = -5
 """Priority of urgent streams, or the nearest that the GPU has; kernels of a graph keep it. The
 lowest is 0."""
@@ -54,6 +59,7 @@ class Streams:
         self.side: dict[str, Any] = {}
         self._forked: set[str] = set()  # side streams that the main one has not waited for
         self._overlaps = False
+        self.current: Any = self.main  # or the side stream in whose context the caller is
         weakref.finalize(self, _give_back, self._taken).atexit = False
 
     def _take(self, name: str) -> Any:
@@ -62,7 +68,8 @@ class Streams:
             stream = _idle_streams.setdefault(key, []).pop()
         except IndexError:
             with self._cupy.cuda.Device(self._gpu):
-                priority = PRIORITY if name in URGENT else 0
+                urgent = name in URGENT or name.startswith(BRANCH)
+                priority = PRIORITY if urgent else 0
                 stream = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
         self._taken.append((key, stream))
         return stream
@@ -82,9 +89,9 @@ class Streams:
     @contextmanager
     def fork(self, name: str, after: str | None) -> Iterator[None]:
         """The context of a side stream, which first waits for the main one and for the side stream
-        `after`; outside `overlapping` operations stay on the main stream.
+        `after`; outside `overlapping`, or in another such context, operations stay where they are.
         """
-        if not self._overlaps:
+        if not self._overlaps or self.current is not self.main:
             yield
             return
         stream = self.side.get(name)
@@ -94,8 +101,12 @@ class Streams:
         if after in self._forked:
             self._order(self.side[after], stream)
         self._forked.add(name)
-        with stream:
-            yield
+        self.current = stream
+        try:
+            with stream:
+                yield
+        finally:
+            self.current = self.main
 
     def wait(self, name: str) -> None:
         """Make the main stream wait for this side stream, unless it has already."""

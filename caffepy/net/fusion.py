@@ -20,11 +20,16 @@ from caffepy.proto.caffe_pb2 import PoolingParameter
 
 
 class Step(NamedTuple):
-    """A unit of a pass: layer `last` alone, or a fused group of `layers` that ends with it."""
+    """A unit of a pass: layer `last` alone, or a fused group of `layers` that ends with it.
+
+    Steps of one `region` but of different branches may run beside each other (branches.py).
+    """
 
     last: int
     layers: tuple[int, ...] = ()
     group: FusedGroup | None = None
+    region: int = 0
+    branch: int = 0
 
 
 def fused_steps(nodes: Sequence[Node]) -> list[Step]:

@@ -1,6 +1,7 @@
 """Memory plan: blobs that are live at different times share an arena.
 
-A pass of a net is a line of moments, one a step: forward, and in a net that learns backward again.
+A pass of a net is a line of moments, one a step, or one for all steps of a region of branches that
+run beside each other (branches.py): forward, and in a net that learns backward again.
 The data of a blob are live from the moment that writes them to the last one that reads them, and so
 is the diff. Data that are recomputed (`recompute`) are live twice: up to the last step forward that
 reads them, and from the moment that writes them again. Memories that are never live at the same
@@ -12,7 +13,7 @@ before the next moment begins.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -118,7 +119,7 @@ def lifetimes(usage: Usage) -> dict[Memory, Interval]:
     """
     kept = set(always_live(usage.net))
     spans: dict[Memory, list[int]] = {}  # first and last moment, of each time in turn
-    for moment, (again, touched) in enumerate(_moments(usage)):
+    for moment, (again, touched, *_) in enumerate(_moments(usage)):
         for memory, writes in touched:
             if memory not in spans:
                 if writes:
@@ -141,7 +142,7 @@ def lifetimes(usage: Usage) -> dict[Memory, Interval]:
 def beside(usage: Usage, shared: Mapping[Memory, Interval]) -> int:
     """Return the bytes that a pass takes beside those that are `shared` and the parameters."""
     params = {memory for b in usage.net.params for memory in (b.data_memory, b.diff_memory)}
-    touched = {memory for _, of_moment in _moments(usage) for memory, _ in of_moment}
+    touched = {memory for moment in _moments(usage) for memory, _ in moment.touched}
     return sum(m.capacity * m.layout.dtype.itemsize for m in touched - params - set(shared))
 
 
@@ -184,23 +185,43 @@ def touched_data(net: Net, step: Step) -> Touched:
     return Touched(reads, writes, read_back)
 
 
-def _moments(usage: Usage) -> Iterator[tuple[bool, list[tuple[Memory, bool]]]]:
-    """Yield for each moment whether it recomputes, and (memory, is written) in the order in which
-    it touches them.
+class _Moment(NamedTuple):
+    """Whether a moment recomputes, and (memory, is written) in the order in which it touches them;
+    the pass and region of its step.
     """
+
+    again: bool
+    touched: list[tuple[Memory, bool]]
+    backward: bool = False
+    region: int = 0
+
+
+def _moments(usage: Usage) -> Iterator[_Moment]:
+    """Yield each moment; branches that run beside each other share one."""
+    for (backward, region), found in groupby(_steps(usage), lambda moment: moment[2:]):
+        if region and not usage.recompute:
+            merged = [touch for moment in found for touch in moment.touched]
+            yield _Moment(False, merged, backward, region)
+        else:
+            yield from found
+
+
+def _steps(usage: Usage) -> Iterator[_Moment]:
+    """Yield each step of a pass as a moment."""
     net = usage.net
     data = [touched_data(net, step) for step in usage.steps]
     forward = [
         [*((memory, False) for memory in of.reads), *((memory, True) for memory in of.writes)]
         for of in data
     ]
-    yield from ((False, touched) for touched in forward)
+    for step, touched in zip(usage.steps, forward, strict=True):
+        yield _Moment(False, touched, False, step.region)
     for i in reversed(range(len(usage.steps))) if usage.learns else ():
-        yield from ((True, forward[again]) for again in usage.recompute.get(i, ()))
+        yield from (_Moment(True, forward[again], True) for again in usage.recompute.get(i, ()))
         step = usage.steps[i]
         node = net.nodes[step.last]
         if not node.need_backward:
-            yield False, []
+            yield _Moment(False, [], True, step.region)
             continue
         bottoms, _ = _ends(net, step)
         touched = [
@@ -211,7 +232,7 @@ def _moments(usage: Usage) -> Iterator[tuple[bool, list[tuple[Memory, bool]]]]:
             *((blob.diff_memory, True) for blob in (step.group.own_diffs if step.group else ())),
             *_half(step),
         ]
-        yield False, touched
+        yield _Moment(False, touched, True, step.region)
 
 
 def _half(step: Step) -> Iterator[tuple[Memory, bool]]:

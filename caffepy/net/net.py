@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.device.blob import PLAIN, Array, Blob, Layout, behind, shape_string
 from caffepy.device.device import Device
 from caffepy.device.recording import Temporaries
+from caffepy.device.streams import BRANCH
 from caffepy.layer import Layer
+from caffepy.net.branches import with_branches
 from caffepy.net.build import divide_batches, filter_state, insert_splits, located
 from caffepy.net.fusion import Step, fused_steps
 from caffepy.net.layouts import set_layouts
@@ -141,8 +144,11 @@ class Net:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """Fused steps, in the order of the net: a group runs at the place of its last layer."""
-        return fused_steps(self.nodes)
+        """Fused steps, in the order of the net: a group runs at the place of its last layer. On a
+        GPU, branches are told apart.
+        """
+        steps = fused_steps(self.nodes)
+        return with_branches(self.nodes, steps) if self.device.is_cuda else steps
 
     def set_forward_mutex(
         self, mutex: ForwardMutex | None, of_script: ForwardMutex | None = None
@@ -162,14 +168,36 @@ class Net:
         if steps is None:
             mutex = self._script_mutex
             steps = map(Step, range(start, len(self.layers) if end is None else end + 1))
-        self._run(steps, partial(self._forward_step, mutex=mutex))
+        self._run(steps, partial(self._forward_step, mutex=mutex), self._after_forward)
 
-    def _run(self, steps: Iterable[Step], run: Callable[[Step], None]) -> None:
+    def _run(
+        self,
+        steps: Iterable[Step],
+        run: Callable[[Step], None],
+        after: Callable[[Step], None] = lambda step: None,
+    ) -> None:
+        """Run steps one after the other, and what is to follow each.
+
+        Branches of a region run beside each other on side streams of the device, unless data are
+        recomputed; what follows their steps runs when the main stream has waited for all of them.
+        """
         step = Step(0)
         try:
             with nullcontext() if getattr(self._thread, "runs", False) else self.running():
-                for step in steps:
-                    run(step)
+                for region, found in groupby(steps, lambda step: step.region):
+                    if not region or self.recompute:
+                        for step in found:
+                            run(step)
+                            after(step)
+                        continue
+                    branches = list(found)
+                    for step in branches:
+                        with self.device.side_stream(f"{BRANCH} {step.branch}"):
+                            run(step)
+                    for number in {step.branch for step in branches}:
+                        self.device.wait_stream(f"{BRANCH} {number}")
+                    for step in branches:
+                        after(step)
         except CaffeError as error:
             raise error.at(where(self.path, self.param.layer[step.last])) from error.__cause__
 
@@ -196,8 +224,10 @@ class Net:
             self._compute(step)
         if self.debug_info and not step.group:
             _log_forward(node)
+
+    def _after_forward(self, step: Step) -> None:
         if self.after_forward:
-            _call(self.after_forward, indices)
+            _call(self.after_forward, step.layers or (step.last,))
 
     def feed(self, index: int) -> None:
         """Run a layer that reads files forward; of the callbacks those before it are called."""
@@ -254,7 +284,8 @@ class Net:
         if steps is None:
             stop = len(self.layers) if start is None else start + 1
             steps = [Step(index) for index in range(end, stop)]
-        self._run(reversed(steps), self._recomputing if self.recompute else self._backward_step)
+        run = self._recomputing if self.recompute else self._backward_step
+        self._run(reversed(steps), run, self._after_backward)
         with self.device.scope():
             self.device.wait_stream()
         if self.debug_info:
@@ -286,8 +317,10 @@ class Net:
             self._differentiate(step)
             if self.debug_info and not step.group:
                 _log_backward(node)
+
+    def _after_backward(self, step: Step) -> None:
         if self.after_backward:
-            _call(self.after_backward, indices[::-1])
+            _call(self.after_backward, (step.layers or (step.last,))[::-1])
         if self.waits_each_layer:
             self.device.wait_stream()
 

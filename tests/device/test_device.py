@@ -68,6 +68,24 @@ def test_devices_take_up_the_streams_of_those_that_are_gone() -> None:
     assert one.stream.ptr != other.stream.ptr
 
 
+@pytest.mark.gpu
+def test_memory_first_used_on_a_side_stream_is_cleared_there() -> None:
+    """The main stream is busy meanwhile: what it would clear later is written by then."""
+    from caffepy.device.blob import Blob
+    from caffepy.ops.cuda.compiler import kernel
+
+    device = CudaDevice(0)
+    spin, cycles = kernel("spin", "spin"), np.int64(100_000_000)
+    blob = Blob((1000,), device=device)
+    with device.scope(), device.overlapping(), device.side_stream("branch 1"):
+        with device.stream:
+            spin((1,), (1,), (cycles,))
+        blob.data[...] = 7
+        blob.diff[...] = 8
+    assert (blob.host_data == 7).all()
+    assert (blob.host_diff == 8).all()
+
+
 class _FailedError(RuntimeError):
     def __init__(self, status: int) -> None:
         super().__init__(f"cudaError {status}")

@@ -123,6 +123,26 @@ NORMALIZED = (
 )
 
 
+BRANCHED = (
+    CONVOLUTION
+    + library.convolution("a", "pool", 6, 1)
+    + library.relu("a_relu", "a")
+    + library.convolution("b1", "pool", 6, 3, "pad: 1")
+    + library.convolution("b2", "b1", 6, 3, "pad: 1")
+    + library.pooling("c", "pool", "kernel_size: 3 stride: 1 pad: 1")
+    + library.layer("Concat", "both", "a b2 c")
+)
+
+
+def test_branches_run_beside_each_other() -> None:
+    net = DATA + BRANCHED + LAYERS.replace('bottom: "data"', 'bottom: "both"')
+    solver = solver_of(net=net)
+    solver.step(4)
+    assert {f"branch {i}" for i in (1, 2, 3)} <= set(solver.device._streams.side)
+    solver.close()
+    same(RULES["SGD"], net)
+
+
 def test_compiling_ahead_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of both passes and of the update are asked for; parameters, gradients and what is
     trained afterwards are the same to the bit.
