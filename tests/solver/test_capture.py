@@ -168,7 +168,7 @@ def test_compiling_ahead_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> No
                 step.compile_ahead()
             np.testing.assert_array_equal(numbers(solver), before)
             np.testing.assert_array_equal(solver.device.on_host(solver.params.diff), gradient)
-            wanted = "max_pool_forward", "lrn_backward_lines", "softmax_loss_gradient", "sgd"
+            wanted = "max_pool_forward", "lrn_backward_warps", "softmax_loss_gradient", "sgd"
             assert asked >= set(wanted), asked
         else:
             step._looked_ahead = True

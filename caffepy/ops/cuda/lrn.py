@@ -68,6 +68,13 @@ def _lines_at_once(*arrays: Array) -> int:
     return THREADS // int(channels // pack)
 
 
+def _packs(half: int, *arrays: Array) -> int:
+    """Return how many packs of 16 bytes a line of channels has, if a warp can take it; else 0."""
+    channels, pack = arrays[0].shape[1], 16 // arrays[0].itemsize
+    suits = channels % pack == 0 and channels <= 32 * pack and half <= pack
+    return channels // pack if suits and not any(a.data.ptr % 16 for a in arrays) else 0
+
+
 def _planes(name: str, arrays: tuple[Array, ...], half: int, *numbers: float) -> None:
     x = arrays[0]
     assert not channels_last(*arrays)
@@ -95,5 +102,8 @@ def _lines(
         launch("lrn", f"{name}_wide", x, x.size, *arrays, lines, channels, half, *numbers)
         return
     variant = [half, int(beta == 0.75), *([] if relu is None else [int(relu)])]
-    instance = f"{name}_lines<{', '.join([c_type(x), *map(str, variant)])}>"
+    kind, packs_of_line = "lines", _packs(half, *arrays)
+    if packs_of_line:
+        kind, threads = "warps", -(-lines // (32 // packs_of_line)) * 32
+    instance = f"{name}_{kind}<{', '.join([c_type(x), *map(str, variant)])}>"
     launch_expression("lrn", instance, threads, *arrays, lines, channels, *numbers)

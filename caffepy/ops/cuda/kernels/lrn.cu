@@ -241,6 +241,90 @@ __global__ void lrn_backward_lines(const T* x, const T* dy, T* dx, i64 lines, i6
     backward_lines<1, T, HALF, THREE_QUARTERS, R>(x, dy, dx, lines, channels, A(alpha), A(factor), A(beta), A(k));
 }
 
+// Lines of at most 32 packs of V channels: a warp takes as many lines as it has lanes for, a lane a pack of one, and gets
+// the HALF values to either side of its own, 0 outside the line, from the lanes beside it.
+template <int V, int HALF> struct Lanes {
+  unsigned packs, lines, pack, own;  // packs of a line and lines of a warp; what this lane takes
+  __device__ Lanes(i64 channels)
+      : packs(unsigned(channels / V)), lines(32 / packs), pack(threadIdx.x % 32 % packs), own(threadIdx.x % 32 / packs) {}
+  template <typename A> __device__ void surround(A (&values)[V + 2 * HALF]) const {
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) {
+      const A before = __shfl_up_sync(~0u, values[V + i], 1), after = __shfl_down_sync(~0u, values[HALF + i], 1);
+      values[i] = pack > 0 ? before : A(0);
+      values[HALF + V + i] = pack + 1 < packs ? after : A(0);
+    }
+  }
+  // f(offset of the lane's pack, whether there is one) in all lanes of a warp, until all lines are done.
+  template <typename F> __device__ void each(i64 total, i64 channels, F f) const {
+    const i64 warps = gridDim.x * i64(blockDim.x / 32), warp = blockIdx.x * i64(blockDim.x / 32) + threadIdx.x / 32;
+    for (i64 first = warp * lines; first < total; first += warps * lines)
+      f((first + own) * channels + pack * V, own < lines && first + own < total);
+  }
+};
+
+template <int V, int HALF, typename A, typename T>
+__device__ void read_pack(A (&to)[V + 2 * HALF], const T* from, bool there) {
+  Pack<T, V> pack{};
+  if (there) pack = *reinterpret_cast<const Pack<T, V>*>(from);
+#pragma unroll
+  for (int v = 0; v < V; ++v) to[HALF + v] = A(pack.v[v]);
+}
+
+template <typename T, int HALF, int THREE_QUARTERS>
+__global__ void lrn_forward_warps(const T* x, T* y, i64 lines, i64 channels, double alpha, double beta, double k) {
+  using A = Wide<T>;
+  constexpr int V = PACK;
+  const Lanes<V, HALF> lanes(channels);
+  const A a = A(alpha), b = A(beta), first = A(k);
+  lanes.each(lines, channels, [=](i64 at, bool there) {
+    A u[V + 2 * HALF], squares[V + 2 * HALF];
+    read_pack<V, HALF>(u, x + at, there);
+    lanes.surround(u);
+#pragma unroll
+    for (int i = 0; i < V + 2 * HALF; ++i) squares[i] = u[i] * u[i];
+    Pack<T, V> pack;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const A s = first + a * window<HALF>(squares, HALF + v);
+      pack.v[v] = T(u[HALF + v] * Power<THREE_QUARTERS, A>(s, b).of);
+    }
+    if (there) *reinterpret_cast<Pack<T, V>*>(y + at) = pack;
+  });
+}
+
+// dx may be dy, and is 0 where x <= 0 if R.
+template <typename T, int HALF, int THREE_QUARTERS, int R>
+__global__ void lrn_backward_warps(const T* x, const T* dy, T* dx, i64 lines, i64 channels, double alpha,
+                                   double factor, double beta, double k) {
+  using A = Wide<T>;
+  constexpr int V = PACK;
+  const Lanes<V, HALF> lanes(channels);
+  const A a = A(alpha), b = A(beta), first = A(k), by = A(factor);
+  lanes.each(lines, channels, [=](i64 at, bool there) {
+    A u[V + 2 * HALF], du[V + 2 * HALF], squares[V + 2 * HALF], terms[V + 2 * HALF], powers[V];
+    read_pack<V, HALF>(u, x + at, there);
+    read_pack<V, HALF>(du, dy + at, there);
+    lanes.surround(u);
+#pragma unroll
+    for (int i = 0; i < V + 2 * HALF; ++i) squares[i] = u[i] * u[i];
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const Power<THREE_QUARTERS, A> power(first + a * window<HALF>(squares, HALF + v), b);
+      terms[HALF + v] = du[HALF + v] * u[HALF + v] * power.of * power.inverse;
+      powers[v] = power.of;
+    }
+    lanes.surround(terms);
+    Pack<T, V> pack;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const A d = du[HALF + v] * powers[v] - by * u[HALF + v] * window<HALF>(terms, HALF + v);
+      pack.v[v] = T(R && u[HALF + v] <= 0 ? A(0) : d);
+    }
+    if (there) *reinterpret_cast<Pack<T, V>*>(dx + at) = pack;
+  });
+}
+
 // The same for windows of any width, all of which is read for every element.
 template <typename A, typename T> __device__ A scale_at(const T* line, i64 c, i64 channels, i64 half, A alpha, A k) {
   A total = 0;
