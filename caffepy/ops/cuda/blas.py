@@ -1,18 +1,20 @@
-"""Matrix products by cuBLAS; small ones by product.cu if it is faster."""
+"""Matrix products by cuBLAS; small ones by a kernel of product.cu if it is faster."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from math import gcd
 
 import numpy as np
 
 from caffepy.device import cublas, math_mode
 from caffepy.ops.cuda import autotune
 from caffepy.ops.cuda.compiler import kernel, looks_ahead, prefetch
-from caffepy.ops.cuda.context import context
+from caffepy.ops.cuda.context import capability, context
 from caffepy.ops.cuda.launch import BLOCKS, THREADS, Array, c_type, launch_blocks
 
-SMALL, TILE = 1 << 25, 16
-"""Up to this many multiplications product.cu is tried; rows and columns of a product that one of
-its blocks makes.
+SMALL, TILE, EDGE = 1 << 25, 16, 32
+"""Up to this many multiplications product.cu is tried; rows and columns of a product that a block
+of its kernels makes, without and with tensor cores.
 """
 
 _DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "uint16": 14}  # cudaDataType_t
@@ -30,8 +32,9 @@ def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: floa
         if not accumulate:
             out.fill(0)
         return
-    if scale == 1 and _is_small(a, b, out) and _ours_is_faster(a, b, out, accumulate):
-        _multiply_small(a, b, out, accumulate)
+    own = _own_way(a, b, out, accumulate) if scale == 1 and _is_small(a, b, out) else None
+    if own is not None:
+        own(a, b, out, accumulate)
     elif not looks_ahead():
         _multiply(a, b, out, accumulate, scale)
 
@@ -81,20 +84,24 @@ def _is_small(a: Array, b: Array, out: Array) -> bool:
     )
 
 
-def _ours_is_faster(a: Array, b: Array, out: Array, accumulate: bool) -> bool:
-    """Return True if product.cu is; in a block of `compile_ahead` False."""
+def _own_way(a: Array, b: Array, out: Array, accumulate: bool) -> autotune.Run | None:
+    """Return what runs a kernel of product.cu, if one is the fastest; in a block of `compile_ahead`
+    None.
+    """
     factors = f"{a.shape} {a.strides} {b.shape} {b.strides}"
     name = f"product {factors} {out.strides} {out.dtype.name} {accumulate}"
     there = context().array("product", out.shape, out.dtype) if autotune.may_time() else out
-    small = _small_product(a, out)
+    kinds = [(_small_product(a, out), _multiply_small)]
+    if a.itemsize == 2 and capability() >= 80:
+        kinds.append((_square_product(a, b, out), _multiply_squares))
 
-    def make() -> autotune.Run:
-        prefetch("product", [small])
-        return _multiply_small
+    def make(expression: str, run: autotune.Run) -> autotune.Run:
+        prefetch("product", [expression])
+        return run
 
-    candidates: list[autotune.Make] = [lambda: _multiply, make]
+    candidates: list[autotune.Make] = [lambda: _multiply, *(partial(make, *kind) for kind in kinds)]
     found = autotune.fastest(name, a.dtype, candidates, (a, b, there, accumulate))
-    return found is not None and found[0] == 1
+    return None if found is None or found[0] == 0 else found[1]
 
 
 def _small_product(a: Array, out: Array) -> str:
@@ -107,6 +114,27 @@ def _multiply_small(a: Array, b: Array, out: Array, accumulate: bool) -> None:
     numbers = (np.int32(number) for number in (m, n, k, accumulate, *strides))
     kernel("product", _small_product(a, out))(
         (-(-n // TILE), -(-m // TILE)), (THREADS,), (a, b, out, *numbers)
+    )
+
+
+def _square_product(a: Array, b: Array, out: Array) -> str:
+    """Return the kernel for factors in numbers of 16 bits: it says whether their lines are along
+    the depth, and how many numbers of a line are loaded at a time.
+    """
+    lines = []
+    for x, across_if in ((a, True), (b, False)):
+        turned, pitch = _layout(x)
+        together = gcd(8, x.shape[not turned], pitch, x.data.ptr // x.itemsize)
+        lines.append(f"{str(turned != across_if).lower()}, {together}")
+    return f"square_product<{c_type(a)}, {c_type(out)}, {', '.join(lines)}>"
+
+
+def _multiply_squares(a: Array, b: Array, out: Array, accumulate: bool) -> None:
+    (m, n), k = out.shape, a.shape[1]
+    strides = (stride // out.itemsize for stride in out.strides)
+    numbers = (m, n, k, accumulate, _layout(a)[1], _layout(b)[1], *strides)
+    kernel("product", _square_product(a, b, out))(
+        (-(-n // EDGE), -(-m // EDGE)), (THREADS,), (a, b, out, *map(np.int32, numbers))
     )
 
 

@@ -33,7 +33,7 @@ def exactness(request, monkeypatch):
 
 @pytest.fixture
 def by_cublas(monkeypatch):
-    monkeypatch.setattr(blas, "_ours_is_faster", lambda *_: False)
+    monkeypatch.setattr(blas, "_own_way", lambda *_: None)
 
 
 def check(have, want, tolerance):
@@ -67,8 +67,21 @@ def test_matmul_of_other_types(kind, result, shape, transposed, by_cublas):
     "shape", [*SHAPES, (64, 800, 500), (33, 129, 65), (16, 16, 16), (1, 1000, 17)], ids=str
 )
 def test_matmul_by_our_own_kernel(shape, transposed, monkeypatch):
-    monkeypatch.setattr(blas, "_ours_is_faster", lambda *_: True)
+    monkeypatch.setattr(blas, "_own_way", lambda *_: blas._multiply_small)
     check_matmul(shape, transposed, ROUNDING["float32"], scales=[1.0])
+    check_matmul_of_narrow(shape, transposed)
+
+
+@pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (64, 500, 800), (33, 129, 65), (32, 32, 32), (1, 1000, 17)], ids=str
+)
+def test_matmul_by_tensor_cores(shape, transposed, monkeypatch):
+    monkeypatch.setattr(blas, "_own_way", lambda *_: blas._multiply_squares)
+    check_matmul_of_narrow(shape, transposed)
+
+
+def check_matmul_of_narrow(shape, transposed):
     for kind in ("float16", "uint16"):
         for result in (kind, "float32"):
             check_matmul(shape, transposed, ROUNDING[result], kind, result, scales=[1.0])
@@ -91,14 +104,16 @@ def check_matmul(
         check(out, rounded(start, result) + scale * want, tolerance)
 
 
-@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("ours", [None, "_multiply_small", "_multiply_squares"])
 @pytest.mark.parametrize("transposed", ["", "a", "b", "out"])
 def test_matmul_of_parts_of_larger_arrays(transposed, ours, exactness, monkeypatch):
-    monkeypatch.setattr(blas, "_ours_is_faster", lambda *_: ours)
-    a, b = arrays((40, 50), (50, 30))
+    own = getattr(blas, ours) if ours else None
+    monkeypatch.setattr(blas, "_own_way", lambda *_: own)
+    kind = "float16" if ours == "_multiply_squares" else "float32"
+    a, b = (rounded(x, kind) for x in arrays((40, 50), (50, 30)))
     want = a[3:20, 7:31].astype(np.float64) @ b[9:33, 2:13]
-    x = cupy.asarray(a.T.copy()).T if transposed == "a" else cupy.asarray(a)
-    y = cupy.asarray(b.T.copy()).T if transposed == "b" else cupy.asarray(b)
+    x = stored(a.T, kind).T if transposed == "a" else stored(a, kind)
+    y = stored(b.T, kind).T if transposed == "b" else stored(b, kind)
     out = (
         cupy.zeros((11, 17), np.float32).T
         if transposed == "out"

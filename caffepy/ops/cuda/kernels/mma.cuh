@@ -35,3 +35,16 @@ __device__ inline unsigned tf32(float x) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
   return word;
 }
+
+__device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
+
+// Four matrices of 8 x 8 numbers of 16 bits in shared memory, whose rows begin where the threads 0 to 7, 8 to 15 and so on
+// say: a thread gets words (g, t), or of the transposed matrices if TURNED.
+template <bool TURNED> __device__ inline void matrices(unsigned (&words)[4], unsigned from) {
+  if (TURNED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from) : "memory");
+}

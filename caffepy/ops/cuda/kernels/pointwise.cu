@@ -44,8 +44,6 @@ struct Taps {
   __device__ int at(int k) const { return k + int(by_run.quotient(k)) * skip; }
 };
 
-__device__ inline unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
-
 // 16 bytes to shared memory; zeros unless they are there. Those beside them are soon wanted from the cache.
 __device__ inline void fetch(unsigned to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
@@ -143,15 +141,6 @@ template <typename T, int E, bool TURNED> struct Sums {
 };
 
 #else
-
-template <bool TURNED> __device__ inline void matrices(unsigned (&words)[4], unsigned from) {
-  if (TURNED)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from) : "memory");
-  else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from) : "memory");
-}
 
 template <typename T, int E, bool TURNED> struct Sums {
   static constexpr int N = E / 16;

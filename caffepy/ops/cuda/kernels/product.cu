@@ -1,6 +1,7 @@
 // Products of small matrices, for which the tiles of a library are too few to occupy a device.
 
 #include "pack.cuh"
+#include "mma.cuh"
 
 constexpr int TILE = 16, DEEP = 16, WARPS = 8;
 constexpr int LINE = TILE + 4;  // lines of a tile lie apart, so that the threads of a warp use different banks
@@ -81,4 +82,108 @@ small_product(const T* a, const T* b, U* out, int rows, int columns, int depth, 
   for (int w = 0; w < WARPS; ++w) total += tiles[w][0][r * LINE + c];
   U& place = out[i64(top + r) * out_down + i64(left + c) * out_across];
   place = U(adds ? total + float(place) : total);
+}
+
+// The same by tensor cores, of numbers of 16 bits: a block makes 32 x 32 sums, a warp those of every eighth CHUNK of the
+// depth. Lines of a factor, which lie `pitch` apart, are along the depth if A_DEEP or B_DEEP, else across; V and W
+// numbers of them are loaded at a time, and divide their length.
+constexpr int EDGE = 32, CHUNK = 32, PITCH = CHUNK + 8;  // lines of a piece in shared memory begin in different banks
+
+// A warp's view of a factor in pieces of 32 x 32.
+template <typename T, int V> struct Square {
+  static constexpr int EACH = EDGE / V;  // packs of a line, and of a thread
+  const T* x;
+  int pitch, lines, length;
+  Pack<T, V> packs[EACH];
+  __device__ Square(const T* x, int pitch, int lines, int length) : x(x), pitch(pitch), lines(lines), length(length) {}
+  __device__ void load(int line, int at) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int p = i * 32 + threadIdx.x % 32, r = line + p / EACH, c = at + p % EACH * V;
+      if (r < lines && c < length) {
+        packs[i] = *reinterpret_cast<const Pack<T, V>*>(x + i64(r) * pitch + c);
+      } else {
+#pragma unroll
+        for (int v = 0; v < V; ++v) packs[i].v[v].bits = 0;
+      }
+    }
+  }
+  __device__ void store(T* piece) const {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int p = i * 32 + threadIdx.x % 32;
+      *reinterpret_cast<Pack<T, V>*>(piece + p / EACH * PITCH + p % EACH * V) = packs[i];
+    }
+  }
+};
+
+template <typename T, typename U, bool A_DEEP, int V, bool B_DEEP, int W> __global__ void __launch_bounds__(256)
+square_product(const T* a, const T* b, U* out, int rows, int columns, int depth, int adds, int a_pitch, int b_pitch,
+               int out_down, int out_across) {
+  __shared__ __align__(16) T pieces[WARPS][2][EDGE * PITCH];
+  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, near = lane_id % 8, half = lane_id / 8 % 2 * 8;
+  const int far = lane_id / 16 * 8, top = blockIdx.y * EDGE, left = blockIdx.x * EDGE;
+  Square<T, V> x(a + (A_DEEP ? i64(top) * a_pitch : top), a_pitch, A_DEEP ? rows - top : depth,
+                 A_DEEP ? depth : rows - top);
+  Square<T, W> y(b + (B_DEEP ? i64(left) * b_pitch : left), b_pitch, B_DEEP ? columns - left : depth,
+                 B_DEEP ? depth : columns - left);
+  T *p = pieces[warp][0], *q = pieces[warp][1];
+  // Where the rows of matrices begin of which a thread tells one, in a piece for 16 of the depth.
+  const unsigned from_p = shared_address(p + (A_DEEP ? (half + near) * PITCH + far : (far + near) * PITCH + half));
+  const unsigned from_q = shared_address(q + (B_DEEP ? (far + near) * PITCH + half : (half + near) * PITCH + far));
+  float sum[2][4][4] = {};
+  int first = warp * CHUNK;
+  const auto load = [&] {
+    x.load(A_DEEP ? 0 : first, A_DEEP ? first : 0);
+    y.load(B_DEEP ? 0 : first, B_DEEP ? first : 0);
+  };
+  load();
+  while (first < depth) {
+    x.store(p);
+    y.store(q);
+    __syncwarp();
+    first += WARPS * CHUNK;
+    if (first < depth) load();
+#pragma unroll
+    for (int k = 0; k < CHUNK; k += 16) {
+      unsigned left_words[2][4], right_words[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        matrices<!A_DEEP>(left_words[i], from_p + unsigned(sizeof(T) * (A_DEEP ? i * 16 * PITCH + k : k * PITCH + i * 16)));
+        matrices<!B_DEEP>(right_words[i], from_q + unsigned(sizeof(T) * (B_DEEP ? i * 16 * PITCH + k : k * PITCH + i * 16)));
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const unsigned words[2] = {right_words[j / 2][j % 2 * 2], right_words[j / 2][j % 2 * 2 + 1]};
+          multiply<T>(sum[i][j], left_words[i], words);
+        }
+    }
+    __syncwarp();
+  }
+  // The warps' sums in place of the pieces
+  constexpr int LINE = EDGE + 1;
+  float* parts = reinterpret_cast<float*>(pieces);
+  static_assert(WARPS * EDGE * LINE * sizeof(float) <= sizeof(pieces), "sums take less than pieces");
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        parts[(warp * EDGE + i * 16 + lane_id / 4 + k / 2 * 8) * LINE + j * 8 + lane_id % 4 * 2 + k % 2] = sum[i][j][k];
+  __syncthreads();
+  const int warps = min(WARPS, (depth + CHUNK - 1) / CHUNK);
+#pragma unroll
+  for (int i = 0; i < EDGE * EDGE; i += 256) {
+    const int slow = (i + threadIdx.x) / EDGE, fast = (i + threadIdx.x) % EDGE;
+    const int r = out_across == 1 ? slow : fast, c = out_across == 1 ? fast : slow;
+    if (top + r >= rows || left + c >= columns) continue;
+    float total = 0;
+    for (int w = 0; w < warps; ++w) total += parts[(w * EDGE + r) * LINE + c];
+    U& place = out[i64(top + r) * out_down + i64(left + c) * out_across];
+    place = U(adds ? total + float(place) : total);
+  }
 }
