@@ -64,12 +64,12 @@ template <typename T> __device__ unsigned word_of(const T* pixel, int j, int cha
   }
 }
 
-// Element i of shared memory
-template <typename T> __device__ void keep(unsigned* words, int i, float value) {
+// A word of as many numbers as are in one
+template <typename T> __device__ unsigned word_from(const float (&values)[PER_WORD<T>]) {
   if constexpr (PER_WORD<T> == 1)
-    words[i] = tf32(value);
+    return tf32(values[0]);
   else
-    reinterpret_cast<T*>(words)[i] = T(value);
+    return unsigned(T(values[1]).bits) << 16 | T(values[0]).bits;
 }
 
 // Where a block of 8 * N columns keeps column n, so that a thread's results are of 2 * N neighbours: column n of it is
@@ -83,13 +83,11 @@ template <typename T, int N>
 __device__ void fill_weights(unsigned* weights, const float* w, int first, int columns, int all, int channels, int taps,
                              Divisor by_taps, int line, bool turned) {
   constexpr int E = PER_WORD<T>;
-  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int rows = turned ? channels : columns, length = (turned ? columns : channels) * taps;
-  const int apart = turned ? all * taps : length;
-  const float* begin = w + first * (turned ? taps : length);
-  if (E == 1 && !turned && length % 4 == 0 && aligned(begin, 16)) {
+  const int words = (channels + E - 1) / E, depth = words * taps, apart = turned ? all * taps : channels * taps;
+  const float* begin = w + first * (turned ? taps : apart);
+  if (E == 1 && !turned && depth % 4 == 0 && aligned(begin, 16)) {
     constexpr int HALF = AT_ONCE / 2;
-    const int packs = columns * (length / 4);
+    const int packs = columns * (depth / 4);
     for (int i = threadIdx.x; i < packs; i += HALF * blockDim.x) {
       Pack<float, 4> values[HALF];
 #pragma unroll
@@ -97,41 +95,40 @@ __device__ void fill_weights(unsigned* weights, const float* w, int first, int c
         if (i + u * int(blockDim.x) < packs) values[u] = reinterpret_cast<const Pack<float, 4>*>(begin)[i + u * blockDim.x];
 #pragma unroll
       for (int u = 0; u < HALF; ++u) {
-        const int at = i + u * blockDim.x, row = at / (length / 4);
+        const int at = i + u * blockDim.x, row = at / (depth / 4);
         if (at >= packs) continue;
-        Pack<unsigned, 4> words;
+        Pack<unsigned, 4> four;
 #pragma unroll
-        for (int v = 0; v < 4; ++v) words.v[v] = tf32(values[u].v[v]);
-        reinterpret_cast<Pack<unsigned, 4>*>(weights + place_of<N>(row) * line)[at - row * (length / 4)] = words;
+        for (int v = 0; v < 4; ++v) four.v[v] = tf32(values[u].v[v]);
+        reinterpret_cast<Pack<unsigned, 4>*>(weights + place_of<N>(row) * line)[at - row * (depth / 4)] = four;
       }
     }
   } else {
-    constexpr int MORE = 2 * AT_ONCE;
-    for (int row = warp; row < rows; row += warps)
-      for (int i = lane_id; i < length; i += MORE * 32) {
-        float values[MORE];
+    // Neighbours of a row of w go to neighbours of a column: word `at` of the words of a row, or of rows for 16 bits.
+    const int rows = turned ? words : columns, length = turned ? columns * taps : depth;
+    int row = threadIdx.x / length, at = threadIdx.x - row * length;
+    while (row < rows) {
+      float values[AT_ONCE][E];
+      int places[AT_ONCE];
 #pragma unroll
-        for (int u = 0; u < MORE; ++u)
-          if (i + 32 * u < length) values[u] = begin[row * apart + i + 32 * u];
+      for (int u = 0; u < AT_ONCE; ++u) {
+        places[u] = -1;
+        if (row >= rows) continue;
+        const int across = by_taps.quotient(at), c = (turned ? row : across) * E;
+        const float* from = begin + (turned ? row * E * apart + at : row * apart + at + across * taps * (E - 1));
+        places[u] = place_of<N>(turned ? across : row) * line + (turned ? row * taps + at - across * taps : at);
 #pragma unroll
-        for (int u = 0; u < MORE; ++u) {
-          const int at = i + 32 * u;
-          if (at >= length) continue;
-          const int across = by_taps.quotient(at), tap = at - across * taps;
-          const int column = turned ? across : row, c = turned ? row : across;
-          keep<T>(weights, (place_of<N>(column) * line + c / E * taps + tap) * E + c % E, values[u]);
-        }
+        for (int e = 0; e < E; ++e) values[u][e] = c + e < channels ? from[e * (turned ? apart : taps)] : 0;
+        for (at += blockDim.x; at >= length; at -= length) ++row;
       }
+#pragma unroll
+      for (int u = 0; u < AT_ONCE; ++u)
+        if (places[u] >= 0) weights[places[u]] = word_from<T>(values[u]);
+    }
   }
-  const int depth = (channels + E - 1) / E * taps, end = (depth + 7) / 8 * 8;
-  const int from = channels % E ? depth - taps : depth;  // words that are not full
-  for (int i = threadIdx.x; i < columns * (end - from); i += blockDim.x) {
-    const int column = i / (end - from), j = from + i - column * (end - from), at = place_of<N>(column) * line + j;
-    if (j < depth)
-      keep<T>(weights, at * E + E - 1, 0);
-    else
-      weights[at] = 0;
-  }
+  const int rest = (depth + 7) / 8 * 8 - depth;
+  for (int i = threadIdx.x; i < columns * rest; i += blockDim.x)
+    weights[place_of<N>(i / rest) * line + depth + i % rest] = 0;
 }
 
 // Results of a thread in one row: columns first ... first + 2 * N of rows of `all`, with bias and ReLU.
