@@ -196,8 +196,9 @@ class Device:
         """Return a context whose operations may overlap those enqueued after it, up to
         `wait_stream`.
 
-        They start after what the main stream (and side stream `after`) has been given so far. What
-        they read must not change, and what they write must not be used, before `wait_stream`.
+        They start after what the main stream (and side stream `after`) was given before this call,
+        which may be some time before the context is entered. What they read must not change, and
+        what they write must not be used, before `wait_stream`.
         """
         return nullcontext()
 

@@ -8,7 +8,8 @@
 
 `fork(name)` (going down) makes a side stream wait for what the main one was given so far, and
 `wait(name)` (going up) makes the main stream wait for the side stream. Both are CUDA events: the
-host waits for nothing. Work of one side stream runs in order, and forks no further: a branch
+host waits for nothing. What the main one is given between `fork` and its context is enqueued first,
+but not waited for. Work of one side stream runs in order, and forks no further: a branch
 computes its weight gradients itself.
 
 | side stream | work | enqueued by |
@@ -23,7 +24,7 @@ computes its weight gradients itself.
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 NOT_READY, OF_CAPTURES = 600, range(900, 1000)
@@ -86,20 +87,25 @@ class Streams:
             self._overlaps = False
             self._forked.clear()
 
-    @contextmanager
-    def fork(self, name: str, after: str | None) -> Iterator[None]:
-        """The context of a side stream, which first waits for the main one and for the side stream
-        `after`; outside `overlapping`, or in another such context, operations stay where they are.
+    def fork(self, name: str, after: str | None) -> AbstractContextManager[None]:
+        """Return the context of a side stream, which first waits for what the main one, and the
+        side stream `after`, were given before this call; outside `overlapping`, or in another such
+        context, operations stay where they are.
         """
         if not self._overlaps or self.current is not self.main:
-            yield
-            return
+            return nullcontext()
+        before = [self._mark(self.main)]
+        if after in self._forked:
+            before.append(self._mark(self.side[after]))
+        return self._on_side(name, before)
+
+    @contextmanager
+    def _on_side(self, name: str, before: Sequence[Any]) -> Iterator[None]:
         stream = self.side.get(name)
         if stream is None:
             stream = self.side[name] = self._take(name)
-        self._order(self.main, stream)
-        if after in self._forked:
-            self._order(self.side[after], stream)
+        for event in before:
+            stream.wait_event(event)
         self._forked.add(name)
         self.current = stream
         try:
@@ -112,12 +118,12 @@ class Streams:
         """Make the main stream wait for this side stream, unless it has already."""
         if name in self._forked:
             self._forked.discard(name)
-            self._order(self.side[name], self.main)
+            self.main.wait_event(self._mark(self.side[name]))
 
-    def _order(self, first: Any, then: Any) -> None:
+    def _mark(self, stream: Any) -> Any:
         event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(first)
-        then.wait_event(event)
+        event.record(stream)
+        return event
 
     def synchronize(self) -> None:
         """Wait on the host until all streams are idle."""

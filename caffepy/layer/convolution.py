@@ -209,13 +209,14 @@ class Convolution(_Filtering):
         by way of its copy if there is one.
         """
         dw = self.weight_diff
-        if dw is not None or db is not None:
-            with self.side_stream(propagate_down):
-                self.conv.backward_weight(copy.data, dy, dw, db)
-        if propagate_down:
+        beside = self.side_stream(propagate_down)
+        if propagate_down:  # enqueued first, since others wait for it
             self.conv.backward_data(dy, self.blobs[0].data, copy.diff)
             if copy is not x:
                 self.ops.copy(copy.diff[self.inside], x.diff)
+        if dw is not None or db is not None:
+            with beside:
+                self.conv.backward_weight(copy.data, dy, dw, db)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         for y, down, x, copy in zip(

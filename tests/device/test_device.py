@@ -1,5 +1,6 @@
 import gc
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,6 +85,67 @@ def test_memory_first_used_on_a_side_stream_is_cleared_there() -> None:
         blob.diff[...] = 8
     assert (blob.host_data == 7).all()
     assert (blob.host_diff == 8).all()
+
+
+class _Noting:
+    """CuPy's streams and events, of which it notes who waits for how much of whose work."""
+
+    def __init__(self) -> None:
+        self.cuda = self
+        self.given: dict[int, int] = {}
+        self.waits: list[tuple[int, tuple[int, int]]] = []
+
+    def Device(self, gpu: int) -> AbstractContextManager[None]:  # noqa: N802
+        return nullcontext()
+
+    def Stream(self, **_: object) -> "_NotingStream":  # noqa: N802
+        return _NotingStream(self)
+
+    def Event(self, disable_timing: bool) -> "_NotingEvent":  # noqa: N802
+        return _NotingEvent()
+
+
+class _NotingStream(nullcontext[None]):
+    def __init__(self, of: _Noting) -> None:
+        super().__init__()
+        self.of, self.ptr = of, len(of.given)
+        of.given[self.ptr] = 0
+
+    def work(self) -> None:
+        self.of.given[self.ptr] += 1
+
+    def wait_event(self, event: "_NotingEvent") -> None:
+        self.of.waits.append((self.ptr, event.behind))
+
+
+class _NotingEvent:
+    def record(self, stream: _NotingStream) -> None:
+        self.behind = stream.ptr, stream.of.given[stream.ptr]
+
+
+def test_a_side_stream_waits_for_what_was_enqueued_before_the_call() -> None:
+    noting = _Noting()
+    streams = Streams(noting, 10**6)
+    main = streams.main
+    with streams.overlapping():
+        main.work()
+        beside = streams.fork("layer", None)
+        main.work()
+        with beside:
+            side = streams.current
+            assert side is not main
+            side.work()
+            with streams.fork("other", None):
+                assert streams.current is side
+        assert noting.waits == [(side.ptr, (main.ptr, 1))]
+        with streams.fork("other", "layer"):
+            other = streams.current
+        assert noting.waits[1:] == [(other.ptr, (main.ptr, 2)), (other.ptr, (side.ptr, 1))]
+        streams.wait("layer")
+        assert noting.waits[3:] == [(main.ptr, (side.ptr, 1))]
+    assert noting.waits[4:] == [(main.ptr, (other.ptr, 0))]
+    with streams.fork("layer", None):
+        assert streams.current is main
 
 
 class _FailedError(RuntimeError):
