@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array
+from caffepy.device.recording import release, temporary
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import inlined, kernel
 from caffepy.ops.cpu.tile import copy_transposed, shapes
@@ -316,12 +317,12 @@ class Product:
         a, columns = Planes(rows * steps, 0, steps), images * positions
         self.sizes = _Sizes(rows, steps, columns, products, images, positions, *cuts, a, *planes)
         self.tile = tile, width
+        self.no_bias = np.zeros(products * rows, dtype)
 
     def __call__(self, a: Array, b: Array, bias: Array | None, c: Array) -> None:
         s, (tile, width) = self.sizes, self.tile
         a, b, c = a.reshape(-1), b.reshape(-1), c.reshape(-1)
-        if bias is None:
-            bias = np.zeros(s.products * s.rows, a.dtype)
+        bias = self.no_bias if bias is None else bias.reshape(-1)
         parallel(partial(_multiply, a, b, bias, c, s, tile, width), self.units, self.grain)
 
 
@@ -357,9 +358,11 @@ class Transposed:
     def __call__(self, a: Array, b: Array, c: Array, adds: bool = True) -> None:
         """With `adds` False c is overwritten."""
         a, b, c = a.reshape(-1), b.reshape(-1), c.reshape(-1)
-        in_parts = self.sizes.chunks > 1
-        to = np.empty((self.sizes.chunks, self.elements), c.dtype) if in_parts else c
-        given = a, b, to.reshape(-1), self.sizes, adds and not in_parts, *self.tile
+        chunks = self.sizes.chunks
+        parts = temporary((chunks, self.elements), c.dtype) if chunks > 1 else None
+        to, adds_to = (c, adds) if parts is None else (parts.reshape(-1), False)
+        given = a, b, to, self.sizes, adds_to, *self.tile
         parallel(partial(_multiply_transposed, *given), self.units, self.grain)
-        if in_parts:
-            parallel(partial(_add_parts, to, c, adds), self.elements, WORK)
+        if parts is not None:
+            parallel(partial(_add_parts, parts, c, adds), self.elements, WORK)
+            release(parts)

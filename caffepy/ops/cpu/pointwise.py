@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array
+from caffepy.device.recording import release, temporary
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.blas import bias_gradient
 from caffepy.ops.cpu.compiler import kernel
@@ -81,26 +82,33 @@ class Pointwise:
         self.weight_product = Transposed(size_of, (group, n), (a, b), dtype, not self.packs_x)
 
     def _compact(self, x: Array) -> Array:
+        """Return x without what a larger stride leaves out, to be passed to `_release`."""
         if self.place is None:
             return x
-        to = np.empty(self.compact, x.dtype)
+        to = temporary(self.compact, x.dtype)
         run = partial(_gather, x.reshape(len(to), self.plane), self.place, to)
         parallel(run, len(to), 1 + COPIED // self.place.size)
         return to
 
+    def _release(self, x: Array) -> None:
+        if self.place is not None:
+            release(x)
+
     def forward(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
-        self.forward_product(w, self._compact(x), b, y)
+        x = self._compact(x)
+        self.forward_product(w, x, b, y)
+        self._release(x)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         g, inputs, outputs = self.turned
-        w = turn(w.reshape(g, outputs, inputs), np.empty(self.turned, w.dtype))
-        if self.place is None:
-            self.data_product(w, dy, None, dx)
-            return
-        to = np.empty(self.compact, dx.dtype)
-        self.data_product(w, dy, None, to)
-        run = partial(_spread, to, self.place, dx.reshape(len(to), self.plane))
-        parallel(run, len(to), 1 + COPIED // self.plane)
+        turned = turn(w.reshape(g, outputs, inputs), temporary(self.turned, w.dtype))
+        to = dx if self.place is None else temporary(self.compact, dx.dtype)
+        self.data_product(turned, dy, None, to)
+        release(turned)
+        if self.place is not None:
+            run = partial(_spread, to, self.place, dx.reshape(len(to), self.plane))
+            parallel(run, len(to), 1 + COPIED // self.plane)
+            release(to)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         if db is not None:
@@ -108,3 +116,4 @@ class Pointwise:
         if dw is not None:
             x = self._compact(x)
             self.weight_product(*((dy, x) if self.packs_x else (x, dy)), dw)
+            self._release(x)
