@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from caffepy.device.blob import Array
+from caffepy.device.threads import parallel
 from caffepy.parallel.parameter_server.filters import Payload
 from caffepy.parallel.parameter_server.heartbeat import Heartbeat
 from caffepy.parallel.parameter_server.kept import Held, Kept
@@ -218,8 +219,8 @@ class Client:
             parts = {
                 server: missing.intersection(view.of_primary(server)) for server in view.servers
             }
-            calls = {s: (sorted(part), call(s, sorted(part))) for s, part in parts.items() if part}
-            for server, (part, future) in calls.items():
+            calls = [(server, sorted(part)) for server, part in parts.items() if part]
+            for (server, part), future in zip(calls, _at_once(call, calls), strict=True):
                 try:
                     take(part, self._result(future, epoch))
                     missing.difference_update(part)
@@ -268,6 +269,22 @@ class Client:
             if self.heartbeat.epoch > epoch:  # a server that has stopped does not answer
                 raise StaleViewError("the view has changed before a server answered")
         return future.result()
+
+
+def _at_once(
+    call: Callable[[str, Sequence[int]], "Future[Any]"], calls: Sequence[tuple[str, Sequence[int]]]
+) -> "list[Future[Any]]":
+    """Make these calls; return their answers. What is pushed is copied as it is sent, so threads
+    share that.
+    """
+    futures: list[Future[Any]] = [Future()] * len(calls)
+
+    def send(first: int, end: int) -> None:
+        for k in range(first, end):
+            futures[k] = call(*calls[k])
+
+    parallel(send, len(calls))
+    return futures
 
 
 def _log_changes(before: View, now: View) -> None:

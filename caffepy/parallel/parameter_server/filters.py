@@ -17,6 +17,7 @@ A payload is a plain float32 array, or `Packed`. What a server and its replicas 
 nothing but the payload.
 """
 
+import threading
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -114,9 +115,11 @@ class Filters:
     bytes_before: int = 0
     bytes_after: int = 0
     _rests: dict[int, Array] = field(default_factory=dict, repr=False)
+    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def encode(self, i: int, key_range: KeyRange, array: Array) -> Payload:
         """Return the payload of a flat float32 array for range i, and keep the rest for the next.
+        Several threads may encode ranges of their own.
 
         Means lose nothing: what they lack would not be made up for by the next push.
         """
@@ -128,8 +131,9 @@ class Filters:
             payload = pack(array, row, rows, self.bf16 and lossy)
         if self.zlib:
             payload = _deflated(payload)
-        self.bytes_before += array.nbytes
-        self.bytes_after += nbytes(payload)
+        with self._counting:
+            self.bytes_before += array.nbytes
+            self.bytes_after += nbytes(payload)
         return payload
 
     def add_rest(self, i: int, values: Array) -> Array:

@@ -39,9 +39,11 @@ class Pulled:
             values = decode(payload)
         elif isinstance(payload, Packed) and payload.gaps is not None:
             values = self._rows[i].values
+            if not values.flags.writeable:  # as it was received
+                values = values.copy()
             write(payload, values)
         else:
-            values = decode(payload).copy()
+            values = decode(payload)
         if key_range.row:
             self._rows[i] = _Rows(epoch, version, values)
         values = values.view()

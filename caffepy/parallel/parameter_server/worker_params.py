@@ -11,6 +11,7 @@ from math import prod
 import numpy as np
 
 from caffepy.device.blob import Array
+from caffepy.device.threads import parallel
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.layer.selection import Embed
 from caffepy.parallel.parameter_server.filters import Filters, Payload
@@ -113,10 +114,16 @@ class WorkerParams:
 
     def payloads(self, changes: Array, means: Array) -> list[Payload]:
         """Return what is to be pushed of these flat arrays, as the filters leave it."""
-        return [
-            self._filters.encode(i, r, (means if r.is_mean else changes)[r.start : r.stop])
-            for i, r in enumerate(self.ranges)
-        ]
+        payloads: list[Payload] = [changes] * len(self.ranges)
+
+        def encode(first: int, end: int) -> None:
+            for i in range(first, end):
+                r = self.ranges[i]
+                flat = means if r.is_mean else changes
+                payloads[i] = self._filters.encode(i, r, flat[r.start : r.stop])
+
+        parallel(encode, len(self.ranges))
+        return payloads
 
     def filled(self, values: Sequence[Array]) -> Array:
         """Return a flat array with these values of the ranges, which testing sees from now on."""
@@ -128,7 +135,7 @@ class WorkerParams:
         """Fill a flat array with these values of the ranges, and what the filters kept back of this
         worker's changes. Any thread may call it.
         """
-        self._fill(flat, [self._filters.add_rest(i, array) for i, array in enumerate(values)])
+        self._fill(flat, values, self._filters.add_rest)
 
     def take(self, values: Sequence[Array]) -> None:
         """Go on from these values; the running statistics stay the worker's own."""
@@ -147,9 +154,19 @@ class WorkerParams:
 
         self._each(upload)
 
-    def _fill(self, flat: Array, values: Sequence[Array]) -> None:
-        for part, array in zip(self.parts(flat), values, strict=True):
-            part[...] = array
+    def _fill(
+        self,
+        flat: Array,
+        values: Sequence[Array],
+        of_range: Callable[[int, Array], Array] = lambda i, array: array,
+    ) -> None:
+        parts = self.parts(flat)
+
+        def fill(first: int, end: int) -> None:
+            for i in range(first, end):
+                parts[i][...] = of_range(i, values[i])
+
+        parallel(fill, len(parts))
         means, start = list[Array](), self._solvers[0].params.reduced_diff.size
         for shape in self._shapes:
             means.append(flat[start : start + prod(shape)].reshape(shape).copy())
