@@ -176,14 +176,16 @@ class DetachedCoordinator(Coordinator):
 
     async def attend(self, keeper: str) -> Status:
         """Look after servers and workers from now on for this keeper; UsageError if there is
-        another one.
+        another one. One that has died has them for ABSENT seconds more.
         """
-        present = self._present()
-        if present not in ("", keeper):
-            raise UsageError(
-                f"these servers run already, by {present}: train with them, end them with --stop, "
-                "or give another name"
-            )
+        since = self._attended
+        while (present := self._present()) not in ("", keeper):
+            if self._attended > since:
+                raise UsageError(
+                    f"these servers run already, by {present}: train with them, end them with "
+                    "--stop, or give another name"
+                )
+            await asyncio.sleep(LOOK)
         if present != keeper:  # the one before may have failed to end the servers
             self._stopping = False
         self._keeper, self._attended = keeper, time.monotonic()
