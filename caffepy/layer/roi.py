@@ -41,18 +41,11 @@ class RoiLayer(Layer):
 
     def boxes(self, bottom: Blobs) -> Array:
         """Return the boxes (R, 5), after a look at their images."""
-        rois = self.rois.data
-        self.ops.copy(bottom[1].data.reshape(rois.shape), rois)
-        if len(rois):
-            image, last = rois[:, 0], bottom[0].shape[0] - 1
-            bad = ~((image > -1) & (image < last + 1))
-            self.no_image.note(bad, image)
-            self.no_image.check()
-            image[...] = np.where(bad, 0, image)  # a GPU goes on until the error is seen
-        if ratio := self.param.roi_pooling_param.pad_ratio:  # MS-CNN's
-            pad = (rois[:, 3:] - rois[:, 1:3] + 1) * np.float32(ratio)
-            rois[:, 1:3] -= pad
-            rois[:, 3:] += pad
+        rois, images = self.rois.data, bottom[0].shape[0]
+        pad = self.param.roi_pooling_param.pad_ratio  # MS-CNN's
+        given = bottom[1].data.reshape(rois.shape), rois, images, pad
+        self.ops.take_rois(*given, self.no_image.found)
+        self.no_image.check()
         return rois
 
 

@@ -645,6 +645,14 @@ class Ops(Protocol):
 
     # Boxes of maps: x, dx (N, C, H, W), rois (R, 5) = image, x1, y1, x2, y2, times scale
 
+    def take_rois(
+        self, given: Array, rois: Array, images: int, pad: float, bad_image: Array
+    ) -> None:
+        """Write rois, the given ones larger on all sides by `pad` of their width + 1 and height
+        + 1; set bad_image (2) = 1 and the largest image that is none of so many, float64, whose
+        place image 0 takes.
+        """
+
     def roi_pool_forward(self, x: Array, rois: Array, y: Array, index: Array, scale: float) -> None:
         """Write the maximum of each part of each box, y (R, C, h, w), and its place a * W + b in
         the plane, int32; 0 and -1 for a part without elements.

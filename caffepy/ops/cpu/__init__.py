@@ -121,6 +121,7 @@ from caffepy.ops.cpu.roi import (
     roi_align_forward,
     roi_pool_backward,
     roi_pool_forward,
+    take_rois,
 )
 from caffepy.ops.cpu.sampling import (
     affine_sample_backward,

@@ -75,6 +75,19 @@ def _roi_pool_gradient(dy: Array, rois: Array, index: Array, dx: Array, lo: int,
                         dx[n, c, place // w, place % w] += dy[r, c, i, j]
 
 
+def take_rois(given: Array, rois: Array, images: int, pad: float, bad_image: Array) -> None:
+    rois[...] = given
+    image = rois[:, 0]
+    bad = ~((image > -1) & (image < images))
+    if np.any(bad):
+        bad_image[:] = 1, np.max(image[bad])
+        image[bad] = 0
+    if pad:
+        sides = (rois[:, 3:] - rois[:, 1:3] + 1) * np.float32(pad)
+        rois[:, 1:3] -= sides
+        rois[:, 3:] += sides
+
+
 def roi_pool_forward(x: Array, rois: Array, y: Array, index: Array, scale: float) -> None:
     parallel(partial(_roi_pool, x, rois, y, index, np.float32(scale)), x.shape[1])
 

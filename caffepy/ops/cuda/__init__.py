@@ -134,6 +134,7 @@ from caffepy.ops.cuda.roi import (
     roi_align_forward,
     roi_pool_backward,
     roi_pool_forward,
+    take_rois,
 )
 from caffepy.ops.cuda.sampling import (
     affine_sample_backward,

@@ -4,7 +4,13 @@ import numpy as np
 
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
-from caffepy.ops.cuda.launch import Array, c_type, launch, launch_blocks
+from caffepy.ops.cuda.launch import Array, c_type, launch
+
+LINE = 128
+"""Boxes of a block that looks for overlaps, as in proposals.cu."""
+
+LEAST, FEW = 1024, 4
+"""Boxes, and boxes for each that is wanted, that are looked at before the others."""
 
 
 def decode_proposals(
@@ -26,13 +32,19 @@ def decode_proposals(
 def suppress_overlaps(
     boxes: Array, threshold: float, unit: float, kept: Array, counts: Array
 ) -> None:
-    images, count, _ = boxes.shape
+    (images, count, _), most = boxes.shape, kept.shape[1]
     columns = -(-count // 64)
-    words = context().array("overlaps", (images, count, columns), np.uint64)
-    removed = context().array("removed", (images, columns), np.uint64)
-    if images and count:
-        find = kernel("proposals", f"find_overlaps<{c_type(boxes)}>")
-        arguments = boxes, words, count, columns, float(threshold), float(unit)
-        find((columns, columns, images), (64,), arguments)
-    given = boxes, words, removed, kept, counts, count, columns, kept.shape[1]
-    launch_blocks("proposals", "keep_boxes", boxes, images, *given, threads=1024)
+    if not columns:
+        counts.fill(0)
+    if not images or not columns:
+        return
+    words = context().array("overlaps", (images, columns, count), np.uint64)
+    find = kernel("proposals", f"find_overlaps<{c_type(boxes)}>")
+    keep = kernel("proposals", "keep_boxes")
+    enough = min(columns, -(-max(LEAST, FEW * most) // 64))
+    for first, last in ((0, enough), (enough, columns)):
+        if first < last:
+            sizes = count, columns, first, most, float(threshold), float(unit)
+            grid = -(-min(64 * last, count) // LINE), last - first, images
+            find(grid, (LINE,), (boxes, counts, words, *sizes))
+            keep((images,), (1024,), (words, kept, counts, count, columns, first, last, most))

@@ -6,91 +6,181 @@ import numpy as np
 
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
-from caffepy.ops.cuda.launch import Array, c_type, divisor
+from caffepy.ops.cuda.launch import Array, c_type, divisor, launch_blocks
 
-CHUNK = 64
-"""Channels of a block of ROIPooling."""
+WIDE, FORWARD, PARTS = 1024, 512, 256
+"""Threads of a block: at most, of ROIPooling and ROIAlign in forward, and where a block takes the
+channel of a part.
+"""
+
+RESIDENT = 132 * 3
+"""Blocks of ROIPooling and ROIAlign in forward that a large device holds at a time."""
+
+FEW = 16
+"""Boxes of an image for which its planes are not read into shared memory."""
+
+ROOM = 160 << 10
+"""Most bytes of planes in shared memory, of which a multiprocessor has 227 KiB."""
+
+STAGE = 16 << 10
+"""Bytes of the cells of boxes in shared memory."""
+
+GIVEN, SUMS = 56 << 10, 96 << 10
+"""Most bytes of dy, and of sums, that a block of ROIAlign has in shared memory in backward."""
+
+COLUMNS = 1024
+"""Most columns of such a block."""
 
 WARPS = 4
-"""Warps of a block in backward, as in roi.cu, each with a plane, or a band of one, in shared
-memory.
+"""Warps of a block in ROIPooling's backward, as in roi.cu, each with a plane, or a band of one, in
+shared memory.
 """
 
 SHARED = 44 << 10
 """Bytes of shared memory of such a block."""
 
+Blocks = tuple[int, ...]
 
-def _launch(name: str, like: Array, grid: tuple[int, int], *arguments: Any, **sizes: int) -> None:
+
+def _launch(
+    expression: str, grid: Blocks, threads: int, arguments: tuple[Any, ...], shared: int = 0
+) -> None:
     if min(grid) > 0:
-        threads = sizes.pop("threads", 256)
-        kernel("roi", f"{name}<{c_type(like)}>")(grid, (threads,), arguments, **sizes)
+        found: Any = kernel("roi", expression)
+        if shared > 40 << 10:  # more than a kernel may have without asking
+            found.max_dynamic_shared_size_bytes = shared
+        found(grid, (threads,), arguments, shared_mem=shared)
 
 
-def _launch_bands(name: str, dx: Array, arguments: tuple[Any, ...], *last: int) -> None:
-    """Launch a block for each plane of dx, or for each of several bands of one."""
-    images, channels, h, w = dx.shape
-    width = 4 if dx.itemsize < 8 else 8
-    bands = max(1, -(-h * w * width * WARPS // SHARED))
-    band = -(-h * w // bands)
-    grid, shared = (channels * bands, images), band * width * WARPS
-    given = (*arguments, band, bands, *last)
-    if dx.size:
-        _launch(name, dx, grid, *given, threads=32 * WARPS, shared_mem=shared)
+def _width(array: Array) -> int:
+    """Return the bytes of an element in which sums are taken."""
+    return 8 if array.itemsize == 8 else 4
+
+
+def _staged(x: Array, boxes: int, channels: int) -> int:
+    """Return the bytes of so many planes of x, 0 where they are read where they lie."""
+    size = _width(x) * channels * int(x.shape[2] * x.shape[3])
+    return size if size <= ROOM and boxes >= FEW * len(x) else 0
+
+
+def _shares(blocks: int, boxes: int) -> tuple[int, int]:
+    """Return in how many shares the boxes are split, and the boxes of one: for whole waves of
+    blocks, each of which reads its planes anew.
+    """
+    most = range(1, max(1, min(8, boxes // 32)) + 1)
+    shares = min(most, key=lambda n: -(-blocks * n // RESIDENT) / n * (1 + 0.15 * n))
+    each = -(-boxes // shares)
+    return (-(-boxes // each) if boxes else 0), each
+
+
+def take_rois(given: Array, rois: Array, images: int, pad: float, bad_image: Array) -> None:
+    arguments = given, rois, bad_image, len(rois), images, float(np.float32(pad))
+    launch_blocks("roi", "take_rois", rois, min(1, len(rois)), *arguments, threads=WIDE)
+
+
+def _forward(name: str, x: Array, boxes: int, arguments: tuple[Any, ...], room: int = 0) -> None:
+    """Launch blocks for 16 bytes of the channels of each image and a share of the boxes, with
+    `room` more bytes of shared memory. Arguments end with a list of those that follow the shares;
+    None in it stands for the bytes of the planes in shared memory.
+    """
+    *given, last = arguments
+    each = 16 // _width(x)
+    planes = _staged(x, boxes, each)
+    groups = -(-x.shape[1] // each)
+    shares, share = _shares(groups * len(x), boxes)
+    sizes = boxes, share, *(planes if a is None else a for a in last)
+    expression = f"{name}<{c_type(x)}, {each}, {int(planes > 0)}>"
+    _launch(expression, (groups, len(x), shares), FORWARD, (*given, *sizes), planes + room)
 
 
 def roi_pool_forward(x: Array, rois: Array, y: Array, index: Array, scale: float) -> None:
     boxes, channels, rows, columns = y.shape
-    sizes = channels, rows, columns, *x.shape[2:], float(scale), CHUNK
-    arguments = x, rois, y, index, *sizes, divisor(rows * columns), divisor(columns)
-    grid = boxes, -(-channels // CHUNK)
-    _launch("roi_pool_forward", y, grid, *arguments, shared_mem=8 * (rows + columns))
+    axes = rows + columns
+    most = max(1, STAGE // (8 * axes))
+    given = x, rois, y, index, channels, rows, columns, *x.shape[2:], float(scale)
+    last = [most, None, divisor(axes), divisor(rows * columns), divisor(columns)]
+    _forward("roi_pool_forward", x, boxes, (*given, last), room=8 * axes * min(most, WIDE))
 
 
 def roi_pool_backward(dy: Array, rois: Array, index: Array, dx: Array, scale: float) -> None:
-    boxes, channels, rows, columns = dy.shape
-    bins, plane = rows * columns, dx.shape[2] * dx.shape[3]
-    arguments = dy, rois, index, dx, channels, plane, bins, boxes
-    _launch_bands("roi_pool_backward", dx, arguments, divisor(bins))
+    (images, channels, h, w), (boxes, _, rows, columns) = dx.shape, dy.shape
+    bins, plane, width = rows * columns, h * w, _width(dx)
+    bands = max(1, -(-plane * width * WARPS // SHARED))
+    band = -(-plane // bands)
+    arguments = dy, rois, index, dx, channels, plane, bins, boxes, band, bands, divisor(bins)
+    expression, shared = f"roi_pool_backward<{c_type(dx)}>", band * width * WARPS
+    _launch(expression, (channels * bands, images), 32 * WARPS, arguments, shared)
+
+
+def _parts_forward(name: str, x: Array, boxes: int, *arguments: Any) -> None:
+    """Launch a block for each channel of each image."""
+    plane = _staged(x, boxes, 1)
+    expression = f"{name}<{c_type(x)}, {int(plane > 0)}>"
+    if boxes:
+        _launch(expression, (x.shape[1], len(x)), PARTS, (x, *arguments, boxes), plane)
 
 
 def psroi_pool_forward(x: Array, rois: Array, y: Array, scale: float) -> None:
-    boxes, outputs, bins, _ = y.shape
-    arguments = x, rois, y, outputs, bins, *x.shape[2:], float(scale), divisor(bins)
-    _launch("psroi_pool_forward", y, (boxes, 1), *arguments, shared_mem=16 * bins)
+    sizes = x.shape[1], y.shape[2], *x.shape[2:], float(scale)
+    _parts_forward("psroi_pool_forward", x, len(y), rois, y, *sizes)
 
 
 def psroi_pool_backward(dy: Array, rois: Array, dx: Array, scale: float) -> None:
-    channels, h, w = dx.shape[1:]
-    arguments = dy, rois, dx, channels, h, w, dy.shape[2], len(dy), float(scale)
-    _launch_bands("psroi_pool_backward", dx, arguments)
+    images, channels, h, w = dx.shape
+    arguments = dy, rois, dx, dx, 0, channels, h, w, dy.shape[2], len(dy), float(scale)
+    _launch(f"psroi_backward<{c_type(dx)}, 0>", (channels, images), PARTS, arguments)
 
 
-def _bytes_of_weights(bins: int, size: int, like: Array) -> int:
-    """Return the bytes of the weights of an axis, as bytes_of in roi.cu."""
-    width = max(4, int(like.itemsize))
-    return -(-((size + 3 * bins) * width + 12 * bins) // 16) * 16
+def _tables(
+    like: Array, rois: Array, bins: tuple[int, int], of: tuple[int, int], variant: str, *rule: Any
+) -> tuple[Array, int]:
+    """Write what each box weighs in planes `of` h x w; return the tables and the bytes of one, as
+    Table in roi.cu.
+    """
+    pixels, parts = sum(of), sum(bins)
+    size = 16 + 16 * parts + 8 * pixels + 2 * _width(like) * (pixels + 3 * parts)
+    size = -(-size // 16) * 16
+    tables = context().array("weights of regions", (len(rois), size), np.uint8)
+    arguments = rois, tables, size, *bins, *of, *rule
+    threads = min(WIDE, -(-pixels // 32) * 32)
+    _launch(f"roi_align_tables<{c_type(like)}, {variant}>", (len(rois),), threads, arguments)
+    return tables, size
 
 
 def roi_align_forward(
     x: Array, rois: Array, y: Array, scale: float, samples: int, beyond: int, sensitive: bool
 ) -> None:
-    (boxes, outputs, rows, columns), (channels, h, w) = y.shape, x.shape[1:]
-    shared = _bytes_of_weights(rows, h, y) + _bytes_of_weights(columns, w, y)
-    rule = float(scale), samples, beyond, int(sensitive)
-    sizes = outputs, rows, columns, channels, h, w, *rule, CHUNK
-    arguments = x, rois, y, *sizes, divisor(rows * columns), divisor(columns)
-    grid = boxes, -(-outputs // CHUNK)
-    _launch("roi_align_forward", y, grid, *arguments, shared_mem=shared)
+    (boxes, _, rows, columns), (channels, h, w) = y.shape, x.shape[1:]
+    if sensitive:
+        sizes = channels, rows, h, w, float(scale), samples, beyond
+        _parts_forward("psroi_align_forward", x, boxes, rois, y, *sizes)
+        return
+    rule = float(scale), samples, beyond, 0
+    tables, size = _tables(x, rois, (rows, columns), (h, w), "0, 0", *rule)
+    given = x, rois, tables, y, size, rows, columns, channels, h, w
+    last = [divisor(rows * columns), divisor(columns)]
+    _forward("roi_align_forward", x, boxes, (*given, last))
 
 
 def roi_align_backward(
     dy: Array, rois: Array, dx: Array, scale: float, samples: int, beyond: int, sensitive: bool
 ) -> None:
-    (boxes, outputs, rows, columns), (channels, h, w) = dy.shape, dx.shape[1:]
-    each = _bytes_of_weights(rows, h, dx) + _bytes_of_weights(columns, w, dx)
-    tables = context().array("weights of regions", (boxes, each), np.uint8)
-    rule = float(scale), samples, beyond, int(sensitive)
-    given = rois, tables, rows, columns, h, w, *rule
-    _launch("roi_align_weights", dx, (boxes, 1), *given, threads=64)
-    sizes = channels, h, w, outputs, rows, columns, int(sensitive), boxes
-    _launch_bands("roi_align_backward", dx, (dy, rois, tables, dx, *sizes))
+    (boxes, _, rows, columns), (images, channels, h, w) = dy.shape, dx.shape
+    rule, variant = (float(scale), samples, beyond, int(sensitive)), "1, 0" if sensitive else "0, 1"
+    tables, size = _tables(dx, rois, (rows, columns), (h, w), variant, *rule)
+    if sensitive:
+        arguments = dy, rois, tables, dx, size, channels, h, w, rows, boxes, float(scale)
+        _launch(f"psroi_backward<{c_type(dx)}, 1>", (channels, images), PARTS, arguments)
+        return
+    bins, each = rows * columns, 16 // _width(dx)
+    most = max(1, GIVEN // (16 * bins))
+    across = min(w, COLUMNS)
+    lines = min(h, SUMS // (16 * across))
+    own = max(-(-lines // 32), 2 if lines > 16 else 1)
+    warps = max(-(-lines // own), 8)
+    bands = -(-h // lines) * -(-w // across)
+    sizes = size, rows, columns, channels, h, w, boxes, most, lines, across, own, divisor(bins)
+    shared = 16 * (lines * across + bins * min(most, max(1, boxes)))
+    grid = -(-channels // each), images, bands
+    expression = f"roi_align_backward<{c_type(dx)}, {each}>"
+    _launch(expression, grid, 32 * warps, (dy, rois, tables, dx, *sizes), shared)

@@ -62,3 +62,14 @@ def test_pooled_parts(count, outputs, bins, images, size):
     given = 1 / 16, 2, 1, True
     agree("roi_align_forward", x, rois, y, *given, tolerance=(1e-5, 1e-5))
     agree("roi_align_backward", data(y.shape), rois, x, *given, tolerance=(1e-5, 1e-4))
+
+
+@pytest.mark.parametrize("pad", [0.0, 0.3])
+@pytest.mark.parametrize("images", [1, 7, 40])
+def test_taken_boxes(images, pad):
+    """Boxes of images that there are not, and of ones that are no number, too."""
+    given = regions(1500, 40, 100, 90)
+    given[::7, 0] -= 3
+    for largest in (given, np.where(given[:, :1] < 0, np.nan, given)):
+        flag = np.zeros(2)
+        agree("take_rois", largest, np.empty_like(given), images, pad, flag, tolerance=EXACT)

@@ -5,6 +5,7 @@
 #include "pack.cuh"
 #include "reduce.cuh"
 #include "block_reduce.cuh"
+#include "flags.cuh"
 
 using u64 = unsigned long long;
 
@@ -123,25 +124,6 @@ template <typename T> struct Truths {
 __device__ u64 pair(unsigned both, i64 place) { return u64(both) << 32 | (0xffffffffu - unsigned(place)); }
 __device__ i64 place_of(u64 found) { return i64(0xffffffffu - unsigned(found)); }
 
-__device__ unsigned warp_largest(unsigned x) {
-#if __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(0xffffffffu, x);
-#else
-  return warp_max(x);
-#endif
-}
-
-// The largest word of a block of whole warps, for all its threads.
-__device__ u64 block_largest(u64 x) {
-  __shared__ u64 parts[32];
-  x = warp_max(x);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-  __syncthreads();
-  const int lane = threadIdx.x % 32;
-  return warp_max(lane < blockDim.x / 32 ? parts[lane] : u64(0));
-}
-
 constexpr int TILE = 256;  // threads of compare_boxes, and true boxes that it takes at a time
 
 // Blocks (of boxes, of images), a thread a box: -2 where it crosses the edge and that leaves it out, with `every` the
@@ -180,7 +162,7 @@ compare_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, u64* bes
         largest = both;
         at = row_of[k];
       }
-      const unsigned bits = both > LEAST ? __float_as_uint(both) : 0, most = warp_largest(bits);
+      const unsigned bits = both > LEAST ? __float_as_uint(both) : 0, most = warp_max(bits);
       const unsigned first = __ffs(__ballot_sync(0xffffffffu, bits == most)) - 1;
       if (most && threadIdx.x % 32 == first) atomicMax(&top[k], pair(most, p));
     }
@@ -253,7 +235,7 @@ match_pairs(const T* boxes, const T* rows, int* matches, T* overlaps, const u64*
     unsigned first = 0xffffffffu;  // of the true boxes with this pair
     for (i64 k = lane; k < mine; k += 32)
       if (of.best[k] == most) first = min(first, unsigned(k));
-    first = 0xffffffffu - warp_largest(0xffffffffu - first);
+    first = 0xffffffffu - warp_max(0xffffffffu - first);
     __syncthreads();
     if (threadIdx.x == 0) {
       of.got[first] = most;
@@ -274,7 +256,7 @@ match_pairs(const T* boxes, const T* rows, int* matches, T* overlaps, const u64*
           const u64 next = pair(__float_as_uint(both), p);
           if (next > found && is_free(of, mine, p)) found = next;
         }
-        found = block_largest(found);
+        found = block_max(found);
         if (threadIdx.x == 0) of.best[truth] = found;
       }
     }
@@ -356,10 +338,10 @@ __device__ unsigned ordered(float x) {
 __device__ unsigned block_total(unsigned x, int odd) {
   __shared__ unsigned parts[2][32];
   const int lane = threadIdx.x % 32;
-  x = warp_total(x);
+  x = warp_sum(x);
   if (lane == 0) parts[odd][threadIdx.x / 32] = x;
   __syncthreads();
-  return warp_total(lane < blockDim.x / 32 ? parts[odd][lane] : 0);
+  return warp_sum(lane < blockDim.x / 32 ? parts[odd][lane] : 0);
 }
 
 // Keys of a row, of which element i of a thread is that at place i * blockDim.x + threadIdx.x; 0 for what cannot be chosen.
@@ -428,13 +410,49 @@ struct Rows {
   Divisor by;
   __device__ Rows(float* words, i64 count, i64 ready) : words(words), count(count), pitch(count | 1), by(ready) {}
   __device__ float* row(unsigned r) const { return words + r * pitch; }
-  // f(element, row, score) for those of `rows` rows that follow each other in memory.
-  template <typename F> __device__ void each(unsigned rows, F f) const {
-#pragma unroll 4
-    for (unsigned e = threadIdx.x; e < rows * count; e += blockDim.x) {
-      const unsigned r = by.quotient(e);
-      f(e, r, words[e + r * (pitch - count)]);
+  // f(v, row, word) for the elements of pack p, those of the rows in turn.
+  template <int V, typename F> __device__ void elements(unsigned p, F f) const {
+    unsigned r = by.quotient(p * V), k = p * V - r * count;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      f(v, r, words[r * pitch + k]);
+      if (++k == count) {
+        k = 0;
+        ++r;
+      }
     }
+  }
+  // Reads the rows in packs of V elements, U of a thread at a time; zeros for a pack of rows none of which is wanted.
+  template <int V, int U, typename T, typename F> __device__ void read(const T* x, unsigned rows, F wanted) const {
+    const unsigned packs = rows * count / V;
+    for (unsigned start = threadIdx.x; start < packs; start += U * blockDim.x) {
+      Pack<T, V> got[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const unsigned p = start + u * blockDim.x;
+        got[u] = {};
+        if (p >= packs) continue;
+        bool any = false;
+        for (unsigned r = by.quotient(p * V); r <= by.quotient(p * V + V - 1); ++r) any |= wanted(r);
+        if (any) got[u] = reinterpret_cast<const Pack<T, V>*>(x)[p];
+      }
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+        if (start + u * blockDim.x < packs)
+          elements<V>(start + u * blockDim.x, [&](int v, unsigned, float& word) { word = float(got[u].v[v]); });
+    }
+  }
+  template <int V, typename T, typename F> __device__ void write(T* y, unsigned rows, F wanted) const {
+    const unsigned packs = rows * count / V;
+    for (unsigned p = threadIdx.x; p < packs; p += blockDim.x) {
+      Pack<T, V> pack;
+      elements<V>(p, [&](int v, unsigned r, const float& word) { pack.v[v] = wanted(r) ? T(word) : T(0); });
+      reinterpret_cast<Pack<T, V>*>(y)[p] = pack;
+    }
+  }
+  // Whether these rows are whole packs of 16 bytes.
+  template <typename T> __device__ bool whole(const T* p, unsigned rows) const {
+    return aligned(p, 16) && rows * count % PACK == 0;
   }
 };
 
@@ -451,8 +469,13 @@ __global__ void class_losses(const T* x, const int* labels, T* losses, i64 rows,
   const Rows scores(words, count, ready);
   for (i64 first = blockIdx.x * i64(blockDim.x); first < rows; first += gridDim.x * i64(blockDim.x)) {
     const unsigned here = unsigned(min(rows - first, i64(blockDim.x)));
+    const auto all = [](unsigned) { return true; };
+    const T* from = x + first * count;
     __syncthreads();
-    scores.each(here, [=](unsigned e, unsigned, float& score) { score = float(x[first * count + e]); });
+    if (scores.whole(from, here))
+      scores.read<PACK, 6>(from, here, all);
+    else
+      scores.read<1, 4>(from, here, all);
     __syncthreads();
     if (threadIdx.x >= here) continue;
     const int label = labels[first + threadIdx.x];
@@ -482,9 +505,14 @@ __global__ void class_gradients(const T* x, const int* labels, const T* factor, 
     const int label = threadIdx.x < here ? labels[first + threadIdx.x] : -1;
     of[threadIdx.x] = label;
     __syncthreads();
-    scores.each(here, [=](unsigned e, unsigned r, float& score) {
-      score = of[r] < 0 ? 0.0f : float(x[first * count + e]);
-    });
+    const auto learns = [=](unsigned r) { return of[r] >= 0; };
+    const T* from = x + first * count;
+    T* to = gradients + first * count;
+    const bool whole = scores.whole(from, here) && aligned(to, 16);
+    if (whole)
+      scores.read<PACK, 6>(from, here, learns);
+    else
+      scores.read<1, 4>(from, here, learns);
     __syncthreads();
     if (label >= 0) {
       float* row = scores.row(threadIdx.x);
@@ -494,7 +522,11 @@ __global__ void class_gradients(const T* x, const int* labels, const T* factor, 
       for (unsigned k = 0; k < scores.count; ++k) row[k] = by * (row[k] / sum - float(int(k) == label));
     }
     __syncthreads();
-    scores.each(here, [=](unsigned e, unsigned, float& score) { gradients[first * count + e] = T(score); });
+    if (whole)
+      scores.write<PACK>(to, here, learns);
+    else
+      scores.write<1>(to, here, learns);
+    __syncthreads();
   }
 }
 
@@ -538,25 +570,6 @@ __global__ void long_class_gradients(const T* x, const int* labels, const T* fac
     }
   }
 }
-
-// The largest value that is bad, or what is no number.
-struct Bad {
-  bool any = false, none = false;
-  float most = -__uint_as_float(0x7f800000u);
-  __device__ void add(bool bad, float value) {
-    any |= bad;
-    none |= bad && value != value;
-    if (bad) most = fmaxf(most, value);
-  }
-  // flag (2) = 1, value, if any of a block is.
-  __device__ void put_down(double* flag) const {
-    const bool found = __syncthreads_or(any), no_number = __syncthreads_or(none);
-    const float value = block_max(most);
-    if (threadIdx.x || !found) return;
-    flag[1] = no_number ? double(__uint_as_float(0x7fffffffu)) : double(value);
-    flag[0] = 1;
-  }
-};
 
 // A block: true boxes of images that are of no class or of the background, and those that are not finite.
 template <typename T>

@@ -44,36 +44,55 @@ __global__ void decode_proposals(const T* scores, const T* deltas, const float* 
   }
 }
 
-template <typename T> __device__ bool overlaps(const T* a, const T* b, float threshold, float unit) {
-  const float ax = float(a[0]), ay = float(a[1]), bx = float(b[0]), by = float(b[1]);
-  const float aX = float(a[2]), aY = float(a[3]), bX = float(b[2]), bY = float(b[3]);
-  const float wide = __fadd_rn(__fsub_rn(fminf(aX, bX), fmaxf(ax, bx)), unit);
-  const float high = __fadd_rn(__fsub_rn(fminf(aY, bY), fmaxf(ay, by)), unit);
+// A box and its area.
+struct Area {
+  float v[4], size;
+  Area() = default;
+  template <typename T> __device__ Area(const T* p, float unit) {
+    for (int k = 0; k < 4; ++k) v[k] = float(p[k]);
+    size = __fmul_rn(__fadd_rn(__fsub_rn(v[2], v[0]), unit), __fadd_rn(__fsub_rn(v[3], v[1]), unit));
+  }
+};
+
+// Whether the intersection over the union, rounded, is above the threshold; the division is done only where it is near.
+__device__ bool overlaps(const Area& a, const Area& b, float threshold, float unit) {
+  const float wide = __fadd_rn(__fsub_rn(fminf(a.v[2], b.v[2]), fmaxf(a.v[0], b.v[0])), unit);
+  const float high = __fadd_rn(__fsub_rn(fminf(a.v[3], b.v[3]), fmaxf(a.v[1], b.v[1])), unit);
   const float both = __fmul_rn(fmaxf(wide, 0.0f), fmaxf(high, 0.0f));
-  const float first = __fmul_rn(__fadd_rn(__fsub_rn(aX, ax), unit), __fadd_rn(__fsub_rn(aY, ay), unit));
-  const float second = __fmul_rn(__fadd_rn(__fsub_rn(bX, bx), unit), __fadd_rn(__fsub_rn(bY, by), unit));
-  return __fdiv_rn(both, __fsub_rn(__fadd_rn(first, second), both)) > threshold;
+  const float either = __fsub_rn(__fadd_rn(a.size, b.size), both), limit = threshold * either;
+  if (either > 0 && limit > 1e-30f) {
+    if (both > limit * 1.00001f) return true;
+    if (both < limit * 0.99999f) return false;
+  }
+  return __fdiv_rn(both, either) > threshold;
 }
 
-// Bit b of word (n, p, q): another box, 64 q + b, overlaps p. Blocks (of boxes p, q, n), a thread a box p; words of q below
-// p / 64 are not written.
+constexpr int LINE = 128;  // boxes p of a block
+
+// Bit b of word (n, q, p): another box, 64 q + b, overlaps p, which is no later than the last of these. Blocks (of boxes p,
+// q from `first` on, n), a thread a box p. Nothing unless `counts` (N) are below `most`, where there are some.
 template <typename T>
-__global__ void __launch_bounds__(64)
-find_overlaps(const T* boxes, u64* words, i64 count, i64 columns, double threshold, double unit) {
-  __shared__ T others[64][4];
-  if (blockIdx.y < blockIdx.x) return;
-  const i64 n = blockIdx.z, p = blockIdx.x * i64(64) + threadIdx.x, first = blockIdx.y * i64(64);
+__global__ void __launch_bounds__(LINE)
+find_overlaps(const T* boxes, const int* counts, u64* words, i64 count, i64 columns, i64 first, i64 most, double threshold,
+              double unit) {
+  __shared__ Area others[64];
+  const i64 n = blockIdx.z, q = first + blockIdx.y, start = 64 * q, p = blockIdx.x * i64(LINE) + threadIdx.x;
+  if (blockIdx.x * i64(LINE) > start + 63 || (first && counts[n] >= most)) return;
   const T* all = boxes + n * count * 4;
-  const int here = int(min(count - first, i64(64)));
-  for (int k = threadIdx.x; k < 4 * here; k += 64) others[k / 4][k % 4] = all[4 * first + k];
+  const int here = int(min(count - start, i64(64)));
+  if (threadIdx.x < here) others[threadIdx.x] = Area(all + 4 * (start + threadIdx.x), float(unit));
   __syncthreads();
-  if (p >= count) return;
-  T own[4];
-  for (int k = 0; k < 4; ++k) own[k] = all[4 * p + k];
-  u64 bits = 0;
-  for (int b = 0; b < here; ++b)
-    if (first + b != p && overlaps(own, others[b], float(threshold), float(unit))) bits |= u64(1) << b;
-  words[(n * count + p) * columns + blockIdx.y] = bits;
+  if (p >= count || p > start + 63) return;
+  const Area own(all + 4 * p, float(unit));
+  unsigned bits[2] = {0, 0};
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll 8
+    for (int b = 0; b < 32; ++b)
+      if (32 * half + b < here && overlaps(own, others[32 * half + b], float(threshold), float(unit))) bits[half] |= 1u << b;
+  u64 word = u64(bits[1]) << 32 | bits[0];
+  if (p >= start) word &= ~(u64(1) << (p - start));
+  words[(n * columns + q) * count + p] = word;
 }
 
 // Of the boxes of a word that may stay those that no kept one before overlaps, at most `most`, by a warp; `pairs` are the
@@ -99,62 +118,76 @@ __device__ u64 decide(u64 undecided, const u64 (&pairs)[2], i64 most) {
   return kept;
 }
 
-// A block for each image takes the boxes in turn, 64 at a time: those that no earlier one of the kept overlaps, until
-// `most` are kept. removed (N, columns) is for more columns than shared memory has room for.
-template <typename T>
+__device__ u64 warp_or(u64 x) {
+#pragma unroll
+  for (int offset = 16; offset; offset /= 2) x |= __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// A block for each image takes the boxes of columns `first` to `last` in turn, 64 at a time: those that no earlier one of
+// the kept overlaps, until `most` are kept. The first warp decides about a column, while the others look what boxes kept
+// before overlap in the next one; what those just kept overlap there the first warp has read ahead.
 __global__ void __launch_bounds__(1024)
-keep_boxes(const T*, const u64* words, u64* removed, int* kept, int* counts, i64 count, i64 columns, i64 most) {
+keep_boxes(const u64* words, int* kept, int* counts, i64 count, i64 columns, i64 first, i64 last, i64 most) {
   constexpr int ROOM = 2048;
-  __shared__ u64 room[ROOM], chosen;
-  __shared__ int places[64];
+  __shared__ u64 gone[3];  // of a column, the next one, and that after it
+  __shared__ int room[ROOM], shared_found;
   const i64 n = blockIdx.x;
   const int lane = threadIdx.x % 32;
-  words += n * count * columns;
+  words += n * columns * count;
   kept += n * most;
-  u64* gone = columns <= ROOM ? room : removed + n * columns;
-  for (i64 q = threadIdx.x; q < columns; q += blockDim.x) gone[q] = 0;
-  i64 found = 0;
-  u64 next[2];  // of a warp: the words of the boxes to come with each other
+  int* list = most <= ROOM ? room : kept;
+  int found = first ? counts[n] : 0;
+  if (found >= most) return;
+  for (int k = threadIdx.x; k < found; k += blockDim.x) list[k] = kept[k];
+  if (threadIdx.x < 3) gone[threadIdx.x] = 0;
+  __syncthreads();
+  const auto look = [&](i64 q, int from, int step) {
+    u64 bits = 0;
+#pragma unroll 4
+    for (int k = from; k < found; k += step) bits |= words[q * count + list[k]];
+    bits = warp_or(bits);
+    if (lane == 0 && bits) atomicOr(&gone[q % 3], bits);
+  };
+  look(first, threadIdx.x, blockDim.x);
+  u64 pairs[2], next[2], late = 0;  // of the first warp: words of a column's boxes with it, and with the next column
   const auto load = [&](i64 q) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const i64 p = 64 * q + lane + 32 * k;
-      next[k] = p < count ? words[p * columns + q] : 0;
+      const bool here = q < last && p < count;
+      pairs[k] = here ? words[q * count + p] : 0;
+      next[k] = here && q + 1 < last ? words[(q + 1) * count + p] : 0;
     }
   };
-  if (threadIdx.x < 32) load(0);
-  for (i64 q = 0; q < columns && found < most; ++q) {
-    const i64 first = 64 * q;
-    __syncthreads();
+  if (threadIdx.x < 32) load(first);
+  __syncthreads();
+  for (i64 q = first; q < last && found < most; ++q) {
     if (threadIdx.x < 32) {
-      const u64 pairs[2] = {next[0], next[1]};
+      const i64 start = 64 * q, here = min(count - start, i64(64));
+      const u64 all = here < 64 ? (u64(1) << here) - 1 : ~u64(0);
+      const u64 words_of[2] = {pairs[0], pairs[1]}, words_with[2] = {next[0], next[1]};
       load(q + 1);  // on its way meanwhile
-      const i64 here = min(count - first, i64(64));
-      const u64 all = here < 64 ? (u64(1) << here) - 1 : ~u64(0), stay = decide(~gone[q] & all, pairs, most - found);
+      const u64 stay = decide(~(gone[q % 3] | late) & all, words_of, most - found);
+      u64 bits = 0;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const int b = lane + 32 * k, rank = __popcll(stay & ((u64(1) << b) - 1));
         if (!(stay >> b & 1)) continue;
-        places[rank] = b;
-        kept[found + rank] = int(first + b);
+        bits |= words_with[k];
+        list[found + rank] = kept[found + rank] = int(start + b);
       }
-      if (lane == 0) chosen = stay;
+      late = warp_or(bits);
+      if (lane == 0) {
+        shared_found = found + __popcll(stay);
+        gone[(q + 2) % 3] = 0;
+      }
+    } else if (q + 1 < last) {
+      look(q + 1, threadIdx.x - 32, blockDim.x - 32);
     }
     __syncthreads();
-    const int taken = __popcll(chosen);
-    // Threads beside each other take columns, those behind each other the rows of what stays.
-    const i64 rest = columns - q - 1;
-    const int across = int(min(i64(blockDim.x), (rest + 31) / 32 * 32)), rows = across ? blockDim.x / across : 0;
-    if (threadIdx.x < across * rows) {
-      const int row = threadIdx.x / across;
-      for (i64 k = q + 1 + threadIdx.x % across; k < columns; k += across) {
-        u64 bits = 0;
-#pragma unroll 8
-        for (int b = row; b < taken; b += rows) bits |= words[(first + places[b]) * columns + k];
-        if (bits) atomicOr(&gone[k], bits);
-      }
-    }
-    found += taken;
+    found = shared_found;
+    __syncthreads();
   }
-  if (threadIdx.x == 0) counts[n] = int(found);
+  if (threadIdx.x == 0) counts[n] = found;
 }

@@ -16,6 +16,23 @@ template <typename A> __device__ A warp_max(A x) {
   return x;
 }
 
+// Words have an instruction of their own.
+__device__ inline unsigned warp_sum(unsigned x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(0xffffffffu, x);
+#else
+  return warp_sum<unsigned>(x);
+#endif
+}
+
+__device__ inline unsigned warp_max(unsigned x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xffffffffu, x);
+#else
+  return warp_max<unsigned>(x);
+#endif
+}
+
 // The result goes to all threads of a block of whole warps.
 template <typename A> __device__ A block_sum(A x) {
   __shared__ A parts[32];
@@ -34,9 +51,7 @@ template <typename A> __device__ A block_max(A x) {
   __syncthreads();
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
   __syncthreads();
-  x = parts[0];
-  for (int i = 1; i < blockDim.x / 32; ++i) x = x > parts[i] ? x : parts[i];
-  return x;
+  return warp_max(parts[min(threadIdx.x % 32, blockDim.x / 32 - 1)]);
 }
 
 // Where sums go: to db, or if there are several shares of them to part (O, shares); nowhere without db.
@@ -51,14 +66,6 @@ template <typename A> struct Sums {
   }
 };
 
-__device__ unsigned warp_total(unsigned x) {
-#if __CUDA_ARCH__ >= 800
-  return __reduce_add_sync(0xffffffffu, x);
-#else
-  return warp_sum(x);
-#endif
-}
-
 // Threads of the block before this one for which it is true, and of all of them.
 struct Rank {
   unsigned before = 0, all = 0;
@@ -70,7 +77,7 @@ struct Rank {
     if (lane == 0) parts[warp] = __popc(votes);
     __syncthreads();
     const unsigned of_lane = lane < warps ? parts[lane] : 0;
-    all = warp_total(of_lane);
-    before = warp_total(lane < warp ? of_lane : 0) + __popc(votes & ((1u << lane) - 1));
+    all = warp_sum(of_lane);
+    before = warp_sum(lane < warp ? of_lane : 0) + __popc(votes & ((1u << lane) - 1));
   }
 };

@@ -1,9 +1,10 @@
 // Pooling of regions of interest: rois (R, 5) = image, x1, y1, x2, y2. Places are reckoned in float, as on the CPU, each
-// operation rounded by itself. In backward the warps of a block share out the boxes and add what they give to a plane, or
-// to a band of one, each in shared memory of its own; then these are added up. So sums have one order.
+// operation rounded by itself. A block takes one plane, or a few channels side by side, and all boxes of its image: in
+// forward it reads them once, into shared memory where they fit; in backward it adds up what the boxes give, in one order.
 
 #include "pack.cuh"
 #include "reduce.cuh"
+#include "flags.cuh"
 
 __device__ int cut(float place, i64 size) { return int(min(max(i64(place), i64(0)), size)); }
 
@@ -38,57 +39,142 @@ struct Part {
   }
 };
 
-// Blocks (a box, some of the channels): first the cells of its bins, then a thread for each bin of a channel.
+// A block: the boxes without those of images that there are not, which become those of image 0, each made larger on all
+// sides by `pad` of itself; the largest of these images is noted.
 template <typename T>
-__global__ void roi_pool_forward(const T* x, const T* rois, T* y, int* index, i64 channels, i64 rows, i64 columns, i64 h,
-                                 i64 w, double scale, i64 chunk, i64 by_bins, i64 by_columns) {
-  extern __shared__ Cells cells[];  // of the rows, then of the columns
-  const T* roi = rois + blockIdx.x * i64(5);
-  for (int k = threadIdx.x; k < rows + columns; k += blockDim.x)
-    cells[k] = k < rows ? Span(float(roi[2]), float(roi[4]), float(scale), rows).cells(k, h)
-                        : Span(float(roi[1]), float(roi[3]), float(scale), columns).cells(k - rows, w);
-  __syncthreads();
-  const unsigned bins = unsigned(rows * columns), wide = unsigned(columns), pitch = unsigned(w);
-  const i64 first = blockIdx.y * chunk, start = (blockIdx.x * channels + first) * bins;
-  const T* planes = x + (i64(float(roi[0])) * channels + first) * h * w;
-  const unsigned count = unsigned(min(chunk, channels - first)) * bins;
-  const Divisor over_bins(by_bins), over_columns(by_columns);
-  for (unsigned k = threadIdx.x; k < count; k += blockDim.x) {
-    const unsigned c = over_bins.quotient(k), bin = k - c * bins, i = over_columns.quotient(bin);
-    const Cells down = cells[i], across = cells[rows + (bin - i * wide)];
-    const T* plane = planes + i64(c) * h * w;
-    Wide<T> best = 0;
-    int place = -1;
-    for (int a = down.begin; a < down.end; ++a)
-      for (int b = across.begin; b < across.end; ++b) {
-        const Wide<T> value = plane[a * pitch + b];
-        if (place < 0 || value > best) {
-          best = value;
-          place = int(a * pitch + b);
+__global__ void __launch_bounds__(1024)
+take_rois(const T* given, T* rois, double* bad_image, i64 boxes, i64 images, double pad) {
+  Bad found;
+  for (i64 r = threadIdx.x; r < boxes; r += blockDim.x) {
+    const T* from = given + 5 * r;
+    T* to = rois + 5 * r;
+    const Wide<T> image = from[0];
+    const bool bad = !(image > -1 && image < Wide<T>(images));
+    found.add(bad, float(image));
+    to[0] = bad ? T(0) : from[0];
+#pragma unroll
+    for (int k = 1; k < 3; ++k) {
+      const float low = float(from[k]), high = float(from[k + 2]);
+      const float by = pad == 0 ? 0.0f : __fmul_rn(__fadd_rn(__fsub_rn(high, low), 1.0f), float(pad));
+      to[k] = pad == 0 ? from[k] : T(__fsub_rn(low, by));
+      to[k + 2] = pad == 0 ? from[k + 2] : T(__fadd_rn(high, by));
+    }
+  }
+  found.put_down(bad_image);
+}
+
+// Channels blockIdx.x * K and those that follow of image blockIdx.y, side by side at each cell: in shared memory, or
+// unless STAGED where they are. The block waits before it reads them.
+template <typename T, int K, int STAGED> struct Planes {
+  using A = Wide<T>;
+  const T* from;
+  Pack<A, K>* kept;
+  i64 plane;
+  int count;
+  __device__ Planes(const T* x, void* memory, i64 channels, i64 plane)
+      : from(x + (blockIdx.y * channels + blockIdx.x * i64(K)) * plane),
+        kept(static_cast<Pack<A, K>*>(memory)),
+        plane(plane),
+        count(int(min(i64(K), channels - blockIdx.x * i64(K)))) {
+    if (!STAGED) return;
+#pragma unroll 4
+    for (int p = threadIdx.x; p < plane; p += blockDim.x) kept[p] = read(p);
+  }
+  __device__ Pack<A, K> read(int p) const {
+    Pack<A, K> pack;
+#pragma unroll
+    for (int k = 0; k < K; ++k) pack.v[k] = k < count ? A(from[k * plane + p]) : A(0);
+    return pack;
+  }
+  __device__ Pack<A, K> operator[](int p) const {
+    if constexpr (STAGED)
+      return kept[p];
+    else
+      return read(p);
+  }
+};
+
+// The boxes of image blockIdx.y among those from begin on, in their order, up to LIST at a time: f(number of them, their
+// numbers), by a whole block.
+constexpr int LIST = 1024;
+
+template <typename T, typename F> __device__ void each_tile(const T* rois, i64 begin, i64 end, F f) {
+  __shared__ int list[LIST];
+  i64 start = begin;
+  do {
+    unsigned known = 0;
+    for (; start < end && known + blockDim.x <= LIST; start += blockDim.x) {
+      const i64 r = start + threadIdx.x;
+      const bool here = r < end && i64(float(rois[5 * r])) == blockIdx.y;
+      const Rank rank(here);
+      if (here) list[known + rank.before] = int(r);
+      known += rank.all;
+    }
+    __syncthreads();
+    f(known, list);
+    __syncthreads();
+  } while (start < end);
+}
+
+// Blocks (K channels, an image, a share of the boxes), `most` boxes at a time: first the cells of their bins, then a thread
+// for each bin.
+template <typename T, int K, int STAGED>
+__global__ void __launch_bounds__(512)
+roi_pool_forward(const T* x, const T* rois, T* y, int* index, i64 channels, i64 rows, i64 columns, i64 h, i64 w,
+                 double scale, i64 boxes, i64 share, i64 most, i64 room, i64 by_axes, i64 by_bins, i64 by_columns) {
+  extern __shared__ double shared[];
+  const Planes<T, K, STAGED> planes(x, shared, channels, h * w);
+  Cells* cells = reinterpret_cast<Cells*>(reinterpret_cast<char*>(shared) + room);  // of rows, then columns, of each box
+  const unsigned bins = unsigned(rows * columns), axes = unsigned(rows + columns), wide = unsigned(columns);
+  const Divisor over_axes(by_axes), over_bins(by_bins), over_columns(by_columns);
+  const int pitch = int(w);
+  const i64 first = blockIdx.z * share;
+  each_tile(rois, first, min(first + share, boxes), [&](unsigned known, const int* list) {
+    for (unsigned done = 0; done < known; done += unsigned(most)) {
+      const unsigned here = min(known - done, unsigned(most));
+      __syncthreads();
+      for (unsigned k = threadIdx.x; k < here * axes; k += blockDim.x) {
+        const unsigned b = over_axes.quotient(k), i = k - b * axes;
+        const T* roi = rois + list[done + b] * i64(5);
+        cells[k] = i < rows ? Span(float(roi[2]), float(roi[4]), float(scale), rows).cells(i, h)
+                            : Span(float(roi[1]), float(roi[3]), float(scale), columns).cells(i - rows, w);
+      }
+      __syncthreads();
+      for (unsigned k = threadIdx.x; k < here * bins; k += blockDim.x) {
+        const unsigned b = over_bins.quotient(k), bin = k - b * bins, i = over_columns.quotient(bin);
+        const Cells down = cells[b * axes + i], across = cells[b * axes + unsigned(rows) + (bin - i * wide)];
+        Pack<Wide<T>, K> best = {};
+        int place[K];
+        const bool any = down.begin < down.end && across.begin < across.end;
+        if (any) best = planes[down.begin * pitch + across.begin];
+#pragma unroll
+        for (int c = 0; c < K; ++c) place[c] = any ? down.begin * pitch + across.begin : -1;
+        for (int a = down.begin; a < down.end; ++a)
+          for (int p = a * pitch + across.begin; p < a * pitch + across.end; ++p) {
+            const Pack<Wide<T>, K> value = planes[p];
+#pragma unroll
+            for (int c = 0; c < K; ++c)
+              if (value.v[c] > best.v[c]) {
+                best.v[c] = value.v[c];
+                place[c] = p;
+              }
+          }
+        const i64 to = (list[done + b] * channels + blockIdx.x * i64(K)) * bins + bin;
+#pragma unroll
+        for (int c = 0; c < K; ++c) {
+          if (c >= planes.count) continue;
+          y[to + c * bins] = T(best.v[c]);
+          index[to + c * bins] = place[c];
         }
       }
-    y[start + k] = T(best);
-    index[start + k] = place;
-  }
+    }
+  });
 }
 
-constexpr int WARPS = 4;  // of a block in backward
+constexpr int WARPS = 4;  // of a block in the gradient of maxima
 
-// The boxes of image blockIdx.y in their order, as many as the block has threads at a time: f(number of them, their numbers).
-template <typename T, typename F> __device__ void each_tile(const T* rois, i64 boxes, F f) {
-  __shared__ int tile[32 * WARPS];
-  for (i64 start = 0; start < boxes; start += blockDim.x) {
-    const i64 r = start + threadIdx.x;
-    const bool here = r < boxes && i64(float(rois[5 * r])) == blockIdx.y;
-    const Rank rank(here);
-    if (here) tile[rank.before] = int(r);
-    __syncthreads();
-    f(rank.all, tile);
-    __syncthreads();
-  }
-}
-
-// The cells of a plane, or of a band of one, that a block sums up: blocks (of bands of all channels, an image).
+// The cells of a plane, or of a band of one, that a block sums up: blocks (of bands of all channels, an image). Its warps
+// share out the elements, each with sums of its own, which are added up in the end.
 template <typename A> struct Band {
   A* sums;  // of this warp
   i64 channel, band;
@@ -102,11 +188,10 @@ template <typename A> struct Band {
     for (int p = threadIdx.x % 32; p < cells; p += 32) sums[p] = 0;
     __syncwarp();
   }
-  __device__ bool has(int place) const { return unsigned(place - first) < unsigned(cells); }
   // Adds the values of the lanes at their places, those at one place in the order of lanes.
   __device__ void add(int place, A value) {
     const int lane = threadIdx.x % 32;
-    const bool inside = has(place);
+    const bool inside = unsigned(place - first) < unsigned(cells);
     const unsigned peers = __match_any_sync(0xffffffffu, inside ? place : -1 - lane);
     const int rank = __popc(peers & ((1u << lane) - 1));
     for (int turn = 0; __any_sync(0xffffffffu, rank >= turn); ++turn) {
@@ -131,96 +216,65 @@ template <typename T>
 __global__ void __launch_bounds__(32 * WARPS)
 roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 channels, i64 plane, i64 bins, i64 boxes,
                   i64 band, i64 bands, i64 by_bins) {
-  constexpr int U = 4;  // loads on their way
+  constexpr int U = 8;  // elements of a thread on their way while as many are added
   extern __shared__ double shared[];
   using A = Wide<T>;
   Band<A> sums(reinterpret_cast<A*>(shared), plane, band, bands);
   const Divisor over_bins(by_bins);
-  each_tile(rois, boxes, [&](unsigned count, const int* tile) {
-    const unsigned total = count * unsigned(bins);
-    for (unsigned start = threadIdx.x / 32 * 32 * U; start < total; start += 32 * U * WARPS) {
-      int place[U];
-      T value[U];
+  each_tile(rois, 0, boxes, [&](unsigned known, const int* list) {
+    const unsigned total = known * unsigned(bins);
+    int place[U];
+    T value[U];
+    const auto load = [&](unsigned start) {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        const unsigned k = start + 32 * u + threadIdx.x % 32, r = over_bins.quotient(k);
+        const unsigned k = start + 32 * u, r = over_bins.quotient(k);
         place[u] = -1;
         if (k < total) {
-          const i64 at = (tile[r] * channels + sums.channel) * bins + (k - r * unsigned(bins));
+          const i64 at = (list[r] * channels + sums.channel) * bins + (k - r * unsigned(bins));
           place[u] = index[at];
           value[u] = dy[at];
         }
       }
+    };
+    unsigned start = threadIdx.x / 32 * 32 * U;
+    load(start + threadIdx.x % 32);
+    while (start < total) {
+      int here[U];
+      A by[U];
 #pragma unroll
-      for (int u = 0; u < U; ++u) sums.add(place[u], A(value[u]));
+      for (int u = 0; u < U; ++u) {
+        here[u] = place[u];
+        by[u] = A(value[u]);
+      }
+      start += 32 * U * WARPS;
+      load(start + threadIdx.x % 32);
+#pragma unroll
+      for (int u = 0; u < U; ++u) sums.add(here[u], by[u]);
     }
   });
   sums.write(dx, channels, plane);
 }
 
-// A block for each box, a thread for each of its outputs.
-template <typename T>
-__global__ void psroi_pool_forward(const T* x, const T* rois, T* y, i64 outputs, i64 bins, i64 h, i64 w, double scale,
-                                   i64 by_bins) {
-  extern __shared__ Cells cells[];  // of the rows, then of the columns
-  const T* roi = rois + blockIdx.x * i64(5);
-  for (int k = threadIdx.x; k < 2 * bins; k += blockDim.x)
-    cells[k] = k < bins ? Part(float(roi[2]), float(roi[4]), float(scale), bins).cells(k, h)
-                        : Part(float(roi[1]), float(roi[3]), float(scale), bins).cells(k - bins, w);
+// A block for each channel of an image, which belongs to bin (i, j); a thread takes boxes.
+template <typename T, int STAGED>
+__global__ void __launch_bounds__(256)
+psroi_pool_forward(const T* x, const T* rois, T* y, i64 channels, i64 bins, i64 h, i64 w, double scale, i64 boxes) {
+  extern __shared__ double shared[];
+  const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
+  const i64 j = blockIdx.x % bins, i = blockIdx.x / bins % bins;
   __syncthreads();
-  const unsigned count = unsigned(outputs * bins * bins), pitch = unsigned(w);
-  const Divisor over_bins(by_bins);
-  const T* planes = x + i64(float(roi[0])) * count * h * w;
-  for (unsigned k = threadIdx.x; k < count; k += blockDim.x) {
-    const unsigned line = over_bins.quotient(k), i = line - over_bins.quotient(line) * unsigned(bins);
-    const Cells down = cells[i], across = cells[bins + (k - line * unsigned(bins))];
-    const T* plane = planes + i64(k) * h * w;
+  for (i64 r = threadIdx.x; r < boxes; r += blockDim.x) {
+    const T* roi = rois + 5 * r;
+    if (i64(float(roi[0])) != blockIdx.y) continue;
+    const Cells down = Part(float(roi[2]), float(roi[4]), float(scale), bins).cells(i, h);
+    const Cells across = Part(float(roi[1]), float(roi[3]), float(scale), bins).cells(j, w);
     Wide<T> sum = 0;
     for (int a = down.begin; a < down.end; ++a)
-      for (int b = across.begin; b < across.end; ++b) sum += Wide<T>(plane[a * pitch + b]);
+      for (int b = across.begin; b < across.end; ++b) sum += plane[a * int(w) + b].v[0];
     const int area = max(down.end - down.begin, 0) * max(across.end - across.begin, 0);
-    y[blockIdx.x * i64(count) + k] = T(sum / Wide<T>(max(area, 1)));
+    y[r * channels + blockIdx.x] = T(sum / Wide<T>(max(area, 1)));
   }
-}
-
-// A channel belongs to one bin. Each lane finds the bin of a box, then the warp adds to the cells of one after the other.
-template <typename T>
-__global__ void __launch_bounds__(32 * WARPS)
-psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 channels, i64 h, i64 w, i64 bins, i64 boxes, double scale,
-                    i64 band, i64 bands) {
-  extern __shared__ double shared[];
-  using A = Wide<T>;
-  const int lane = threadIdx.x % 32;
-  Band<A> sums(reinterpret_cast<A*>(shared), h * w, band, bands);
-  const i64 j = sums.channel % bins, i = sums.channel / bins % bins;
-  each_tile(rois, boxes, [&](unsigned count, const int* tile) {
-    for (unsigned start = threadIdx.x / 32 * 32; start < count; start += 32 * WARPS) {
-      Cells down{0, 0}, across{0, 0};
-      A share = 0;
-      if (start + lane < count) {
-        const i64 r = tile[start + lane];
-        const T* roi = rois + 5 * r;
-        down = Part(float(roi[2]), float(roi[4]), float(scale), bins).cells(i, h);
-        across = Part(float(roi[1]), float(roi[3]), float(scale), bins).cells(j, w);
-        share = A(dy[r * channels + sums.channel]) / A((down.end - down.begin) * (across.end - across.begin));
-      }
-      for (unsigned left = __ballot_sync(0xffffffffu, down.end > down.begin && across.end > across.begin); left;
-           left &= left - 1) {
-        const int from = __ffs(left) - 1;
-        const int top = __shfl_sync(0xffffffffu, down.begin, from), end = __shfl_sync(0xffffffffu, down.end, from);
-        const int before = __shfl_sync(0xffffffffu, across.begin, from);
-        const int wide = __shfl_sync(0xffffffffu, across.end, from) - before;
-        const A value = __shfl_sync(0xffffffffu, share, from);
-        int a = top + lane / wide, b = lane % wide;
-        for (; a < end; a += (b + 32) / wide, b = (b + 32) % wide) {
-          const int place = int(a * w) + before + b;
-          if (sums.has(place)) sums.sums[place - sums.first] += value;
-        }
-        __syncwarp();
-      }
-    }
-  });
-  sums.write(dx, channels, h * w);
 }
 
 // A box of ROIAlign, or of PSROIAlign (`sensitive`), along an axis of `size` pixels, cut into bins.
@@ -251,172 +305,382 @@ struct Samples {
   }
 };
 
-// The weights of the pixels in the samples of each bin of a box along an axis, one bin behind the other. Places grow with
-// the samples, so that bin p has the `first` pixel of its first sample to that behind the last one's; all bins together
-// have no more than size + 3 * bins, since none reads more than two that its length does not have.
-template <typename A> struct Weights {
-  A* of;
-  int *first, *count, *start;  // of each bin
-
-  __device__ Weights(char* memory, i64 bins, i64 size)
-      : of(reinterpret_cast<A*>(memory)),
-        first(reinterpret_cast<int*>(of + room(bins, size))),
-        count(first + bins),
-        start(count + bins) {}
-  static __device__ i64 room(i64 bins, i64 size) { return size + 3 * bins; }
-
-  // By a whole block; LEARNS: without the pixels behind a part, to which PSROIAlign gives no gradient.
-  __device__ void fill(const Samples& samples, i64 bins, bool learns) const {
-    __syncthreads();
-    for (int p = threadIdx.x; p < bins; p += blockDim.x) {
-      int low = 1, high = 0;
-      for (i64 i = 0; i < samples.n; ++i) {
-        const float place = samples.at(p, i);
-        if (place < 0) continue;
-        const int pixel = int(min(i64(place), samples.size - 1));
-        if (high < low) low = pixel;
-        high = int(min(i64(pixel) + 1, samples.size - 1));
-      }
-      first[p] = low;
-      count[p] = max(high - low + 1, 0);
-    }
-    __syncthreads();
-    for (int p = threadIdx.x; p < bins; p += blockDim.x) {
-      int at = 0;
-      for (int q = 0; q < p; ++q) at += count[q];
-      start[p] = at;
-      for (int k = 0; k < count[p]; ++k) of[at + k] = 0;
-      const float end = __fadd_rn(__fmul_rn(float(p + 1), samples.bin), samples.start);
-      for (i64 i = 0; i < samples.n; ++i) {
-        const float place = samples.at(p, i);
-        if (place < 0) continue;
-        const int low = int(min(i64(place), samples.size - 1));
-        const A share = low >= samples.size - 1 ? A(0) : A(__fsub_rn(place, float(low)));
-        of[at + low - first[p]] += 1 - share;
-        const bool counts = !learns || !samples.sensitive || float(low + 1) < ceilf(end);
-        if (low + 1 < samples.size && counts) of[at + low + 1 - first[p]] += share;
-      }
-    }
-    __syncthreads();
-  }
-  __device__ A weight(int p, int pixel) const {
-    const int k = pixel - first[p];
-    return unsigned(k) < unsigned(count[p]) ? of[start[p] + k] : A(0);
-  }
+// The pixel before a place, and the share of the next one.
+template <typename A> struct Between {
+  int low;
+  A share;
+  __device__ Between(float place, i64 size)
+      : low(int(min(i64(place), size - 1))), share(low >= size - 1 ? A(0) : A(__fsub_rn(place, float(low)))) {}
 };
 
-// Bytes of the weights of an axis, as in roi.py.
-template <typename A> __device__ i64 bytes_of(i64 bins, i64 size) {
-  return (Weights<A>::room(bins, size) * i64(sizeof(A)) + 12 * bins + 15) / 16 * 16;
-}
-
-// Blocks (a box, some of the outputs): first the weights of its bins, then a thread for each bin of an output.
-template <typename T>
-__global__ void roi_align_forward(const T* x, const T* rois, T* y, i64 outputs, i64 rows, i64 columns, i64 channels, i64 h,
-                                  i64 w, double scale, i64 samples, i64 beyond, i64 sensitive, i64 chunk, i64 by_bins,
-                                  i64 by_columns) {
+// PSROIAlign likewise.
+template <typename T, int STAGED>
+__global__ void __launch_bounds__(256)
+psroi_align_forward(const T* x, const T* rois, T* y, i64 channels, i64 bins, i64 h, i64 w, double scale, i64 samples,
+                    i64 beyond, i64 boxes) {
   using A = Wide<T>;
   extern __shared__ double shared[];
-  char* memory = reinterpret_cast<char*>(shared);
-  const T* roi = rois + blockIdx.x * i64(5);
-  const Weights<A> down(memory, rows, h), across(memory + bytes_of<A>(rows, h), columns, w);
-  const Samples vertical(float(roi[2]), float(roi[4]), float(scale), rows, h, samples, beyond, sensitive);
-  const Samples level(float(roi[1]), float(roi[3]), float(scale), columns, w, samples, beyond, sensitive);
-  down.fill(vertical, rows, false);
-  across.fill(level, columns, false);
-  const A all = A(vertical.n * level.n);
-  const unsigned bins = unsigned(rows * columns), wide = unsigned(columns), pitch = unsigned(w);
-  const i64 first = blockIdx.y * chunk;
-  const unsigned count = unsigned(min(chunk, outputs - first)) * bins;
-  const Divisor over_bins(by_bins), over_columns(by_columns);
-  const T* image = x + i64(float(roi[0])) * channels * h * w;
-  for (unsigned k = threadIdx.x; k < count; k += blockDim.x) {
-    const unsigned o = over_bins.quotient(k), bin = k - o * bins, i = over_columns.quotient(bin), j = bin - i * wide;
-    const T* plane = image + (sensitive ? (first + o) * bins + bin : first + o) * h * w;
-    const A *by_row = down.of + down.start[i], *by_column = across.of + across.start[j];
-    const T* corner = plane + down.first[i] * pitch + across.first[j];
+  const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
+  const i64 j = blockIdx.x % bins, i = blockIdx.x / bins % bins;
+  __syncthreads();
+  for (i64 r = threadIdx.x; r < boxes; r += blockDim.x) {
+    const T* roi = rois + 5 * r;
+    if (i64(float(roi[0])) != blockIdx.y) continue;
+    const Samples vertical(float(roi[2]), float(roi[4]), float(scale), bins, h, samples, beyond, true);
+    const Samples level(float(roi[1]), float(roi[3]), float(scale), bins, w, samples, beyond, true);
     A sum = 0;
-    for (int a = 0; a < down.count[i]; ++a) {
-      A along = 0;
-      if (by_row[a] == 0) continue;
-      for (int b = 0; b < across.count[j]; ++b)
-        if (by_column[b] != 0) along += by_column[b] * A(corner[a * pitch + b]);
-      sum += by_row[a] * along;
+    for (i64 s = 0; s < vertical.n; ++s) {
+      const float v = vertical.at(i, s);
+      if (v < 0) continue;
+      const Between<A> down(v, h);
+      for (i64 t = 0; t < level.n; ++t) {
+        const float u = level.at(j, t);
+        if (u < 0) continue;
+        const Between<A> across(u, w);
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const A by = (q / 2 ? down.share : 1 - down.share) * (q % 2 ? across.share : 1 - across.share);
+          if (by != 0) sum += by * plane[(down.low + q / 2) * int(w) + across.low + q % 2].v[0];
+        }
+      }
     }
-    y[(blockIdx.x * outputs + first) * bins + k] = T(sum / all);
+    y[r * channels + blockIdx.x] = T(sum / A(vertical.n * level.n));
   }
 }
 
-// A block for each box: its weights for roi_align_backward, those of the rows, then those of the columns, over the number
-// of samples of a bin.
-template <typename T>
-__global__ void roi_align_weights(const T* rois, char* tables, i64 rows, i64 columns, i64 h, i64 w, double scale,
-                                  i64 samples, i64 beyond, i64 sensitive) {
-  using A = Wide<T>;
-  const T* roi = rois + blockIdx.x * i64(5);
-  const i64 before = bytes_of<A>(rows, h);
-  char* table = tables + blockIdx.x * (before + bytes_of<A>(columns, w));
-  const Weights<A> down(table, rows, h), across(table + before, columns, w);
-  const Samples vertical(float(roi[2]), float(roi[4]), float(scale), rows, h, samples, beyond, sensitive);
-  const Samples level(float(roi[1]), float(roi[3]), float(scale), columns, w, samples, beyond, sensitive);
-  down.fill(vertical, rows, true);
-  across.fill(level, columns, true);
-  const A all = A(vertical.n * level.n);
-  for (int i = 0; i < rows; ++i)
-    for (int k = threadIdx.x; k < down.count[i]; k += blockDim.x) down.of[down.start[i] + k] /= all;
+// What the boxes of ROIAlign and PSROIAlign weigh, a table for each. Places grow with the samples, so that bin k of an
+// axis reads `count` pixels from `first` on, with the weights from `start` on; all bins together have no more than size +
+// 3 * bins, since none reads more than two that its length does not have. Beside each pixel of an axis stand the bins that
+// read it, `low` and those that follow, and their weights once more, one pixel behind the other.
+struct alignas(16) Bin { int first, count, start, none; };
+struct alignas(8) Pixel {
+  unsigned short low, count;
+  int start;
+};
+
+template <typename A> struct Table {
+  int4* range;  // pixels that are read: rows from x to y, columns from z to w
+  Bin *down, *across;
+  Pixel *row, *column;
+  A *of_down, *of_across, *of_rows, *of_columns;
+  __device__ Table(char* memory, i64 rows, i64 columns, i64 h, i64 w)
+      : range(reinterpret_cast<int4*>(memory)),
+        down(reinterpret_cast<Bin*>(range + 1)),
+        across(down + rows),
+        row(reinterpret_cast<Pixel*>(across + columns)),
+        column(row + h),
+        of_down(reinterpret_cast<A*>(column + w)),
+        of_across(of_down + h + 3 * rows),
+        of_rows(of_across + w + 3 * columns),
+        of_columns(of_rows + h + 3 * rows) {}
+};
+
+// The bins of an axis by threads k = 0, 1, ... of `bins`, in two steps. LEARNS: without the pixels behind a part, to which
+// PSROIAlign gives no gradient.
+__device__ void find_pixels(const Samples& samples, int k, Bin& bin) {
+  int low = int(samples.size), high = low - 1;
+  for (i64 i = 0; i < samples.n; ++i) {
+    const float place = samples.at(k, i);
+    if (place < 0) continue;
+    const int pixel = int(min(i64(place), samples.size - 1));
+    if (high < low) low = pixel;
+    high = int(min(i64(pixel) + 1, samples.size - 1));
+  }
+  bin = {low, max(high - low + 1, 0), 0, 0};
 }
 
-// A lane takes a column of the plane.
-template <typename T>
-__global__ void __launch_bounds__(32 * WARPS)
-roi_align_backward(const T* dy, const T* rois, const char* tables, T* dx, i64 channels, i64 h, i64 w, i64 outputs,
-                   i64 rows, i64 columns, i64 sensitive, i64 boxes, i64 band, i64 bands) {
+template <typename A> __device__ void weigh(const Samples& samples, int k, Bin* bins, A* weights, bool learns, A over) {
+  int start = 0;
+  for (int q = 0; q < k; ++q) start += bins[q].count;
+  const Bin bin = bins[k];
+  A* of = weights + start;
+  for (int p = 0; p < bin.count; ++p) of[p] = 0;
+  const float end = __fadd_rn(__fmul_rn(float(k + 1), samples.bin), samples.start);
+  for (i64 i = 0; i < samples.n; ++i) {
+    const float place = samples.at(k, i);
+    if (place < 0) continue;
+    const Between<A> at(place, samples.size);
+    of[at.low - bin.first] += 1 - at.share;
+    const bool counts = !learns || !samples.sensitive || float(at.low + 1) < ceilf(end);
+    if (at.low + 1 < samples.size && counts) of[at.low + 1 - bin.first] += at.share;
+  }
+  for (int p = 0; p < bin.count; ++p) of[p] /= over;
+  bins[k].start = start;
+}
+
+// The bins that read pixel p, and where their weights are to be.
+__device__ Pixel find_bins(const Bin* bins, int count, int p) {
+  int low = 0, high = -1;
+  for (int k = 0; k < count; ++k)
+    if (unsigned(p - bins[k].first) < unsigned(bins[k].count)) {
+      if (high < 0) low = k;
+      high = k;
+    }
+  return {static_cast<unsigned short>(low), static_cast<unsigned short>(high - low + 1), 0};
+}
+
+template <typename A> __device__ void copy_weights(const Bin* bins, const A* weights, Pixel* pixels, A* to, int p) {
+  int start = 0;
+#pragma unroll 8
+  for (int q = 0; q < p; ++q) start += pixels[q].count;
+  const Pixel pixel = pixels[p];
+  for (int k = 0; k < pixel.count; ++k) {
+    const Bin bin = bins[pixel.low + k];
+    const bool reads = unsigned(p - bin.first) < unsigned(bin.count);
+    to[start + k] = reads ? weights[bin.start + p - bin.first] : A(0);
+  }
+  pixels[p].start = start;
+}
+
+// A block for each box: its table, the weights of rows over the number of samples of a bin. The second half is for
+// ROIAlign's gradient alone (PIXELS).
+template <typename T, int LEARNS, int PIXELS>
+__global__ void roi_align_tables(const T* rois, char* tables, i64 size, i64 rows, i64 columns, i64 h, i64 w, double scale,
+                                 i64 samples, i64 beyond, i64 sensitive) {
   using A = Wide<T>;
-  constexpr int GROUP = 8;  // rows of bins at a time
+  const T* roi = rois + blockIdx.x * i64(5);
+  const Table<A> table(tables + blockIdx.x * size, rows, columns, h, w);
+  const Samples vertical(float(roi[2]), float(roi[4]), float(scale), rows, h, samples, beyond, sensitive);
+  const Samples level(float(roi[1]), float(roi[3]), float(scale), columns, w, samples, beyond, sensitive);
+  for (int k = threadIdx.x; k < rows + columns; k += blockDim.x) {
+    if (k < rows)
+      find_pixels(vertical, k, table.down[k]);
+    else
+      find_pixels(level, k - int(rows), table.across[k - rows]);
+  }
+  __syncthreads();
+  for (int k = threadIdx.x; k < rows + columns; k += blockDim.x) {
+    if (k < rows)
+      weigh(vertical, k, table.down, table.of_down, LEARNS, A(vertical.n * level.n));
+    else
+      weigh(level, k - int(rows), table.across, table.of_across, LEARNS, A(1));
+  }
+  if (!PIXELS) return;
+  for (int p = threadIdx.x; p < h + w; p += blockDim.x) {
+    if (p < h)
+      table.row[p] = find_bins(table.down, int(rows), p);
+    else
+      table.column[p - h] = find_bins(table.across, int(columns), p - int(h));
+  }
+  __syncthreads();
+  for (int p = threadIdx.x; p < h + w; p += blockDim.x) {
+    if (p < h)
+      copy_weights(table.down, table.of_down, table.row, table.of_rows, p);
+    else
+      copy_weights(table.across, table.of_across, table.column, table.of_columns, p - int(h));
+  }
+  if (threadIdx.x < 32) {  // bins without pixels have their `first` behind all others
+    int4 range{int(h), 0, int(w), 0};
+    for (int k = 0; k < rows; ++k) {
+      range.x = min(range.x, table.down[k].first);
+      if (table.down[k].count) range.y = table.down[k].first + table.down[k].count;
+    }
+    for (int k = 0; k < columns; ++k) {
+      range.z = min(range.z, table.across[k].first);
+      if (table.across[k].count) range.w = table.across[k].first + table.across[k].count;
+    }
+    if (threadIdx.x == 0) *table.range = range;
+  }
+}
+
+// Blocks (K channels, an image, a share of the boxes), a thread for each bin.
+template <typename T, int K, int STAGED>
+__global__ void __launch_bounds__(512)
+roi_align_forward(const T* x, const T* rois, char* tables, T* y, i64 size, i64 rows, i64 columns, i64 channels, i64 h,
+                  i64 w, i64 boxes, i64 share, i64 by_bins, i64 by_columns) {
+  using A = Wide<T>;
   extern __shared__ double shared[];
-  const int lane = threadIdx.x % 32;
-  Band<A> sums(reinterpret_cast<A*>(shared), h * w, band, bands);
-  const i64 bins = rows * columns, before = bytes_of<A>(rows, h), size = before + bytes_of<A>(columns, w);
-  // PSROIAlign's channel belongs to one bin.
-  const i64 o = sensitive ? sums.channel / bins : sums.channel, bin = sensitive ? sums.channel % bins : 0;
-  const int i0 = int(bin / columns), i1 = sensitive ? i0 + 1 : int(rows);
-  const int j0 = int(bin % columns), j1 = sensitive ? j0 + 1 : int(columns);
-  const int top = int(sums.first / w), end = int((sums.first + sums.cells + w - 1) / w);
-  each_tile(rois, boxes, [&](unsigned count, const int* tile) {
-    for (unsigned r = threadIdx.x / 32; r < count; r += WARPS) {
-      char* table = const_cast<char*>(tables) + tile[r] * size;
-      const Weights<A> down(table, rows, h), across(table + before, columns, w);
-      const T* of = dy + (tile[r] * outputs + o) * bins;
-      int low = int(w), high = 0;
-      for (int j = j0; j < j1; ++j)
-        if (across.count[j]) {
-          low = min(low, across.first[j]);
-          high = max(high, across.first[j] + across.count[j]);
+  const Planes<T, K, STAGED> planes(x, shared, channels, h * w);
+  const unsigned bins = unsigned(rows * columns), wide = unsigned(columns);
+  const Divisor over_bins(by_bins), over_columns(by_columns);
+  const int pitch = int(w);
+  const i64 first = blockIdx.z * share;
+  each_tile(rois, first, min(first + share, boxes), [&](unsigned known, const int* list) {
+    for (unsigned k = threadIdx.x; k < known * bins; k += blockDim.x) {
+      const unsigned b = over_bins.quotient(k), bin = k - b * bins, i = over_columns.quotient(bin);
+      const Table<A> table(tables + list[b] * size, rows, columns, h, w);
+      const Bin down = table.down[i], across = table.across[bin - i * wide];
+      const A *by_row = table.of_down + down.start, *by_column = table.of_across + across.start;
+      Pack<A, K> sum = {};
+      for (int a = 0; a < down.count; ++a) {
+        const A row = by_row[a];
+        const int corner = (down.first + a) * pitch + across.first;
+        for (int c = 0; c < across.count; ++c) {
+          const A by = row * by_column[c];
+          if (by == 0) continue;
+          const Pack<A, K> value = planes[corner + c];
+#pragma unroll
+          for (int q = 0; q < K; ++q) sum.v[q] += by * value.v[q];
         }
-      for (int g = i0; g < i1; g += GROUP) {
-        const int rest = min(GROUP, i1 - g);
-        for (int b = low + lane; b < high; b += 32) {
-          A along[GROUP] = {};
-          for (int j = j0; j < j1; ++j) {
-            const A by = across.weight(j, b);
-            if (by == 0) continue;
+      }
+      const i64 to = (list[b] * channels + blockIdx.x * i64(K)) * bins + bin;
 #pragma unroll
-            for (int i = 0; i < GROUP; ++i)
-              if (i < rest) along[i] += by * A(of[(g + i) * columns + j]);
-          }
+      for (int q = 0; q < K; ++q)
+        if (q < planes.count) y[to + q * bins] = T(sum.v[q]);
+    }
+  });
+}
+
+// Blocks (K channels, an image, a band of the map of `lines` rows and `across` columns): a warp has `own` rows of the band
+// and takes the boxes in their order, a lane a pixel; `most` boxes have their dy in shared memory at a time.
+template <typename T, int K>
+__global__ void __launch_bounds__(1024)
+roi_align_backward(const T* dy, const T* rois, char* tables, T* dx, i64 size, i64 rows, i64 columns, i64 channels, i64 h,
+                   i64 w, i64 boxes, i64 most, i64 lines, i64 across, i64 own, i64 by_bins) {
+  using A = Wide<T>;
+  extern __shared__ double shared[];
+  const i64 bands = (w + across - 1) / across;
+  const int top = int(blockIdx.z / bands * lines), left = int(blockIdx.z % bands * across);
+  const int end = int(min(top + lines, h)), right = int(min(left + across, w)), pitch = right - left;
+  Pack<A, K>* sums = reinterpret_cast<Pack<A, K>*>(shared);
+  Pack<A, K>* given = sums + lines * across;
+  const unsigned bins = unsigned(rows * columns);
+  const Divisor over_bins(by_bins);
+  const i64 channel = blockIdx.x * i64(K);
+  const int count = int(min(i64(K), channels - channel));
+  const int lane = threadIdx.x % 32, mine = min(top + int(threadIdx.x / 32 * own), end), until = min(mine + int(own), end);
+  for (int p = (mine - top) * pitch + lane; p < (until - top) * pitch; p += 32) sums[p] = {};
+  each_tile(rois, 0, boxes, [&](unsigned known, const int* list) {
+    for (unsigned done = 0; done < known; done += unsigned(most)) {
+      const unsigned here = min(known - done, unsigned(most));
+      __syncthreads();
+#pragma unroll 4
+      for (unsigned k = threadIdx.x; k < here * bins; k += blockDim.x) {
+        const unsigned b = over_bins.quotient(k);
+        const T* from = dy + (list[done + b] * channels + channel) * bins + (k - b * bins);
+        Pack<A, K> pack;
 #pragma unroll
-          for (int i = 0; i < GROUP; ++i) {
-            if (i >= rest || along[i] == 0) continue;
-            const int row = down.first[g + i], until = min(row + down.count[g + i], end);
-            const A* by_row = down.of + down.start[g + i] - row;
-            for (int a = max(row, top); a < until; ++a) {
-              const int place = int(a * w) + b;
-              if (sums.has(place)) sums.sums[place - sums.first] += by_row[a] * along[i];
+        for (int q = 0; q < K; ++q) pack.v[q] = q < count ? A(from[q * bins]) : A(0);
+        given[k] = pack;
+      }
+      __syncthreads();
+      for (unsigned base = 0; base < here; base += 32) {
+        int4 range{0, 0, 0, 0};
+        if (base + lane < here) range = *reinterpret_cast<const int4*>(tables + list[done + base + lane] * size);
+        range = {max(range.x, mine), min(range.y, until), max(range.z, left), min(range.w, right)};
+        for (unsigned some = __ballot_sync(0xffffffffu, range.x < range.y && range.z < range.w); some; some &= some - 1) {
+          const int from = __ffs(some) - 1;
+          const int low = __shfl_sync(0xffffffffu, range.x, from), high = __shfl_sync(0xffffffffu, range.y, from);
+          const int begin = __shfl_sync(0xffffffffu, range.z, from);
+          const int wide = __shfl_sync(0xffffffffu, range.w, from) - begin;
+          const Table<A> table(tables + list[done + base + from] * size, rows, columns, h, w);
+          const Pack<A, K>* of_box = given + (base + from) * bins;
+          const float inverse = 1.0f / float(wide);
+          for (int k = lane; k < (high - low) * wide; k += 32) {
+            const int down = int((float(k) + 0.5f) * inverse), a = low + down, b = begin + k - down * wide;
+            const Pixel row = table.row[a], column = table.column[b];
+            const A *by_row = table.of_rows + row.start, *by_column = table.of_columns + column.start;
+            Pack<A, K> sum = {};
+            for (int i = 0; i < row.count; ++i) {
+              const A weight = by_row[i];
+              const Pack<A, K>* line = of_box + (row.low + i) * int(columns) + column.low;
+              for (int j = 0; j < column.count; ++j) {
+                const A by = weight * by_column[j];
+#pragma unroll
+                for (int q = 0; q < K; ++q) sum.v[q] += by * line[j].v[q];
+              }
             }
+            Pack<A, K>& to = sums[(a - top) * pitch + b - left];
+#pragma unroll
+            for (int q = 0; q < K; ++q) to.v[q] += sum.v[q];
           }
+          __syncwarp();
         }
       }
     }
   });
-  sums.write(dx, channels, h * w);
+  T* to = dx + (blockIdx.y * channels + channel) * h * w + i64(top) * w + left;
+  for (int k = threadIdx.x; k < (end - top) * pitch; k += blockDim.x) {
+    const int a = k / pitch;
+    const Pack<A, K> sum = sums[k];
+#pragma unroll
+    for (int q = 0; q < K; ++q)
+      if (q < count) to[q * h * w + a * w + (k - a * pitch)] = T(sum.v[q]);
+  }
+}
+
+// A block for each channel of an image, which belongs to bin (i, j). Each box gives the cells of its bin a share of dy, or
+// ALIGN what they weigh. A warp takes a row, a lane two columns, and the boxes in their order; more than ROOM boxes of
+// an image add to dx in turns.
+template <typename T, int ALIGN>
+__global__ void __launch_bounds__(256)
+psroi_backward(const T* dy, const T* rois, char* tables, T* dx, i64 size, i64 channels, i64 h, i64 w, i64 bins, i64 boxes,
+               double scale) {
+  using A = Wide<T>;
+  constexpr int ROOM = 512, M = 2;
+  __shared__ int4 cells[ROOM];  // as Table.range
+  __shared__ A shares[ROOM];
+  __shared__ const A* weights[ALIGN ? ROOM : 1][2];  // of row 0 and column 0, if they were read
+  const int lane = threadIdx.x % 32, j = int(blockIdx.x % bins), i = int(blockIdx.x / bins % bins);
+  T* to = dx + (blockIdx.y * channels + blockIdx.x) * h * w;
+  i64 start = 0;
+  bool again = false;
+  do {
+    int known = 0;
+    for (; start < boxes && known + int(blockDim.x) <= ROOM; start += blockDim.x) {
+      const i64 r = start + threadIdx.x;
+      int4 range{0, 0, 0, 0};
+      A share = 0;
+      const A *by_row = nullptr, *by_column = nullptr;
+      if (r < boxes && i64(float(rois[5 * r])) == blockIdx.y) {
+        share = A(dy[r * channels + blockIdx.x]);
+        if (ALIGN) {
+          const Table<A> table(tables + r * size, bins, bins, h, w);
+          const Bin down = table.down[i], across = table.across[j];
+          range = {down.first, down.first + down.count, across.first, across.first + across.count};
+          by_row = table.of_down + down.start - down.first;
+          by_column = table.of_across + across.start - across.first;
+        } else {
+          const T* roi = rois + 5 * r;
+          const Cells down = Part(float(roi[2]), float(roi[4]), float(scale), bins).cells(i, h);
+          const Cells across = Part(float(roi[1]), float(roi[3]), float(scale), bins).cells(j, w);
+          range = {down.begin, down.end, across.begin, across.end};
+          share /= A((down.end - down.begin) * (across.end - across.begin));
+        }
+      }
+      const bool here = range.x < range.y && range.z < range.w;
+      const Rank rank(here);
+      if (here) {
+        const int k = known + int(rank.before);
+        cells[k] = range;
+        shares[k] = share;
+        if (ALIGN) {
+          weights[k][0] = by_row;
+          weights[k][1] = by_column;
+        }
+      }
+      known += int(rank.all);
+    }
+    __syncthreads();
+    for (int a = threadIdx.x / 32; a < h; a += blockDim.x / 32)
+      for (int left = lane; left - lane < w; left += 32 * M) {
+        A sum[M];
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+          const int b = left + 32 * m;
+          sum[m] = again && b < w ? A(to[a * w + b]) : A(0);
+        }
+        for (int base = 0; base < known; base += 32) {
+          const int4 own = cells[min(base + lane, ROOM - 1)];
+          const bool covers = base + lane < known && own.x <= a && a < own.y;
+          for (unsigned some = __ballot_sync(0xffffffffu, covers); some; some &= some - 1) {
+            const int k = base + __ffs(some) - 1;
+            const int4 range = cells[k];
+            const A value = ALIGN ? shares[k] * weights[ALIGN ? k : 0][0][a] : shares[k];
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+              const int b = left + 32 * m;
+              if (b >= range.z && b < range.w) sum[m] += ALIGN ? value * weights[ALIGN ? k : 0][1][b] : value;
+            }
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+          const int b = left + 32 * m;
+          if (b < w) to[a * w + b] = T(sum[m]);
+        }
+      }
+    __syncthreads();
+    again = true;
+  } while (start < boxes);
 }
