@@ -13,7 +13,10 @@ WIDE, FORWARD, PARTS = 1024, 512, 256
 channel of a part.
 """
 
-RESIDENT = 132 * 3
+DEVICE = 132
+"""Multiprocessors of a large device."""
+
+RESIDENT = DEVICE * 3
 """Blocks of ROIPooling and ROIAlign in forward that a large device holds at a time."""
 
 FEW = 16
@@ -25,8 +28,10 @@ ROOM = 160 << 10
 STAGE = 16 << 10
 """Bytes of the cells of boxes in shared memory."""
 
-GIVEN, SUMS = 56 << 10, 96 << 10
-"""Most bytes of dy, and of sums, that a block of ROIAlign has in shared memory in backward."""
+GIVEN, SUMS = 56 << 10, 80 << 10
+"""Most bytes of dy and of weights, and of sums, that a block of ROIAlign has in shared memory in
+backward.
+"""
 
 COLUMNS = 1024
 """Most columns of such a block."""
@@ -104,25 +109,27 @@ def roi_pool_forward(x: Array, rois: Array, y: Array, index: Array, scale: float
 
 def roi_pool_backward(dy: Array, rois: Array, index: Array, dx: Array, scale: float) -> None:
     (images, channels, h, w), (boxes, _, rows, columns) = dx.shape, dy.shape
-    bins, plane, width = rows * columns, h * w, _width(dx)
+    plane, width = h * w, _width(dx)
     bands = max(1, -(-plane * width * WARPS // SHARED))
     band = -(-plane // bands)
-    arguments = dy, rois, index, dx, channels, plane, bins, boxes, band, bands, divisor(bins)
+    sizes = channels, plane, rows, columns, boxes, float(scale), band, bands, divisor(columns)
     expression, shared = f"roi_pool_backward<{c_type(dx)}>", band * width * WARPS
-    _launch(expression, (channels * bands, images), 32 * WARPS, arguments, shared)
+    _launch(
+        expression, (channels * bands, images), 32 * WARPS, (dy, rois, index, dx, *sizes), shared
+    )
 
 
-def _parts_forward(name: str, x: Array, boxes: int, *arguments: Any) -> None:
-    """Launch a block for each channel of each image."""
+def _parts_forward(name: str, threads: int, x: Array, boxes: int, *arguments: Any) -> None:
+    """Launch a block of so many threads for each channel of each image."""
     plane = _staged(x, boxes, 1)
     expression = f"{name}<{c_type(x)}, {int(plane > 0)}>"
     if boxes:
-        _launch(expression, (x.shape[1], len(x)), PARTS, (x, *arguments, boxes), plane)
+        _launch(expression, (x.shape[1], len(x)), threads, (x, *arguments, boxes), plane)
 
 
 def psroi_pool_forward(x: Array, rois: Array, y: Array, scale: float) -> None:
     sizes = x.shape[1], y.shape[2], *x.shape[2:], float(scale)
-    _parts_forward("psroi_pool_forward", x, len(y), rois, y, *sizes)
+    _parts_forward("psroi_pool_forward", PARTS, x, len(y), rois, y, *sizes)
 
 
 def psroi_pool_backward(dy: Array, rois: Array, dx: Array, scale: float) -> None:
@@ -132,19 +139,23 @@ def psroi_pool_backward(dy: Array, rois: Array, dx: Array, scale: float) -> None
 
 
 def _tables(
-    like: Array, rois: Array, bins: tuple[int, int], of: tuple[int, int], variant: str, *rule: Any
-) -> tuple[Array, int]:
-    """Write what each box weighs in planes `of` h x w; return the tables and the bytes of one, as
-    Table in roi.cu.
+    like: Array, rois: Array, bins: tuple[int, int], of: tuple[int, int], learns: bool, *rule: Any
+) -> tuple[Array, int, int]:
+    """Write what each box weighs in planes `of` h x w, as Table and Readers in roi.cu; return the
+    tables, the bytes of each, and where its Readers begin.
     """
-    pixels, parts = sum(of), sum(bins)
-    size = 16 + 16 * parts + 8 * pixels + 2 * _width(like) * (pixels + 3 * parts)
-    size = -(-size // 16) * 16
-    tables = context().array("weights of regions", (len(rois), size), np.uint8)
-    arguments = rois, tables, size, *bins, *of, *rule
-    threads = min(WIDE, -(-pixels // 32) * 32)
-    _launch(f"roi_align_tables<{c_type(like)}, {variant}>", (len(rois),), threads, arguments)
-    return tables, size
+    pixels, parts, threads = sum(of), sum(bins), 128
+    weights = _width(like) * (pixels + 3 * parts)
+    readers = -(-(16 * parts + weights) // 16) * 16
+    slot = -(-(32 + 8 * pixels + weights) // 16) * 16
+    tables = context().array("weights of regions", (len(rois), readers + slot), np.uint8)
+    sensitive = rule[-1]
+    more = readers if learns and not sensitive else 0
+    arguments = rois, tables, readers + slot, more, *bins, *of, *rule
+    staged = readers + slot if readers + slot <= SHARED else 0
+    expression = f"roi_align_tables<{c_type(like)}, {int(learns)}, {int(staged > 0)}>"
+    _launch(expression, (len(rois),), threads, arguments, staged)
+    return tables, readers + slot, readers
 
 
 def roi_align_forward(
@@ -153,10 +164,11 @@ def roi_align_forward(
     (boxes, _, rows, columns), (channels, h, w) = y.shape, x.shape[1:]
     if sensitive:
         sizes = channels, rows, h, w, float(scale), samples, beyond
-        _parts_forward("psroi_align_forward", x, boxes, rois, y, *sizes)
+        # It needs more registers, and all blocks should fit on the device at a time.
+        _parts_forward("psroi_align_forward", PARTS // 2, x, boxes, rois, y, *sizes)
         return
     rule = float(scale), samples, beyond, 0
-    tables, size = _tables(x, rois, (rows, columns), (h, w), "0, 0", *rule)
+    tables, size, _ = _tables(x, rois, (rows, columns), (h, w), False, *rule)
     given = x, rois, tables, y, size, rows, columns, channels, h, w
     last = [divisor(rows * columns), divisor(columns)]
     _forward("roi_align_forward", x, boxes, (*given, last))
@@ -166,21 +178,39 @@ def roi_align_backward(
     dy: Array, rois: Array, dx: Array, scale: float, samples: int, beyond: int, sensitive: bool
 ) -> None:
     (boxes, _, rows, columns), (images, channels, h, w) = dy.shape, dx.shape
-    rule, variant = (float(scale), samples, beyond, int(sensitive)), "1, 0" if sensitive else "0, 1"
-    tables, size = _tables(dx, rois, (rows, columns), (h, w), variant, *rule)
+    rule = float(scale), samples, beyond, int(sensitive)
+    tables, size, readers = _tables(dx, rois, (rows, columns), (h, w), True, *rule)
     if sensitive:
         arguments = dy, rois, tables, dx, size, channels, h, w, rows, boxes, float(scale)
         _launch(f"psroi_backward<{c_type(dx)}, 1>", (channels, images), PARTS, arguments)
         return
-    bins, each = rows * columns, 16 // _width(dx)
-    most = max(1, GIVEN // (16 * bins))
+    if not dx.size:
+        return
+    bins, each, slot = rows * columns, 16 // _width(dx), size - readers
+    groups = -(-channels // each)
     across = min(w, COLUMNS)
     lines = min(h, SUMS // (16 * across))
-    own = max(-(-lines // 32), 2 if lines > 16 else 1)
-    warps = max(-(-lines // own), 8)
-    bands = -(-h // lines) * -(-w // across)
-    sizes = size, rows, columns, channels, h, w, boxes, most, lines, across, own, divisor(bins)
-    shared = 16 * (lines * across + bins * min(most, max(1, boxes)))
-    grid = -(-channels // each), images, bands
-    expression = f"roi_align_backward<{c_type(dx)}, {each}>"
-    _launch(expression, grid, 32 * warps, (dy, rois, tables, dx, *sizes), shared)
+    areas = -(-h // lines) * -(-w // across)
+    own = 2 * -(-lines // 64)
+    warps = max(8, -(-lines // own))
+    room = GIVEN * 2 if groups * images * areas <= DEVICE else GIVEN  # a block has the rest
+    most = max(1, min(boxes, room // (16 * bins + slot)))
+    given = dy, rois, tables[:, readers:], dx
+    sizes = (
+        size,
+        slot,
+        columns,
+        bins,
+        channels,
+        h,
+        w,
+        boxes,
+        most,
+        lines,
+        across,
+        own,
+        divisor(bins),
+    )
+    shared = 16 * (lines * across + bins * most) + slot * most
+    grid, expression = (groups, images, areas), f"{c_type(dx)}, {each}"
+    _launch(f"roi_align_backward<{expression}>", grid, 32 * warps, (*given, *sizes), shared)

@@ -27,6 +27,7 @@ def regions(count, images, height, width):
         (300, (2, 5, 38, 50), (7, 7)),
         (200, (3, 70, 5, 6), (1, 1)),
         (40, (1, 2, 130, 150), (6, 7)),  # more cells than a warp holds
+        (40, (1, 9, 60, 50), (3, 4)),  # four channels side by side, and one more
         (0, (1, 2, 4, 4), (2, 2)),
     ],
 )

@@ -188,10 +188,11 @@ template <typename A> struct Band {
     for (int p = threadIdx.x % 32; p < cells; p += 32) sums[p] = 0;
     __syncwarp();
   }
+  __device__ bool has(int place) const { return unsigned(place - first) < unsigned(cells); }
   // Adds the values of the lanes at their places, those at one place in the order of lanes.
   __device__ void add(int place, A value) {
     const int lane = threadIdx.x % 32;
-    const bool inside = unsigned(place - first) < unsigned(cells);
+    const bool inside = has(place);
     const unsigned peers = __match_any_sync(0xffffffffu, inside ? place : -1 - lane);
     const int rank = __popc(peers & ((1u << lane) - 1));
     for (int turn = 0; __any_sync(0xffffffffu, rank >= turn); ++turn) {
@@ -212,45 +213,80 @@ template <typename A> struct Band {
   }
 };
 
+// A warp takes a box at a time, 64 of its elements. Bins of a cell or more do not overlap unless they are next to each other,
+// so that those with even or odd rows and columns can be added at once; those of smaller boxes may share any cell.
 template <typename T>
 __global__ void __launch_bounds__(32 * WARPS)
-roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 channels, i64 plane, i64 bins, i64 boxes,
-                  i64 band, i64 bands, i64 by_bins) {
-  constexpr int U = 8;  // elements of a thread on their way while as many are added
+roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 channels, i64 plane, i64 rows, i64 columns,
+                  i64 boxes, double scale, i64 band, i64 bands, i64 by_columns) {
+  constexpr int U = 4, E = 2;  // boxes on their way while as many are added, elements of a lane
   extern __shared__ double shared[];
   using A = Wide<T>;
   Band<A> sums(reinterpret_cast<A*>(shared), plane, band, bands);
-  const Divisor over_bins(by_bins);
-  each_tile(rois, 0, boxes, [&](unsigned known, const int* list) {
-    const unsigned total = known * unsigned(bins);
-    int place[U];
-    T value[U];
-    const auto load = [&](unsigned start) {
+  const Divisor over_columns(by_columns);
+  const int lane = threadIdx.x % 32, bins = int(rows * columns), parts = (bins + 32 * E - 1) / (32 * E);
+  each_tile(rois, 0, boxes, [&](unsigned known, int* list) {
+    for (unsigned k = threadIdx.x; k < known; k += blockDim.x) {  // ~r where bins are smaller than a cell
+      const T* roi = rois + list[k] * i64(5);
+      const float high = Span(float(roi[2]), float(roi[4]), float(scale), rows).bin;
+      const float wide = Span(float(roi[1]), float(roi[3]), float(scale), columns).bin;
+      if (!(high >= 1 && wide >= 1)) list[k] = ~list[k];
+    }
+    __syncthreads();
+    const int total = int(known) * parts;
+    int place[U][E];
+    T value[U][E];
+    const auto load = [&](int start) {
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+          const int item = start + WARPS * u, b = parts == 1 ? item : item / parts, bin = (item - b * parts) * 32 * E + 32 * e + lane;
+          place[u][e] = -1;
+          if (item < total && bin < bins) {
+            const int r = list[b] < 0 ? ~list[b] : list[b];
+            const i64 at = (r * channels + sums.channel) * bins + bin;
+            place[u][e] = index[at];
+            value[u][e] = dy[at];
+          }
+        }
+    };
+    int start = threadIdx.x / 32;
+    load(start);
+    for (; start < total; start += WARPS * U) {
+      int here[U][E];
+      A by[U][E];
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+          here[u][e] = place[u][e];
+          by[u][e] = A(value[u][e]);
+        }
+      load(start + WARPS * U);
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        const unsigned k = start + 32 * u, r = over_bins.quotient(k);
-        place[u] = -1;
-        if (k < total) {
-          const i64 at = (list[r] * channels + sums.channel) * bins + (k - r * unsigned(bins));
-          place[u] = index[at];
-          value[u] = dy[at];
+        const int item = start + WARPS * u, b = parts == 1 ? item : item / parts;
+        if (item >= total) break;
+        if (list[b] < 0) {
+#pragma unroll
+          for (int e = 0; e < E; ++e) sums.add(here[u][e], by[u][e]);
+          continue;
+        }
+        int turn[E];
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+          const unsigned bin = unsigned((item - b * parts) * 32 * E + 32 * e + lane), i = over_columns.quotient(bin);
+          turn[e] = sums.has(here[u][e]) ? int(i % 2 * 2 + (bin - i * unsigned(columns)) % 2) : -1;
+        }
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+#pragma unroll
+          for (int e = 0; e < E; ++e)
+            if (turn[e] == t) sums.sums[here[u][e] - sums.first] += by[u][e];
+          __syncwarp();
         }
       }
-    };
-    unsigned start = threadIdx.x / 32 * 32 * U;
-    load(start + threadIdx.x % 32);
-    while (start < total) {
-      int here[U];
-      A by[U];
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        here[u] = place[u];
-        by[u] = A(value[u]);
-      }
-      start += 32 * U * WARPS;
-      load(start + threadIdx.x % 32);
-#pragma unroll
-      for (int u = 0; u < U; ++u) sums.add(here[u], by[u]);
     }
   });
   sums.write(dx, channels, plane);
@@ -261,14 +297,26 @@ template <typename T, int STAGED>
 __global__ void __launch_bounds__(256)
 psroi_pool_forward(const T* x, const T* rois, T* y, i64 channels, i64 bins, i64 h, i64 w, double scale, i64 boxes) {
   extern __shared__ double shared[];
-  const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
   const i64 j = blockIdx.x % bins, i = blockIdx.x / bins % bins;
-  __syncthreads();
-  for (i64 r = threadIdx.x; r < boxes; r += blockDim.x) {
+  struct Part_of_box {
+    bool here = false;
+    Cells down, across;
+  };
+  const auto find = [=](i64 r) {
+    Part_of_box found;
+    if (r >= boxes || i64(float(rois[5 * r])) != blockIdx.y) return found;
     const T* roi = rois + 5 * r;
-    if (i64(float(roi[0])) != blockIdx.y) continue;
-    const Cells down = Part(float(roi[2]), float(roi[4]), float(scale), bins).cells(i, h);
-    const Cells across = Part(float(roi[1]), float(roi[3]), float(scale), bins).cells(j, w);
+    found.here = true;
+    found.down = Part(float(roi[2]), float(roi[4]), float(scale), bins).cells(i, h);
+    found.across = Part(float(roi[1]), float(roi[3]), float(scale), bins).cells(j, w);
+    return found;
+  };
+  Part_of_box part = find(threadIdx.x);  // on its way with the plane
+  const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
+  __syncthreads();
+  for (i64 r = threadIdx.x; r < boxes; r += blockDim.x, part = find(r)) {
+    if (!part.here) continue;
+    const Cells down = part.down, across = part.across;
     Wide<T> sum = 0;
     for (int a = down.begin; a < down.end; ++a)
       for (int b = across.begin; b < across.end; ++b) sum += plane[a * int(w) + b].v[0];
@@ -350,29 +398,33 @@ psroi_align_forward(const T* x, const T* rois, T* y, i64 channels, i64 bins, i64
 
 // What the boxes of ROIAlign and PSROIAlign weigh, a table for each. Places grow with the samples, so that bin k of an
 // axis reads `count` pixels from `first` on, with the weights from `start` on; all bins together have no more than size +
-// 3 * bins, since none reads more than two that its length does not have. Beside each pixel of an axis stand the bins that
-// read it, `low` and those that follow, and their weights once more, one pixel behind the other.
+// 3 * bins, since none reads more than two that its length does not have.
 struct alignas(16) Bin { int first, count, start, none; };
+
+template <typename A> struct Table {
+  Bin *down, *across;
+  A *of_down, *of_across;
+  __device__ Table(char* memory, i64 rows, i64 columns, i64 h, i64 w)
+      : down(reinterpret_cast<Bin*>(memory)),
+        across(down + rows),
+        of_down(reinterpret_cast<A*>(across + columns)),
+        of_across(of_down + h + 3 * rows) {}
+};
+
+// The same for ROIAlign's gradient: the bins that read each pixel, `low` and those that follow, and their weights, pixel
+// behind pixel, of the rows and columns that are read at all.
 struct alignas(8) Pixel {
   unsigned short low, count;
   int start;
 };
 
-template <typename A> struct Table {
-  int4* range;  // pixels that are read: rows from x to y, columns from z to w
-  Bin *down, *across;
-  Pixel *row, *column;
-  A *of_down, *of_across, *of_rows, *of_columns;
-  __device__ Table(char* memory, i64 rows, i64 columns, i64 h, i64 w)
-      : range(reinterpret_cast<int4*>(memory)),
-        down(reinterpret_cast<Bin*>(range + 1)),
-        across(down + rows),
-        row(reinterpret_cast<Pixel*>(across + columns)),
-        column(row + h),
-        of_down(reinterpret_cast<A*>(column + w)),
-        of_across(of_down + h + 3 * rows),
-        of_rows(of_across + w + 3 * columns),
-        of_columns(of_rows + h + 3 * rows) {}
+template <typename A> struct Readers {
+  int4* range;  // rows from x to y, columns from z to w
+  int* bytes;   // of all of it
+  Pixel* pixels;
+  __device__ explicit Readers(char* memory)
+      : range(reinterpret_cast<int4*>(memory)), bytes(reinterpret_cast<int*>(range + 1)), pixels(reinterpret_cast<Pixel*>(range + 2)) {}
+  __device__ A* weights(int4 range) const { return reinterpret_cast<A*>(pixels + range.y - range.x + range.w - range.z); }
 };
 
 // The bins of an axis by threads k = 0, 1, ... of `bins`, in two steps. LEARNS: without the pixels behind a part, to which
@@ -408,38 +460,68 @@ template <typename A> __device__ void weigh(const Samples& samples, int k, Bin* 
   bins[k].start = start;
 }
 
-// The bins that read pixel p, and where their weights are to be.
-__device__ Pixel find_bins(const Bin* bins, int count, int p) {
-  int low = 0, high = -1;
-  for (int k = 0; k < count; ++k)
-    if (unsigned(p - bins[k].first) < unsigned(bins[k].count)) {
-      if (high < 0) low = k;
-      high = k;
-    }
-  return {static_cast<unsigned short>(low), static_cast<unsigned short>(high - low + 1), 0};
-}
-
-template <typename A> __device__ void copy_weights(const Bin* bins, const A* weights, Pixel* pixels, A* to, int p) {
-  int start = 0;
-#pragma unroll 8
-  for (int q = 0; q < p; ++q) start += pixels[q].count;
-  const Pixel pixel = pixels[p];
-  for (int k = 0; k < pixel.count; ++k) {
-    const Bin bin = bins[pixel.low + k];
-    const bool reads = unsigned(p - bin.first) < unsigned(bin.count);
-    to[start + k] = reads ? weights[bin.start + p - bin.first] : A(0);
+// The pixels that an axis reads; bins without any have their `first` behind all others.
+__device__ int2 extent(const Bin* bins, int count) {
+  int2 range{bins[0].first, 0};
+  for (int k = 0; k < count; ++k) {
+    range.x = min(range.x, bins[k].first);
+    if (bins[k].count) range.y = bins[k].first + bins[k].count;
   }
-  pixels[p].start = start;
+  return range;
 }
 
-// A block for each box: its table, the weights of rows over the number of samples of a bin. The second half is for
-// ROIAlign's gradient alone (PIXELS).
-template <typename T, int LEARNS, int PIXELS>
-__global__ void roi_align_tables(const T* rois, char* tables, i64 size, i64 rows, i64 columns, i64 h, i64 w, double scale,
-                                 i64 samples, i64 beyond, i64 sensitive) {
+// By a whole block, after the table.
+template <typename A>
+__device__ void write_readers(const Table<A>& table, const Readers<A>& readers, int rows, int columns) {
+  const int2 down = extent(table.down, rows), across = extent(table.across, columns);
+  const int4 range{down.x, max(down.x, down.y), across.x, max(across.x, across.y)};
+  const int lines = range.y - range.x, all = lines + range.w - range.z;
+  A* weights = readers.weights(range);
+  for (int q = threadIdx.x; q < all; q += blockDim.x) {
+    const Bin* bins = q < lines ? table.down : table.across;
+    const int p = q < lines ? range.x + q : range.z + q - lines, count = q < lines ? rows : columns;
+    int low = 0, high = -1;
+    for (int k = 0; k < count; ++k)
+      if (unsigned(p - bins[k].first) < unsigned(bins[k].count)) {
+        if (high < 0) low = k;
+        high = k;
+      }
+    readers.pixels[q] = {static_cast<unsigned short>(low), static_cast<unsigned short>(high - low + 1), 0};
+  }
+  if (threadIdx.x == 0) {
+    *readers.range = range;
+    *readers.bytes = 32;
+  }
+  __syncthreads();
+  for (int q = threadIdx.x; q < all; q += blockDim.x) {
+    const Bin* bins = q < lines ? table.down : table.across;
+    const A* of = q < lines ? table.of_down : table.of_across;
+    const int p = q < lines ? range.x + q : range.z + q - lines;
+    int start = 0;
+#pragma unroll 8
+    for (int t = 0; t < q; ++t) start += readers.pixels[t].count;
+    const Pixel pixel = readers.pixels[q];
+    for (int k = 0; k < pixel.count; ++k) {
+      const Bin bin = bins[pixel.low + k];
+      const bool reads = unsigned(p - bin.first) < unsigned(bin.count);
+      weights[start + k] = reads ? of[bin.start + p - bin.first] : A(0);
+    }
+    readers.pixels[q].start = start;
+    if (q == all - 1) *readers.bytes = int(reinterpret_cast<char*>(weights + start + pixel.count) - reinterpret_cast<char*>(readers.range));
+  }
+}
+
+// A block for each box: its table, the weights of rows over the number of samples of a bin; behind it, at `readers` unless
+// that is 0, the same for ROIAlign's gradient. Both are made in shared memory where they fit (STAGED).
+template <typename T, int LEARNS, int STAGED>
+__global__ void roi_align_tables(const T* rois, char* tables, i64 size, i64 readers, i64 rows, i64 columns, i64 h, i64 w,
+                                 double scale, i64 samples, i64 beyond, i64 sensitive) {
   using A = Wide<T>;
   const T* roi = rois + blockIdx.x * i64(5);
-  const Table<A> table(tables + blockIdx.x * size, rows, columns, h, w);
+  extern __shared__ double shared[];
+  int4* to = reinterpret_cast<int4*>(tables + blockIdx.x * size);
+  char* memory = reinterpret_cast<char*>(STAGED ? reinterpret_cast<int4*>(shared) : to);
+  const Table<A> table(memory, rows, columns, h, w);
   const Samples vertical(float(roi[2]), float(roi[4]), float(scale), rows, h, samples, beyond, sensitive);
   const Samples level(float(roi[1]), float(roi[3]), float(scale), columns, w, samples, beyond, sensitive);
   for (int k = threadIdx.x; k < rows + columns; k += blockDim.x) {
@@ -455,32 +537,11 @@ __global__ void roi_align_tables(const T* rois, char* tables, i64 size, i64 rows
     else
       weigh(level, k - int(rows), table.across, table.of_across, LEARNS, A(1));
   }
-  if (!PIXELS) return;
-  for (int p = threadIdx.x; p < h + w; p += blockDim.x) {
-    if (p < h)
-      table.row[p] = find_bins(table.down, int(rows), p);
-    else
-      table.column[p - h] = find_bins(table.across, int(columns), p - int(h));
-  }
   __syncthreads();
-  for (int p = threadIdx.x; p < h + w; p += blockDim.x) {
-    if (p < h)
-      copy_weights(table.down, table.of_down, table.row, table.of_rows, p);
-    else
-      copy_weights(table.across, table.of_across, table.column, table.of_columns, p - int(h));
-  }
-  if (threadIdx.x < 32) {  // bins without pixels have their `first` behind all others
-    int4 range{int(h), 0, int(w), 0};
-    for (int k = 0; k < rows; ++k) {
-      range.x = min(range.x, table.down[k].first);
-      if (table.down[k].count) range.y = table.down[k].first + table.down[k].count;
-    }
-    for (int k = 0; k < columns; ++k) {
-      range.z = min(range.z, table.across[k].first);
-      if (table.across[k].count) range.w = table.across[k].first + table.across[k].count;
-    }
-    if (threadIdx.x == 0) *table.range = range;
-  }
+  if (readers) write_readers(table, Readers<A>(memory + readers), int(rows), int(columns));
+  if (!STAGED) return;
+  __syncthreads();
+  for (int k = threadIdx.x; k < size / 16; k += blockDim.x) to[k] = reinterpret_cast<const int4*>(memory)[k];
 }
 
 // Blocks (K channels, an image, a share of the boxes), a thread for each bin.
@@ -521,33 +582,40 @@ roi_align_forward(const T* x, const T* rois, char* tables, T* y, i64 size, i64 r
   });
 }
 
-// Blocks (K channels, an image, a band of the map of `lines` rows and `across` columns): a warp has `own` rows of the band
-// and takes the boxes in their order, a lane a pixel; `most` boxes have their dy in shared memory at a time.
+// Blocks (K channels, an image, an area of the map of `lines` rows and `across` columns): a warp has `own` rows of it, and
+// takes the boxes in their order, a lane a column, two rows at a time. `most` boxes have their dy and their readers in
+// shared memory at a time.
 template <typename T, int K>
 __global__ void __launch_bounds__(1024)
-roi_align_backward(const T* dy, const T* rois, char* tables, T* dx, i64 size, i64 rows, i64 columns, i64 channels, i64 h,
-                   i64 w, i64 boxes, i64 most, i64 lines, i64 across, i64 own, i64 by_bins) {
+roi_align_backward(const T* dy, const T* rois, const char* readers, T* dx, i64 size, i64 slot, i64 columns, i64 bins,
+                   i64 channels, i64 h, i64 w, i64 boxes, i64 most, i64 lines, i64 across, i64 own, i64 by_bins) {
   using A = Wide<T>;
   extern __shared__ double shared[];
-  const i64 bands = (w + across - 1) / across;
-  const int top = int(blockIdx.z / bands * lines), left = int(blockIdx.z % bands * across);
+  const i64 areas = (w + across - 1) / across;
+  const int top = int(blockIdx.z / areas * lines), left = int(blockIdx.z % areas * across);
   const int end = int(min(top + lines, h)), right = int(min(left + across, w)), pitch = right - left;
+  const int mine = min(top + int(threadIdx.x / 32 * own), end), until = min(mine + int(own), end);
   Pack<A, K>* sums = reinterpret_cast<Pack<A, K>*>(shared);
   Pack<A, K>* given = sums + lines * across;
-  const unsigned bins = unsigned(rows * columns);
+  char* slots = reinterpret_cast<char*>(given + most * bins);
   const Divisor over_bins(by_bins);
   const i64 channel = blockIdx.x * i64(K);
-  const int count = int(min(i64(K), channels - channel));
-  const int lane = threadIdx.x % 32, mine = min(top + int(threadIdx.x / 32 * own), end), until = min(mine + int(own), end);
+  const int count = int(min(i64(K), channels - channel)), lane = threadIdx.x % 32;
   for (int p = (mine - top) * pitch + lane; p < (until - top) * pitch; p += 32) sums[p] = {};
   each_tile(rois, 0, boxes, [&](unsigned known, const int* list) {
     for (unsigned done = 0; done < known; done += unsigned(most)) {
       const unsigned here = min(known - done, unsigned(most));
       __syncthreads();
+      for (unsigned b = threadIdx.x / 32; b < here; b += blockDim.x / 32) {
+        const int4* from = reinterpret_cast<const int4*>(readers + list[done + b] * size);
+        int4* to = reinterpret_cast<int4*>(slots + b * slot);
+        const int packs = (from[1].x + 15) / 16;
+        for (int k = lane; k < packs; k += 32) to[k] = from[k];
+      }
 #pragma unroll 4
-      for (unsigned k = threadIdx.x; k < here * bins; k += blockDim.x) {
+      for (unsigned k = threadIdx.x; k < here * unsigned(bins); k += blockDim.x) {
         const unsigned b = over_bins.quotient(k);
-        const T* from = dy + (list[done + b] * channels + channel) * bins + (k - b * bins);
+        const T* from = dy + (list[done + b] * channels + channel) * bins + (k - b * unsigned(bins));
         Pack<A, K> pack;
 #pragma unroll
         for (int q = 0; q < K; ++q) pack.v[q] = q < count ? A(from[q * bins]) : A(0);
@@ -555,34 +623,50 @@ roi_align_backward(const T* dy, const T* rois, char* tables, T* dx, i64 size, i6
       }
       __syncthreads();
       for (unsigned base = 0; base < here; base += 32) {
-        int4 range{0, 0, 0, 0};
-        if (base + lane < here) range = *reinterpret_cast<const int4*>(tables + list[done + base + lane] * size);
-        range = {max(range.x, mine), min(range.y, until), max(range.z, left), min(range.w, right)};
-        for (unsigned some = __ballot_sync(0xffffffffu, range.x < range.y && range.z < range.w); some; some &= some - 1) {
-          const int from = __ffs(some) - 1;
-          const int low = __shfl_sync(0xffffffffu, range.x, from), high = __shfl_sync(0xffffffffu, range.y, from);
-          const int begin = __shfl_sync(0xffffffffu, range.z, from);
-          const int wide = __shfl_sync(0xffffffffu, range.w, from) - begin;
-          const Table<A> table(tables + list[done + base + from] * size, rows, columns, h, w);
-          const Pack<A, K>* of_box = given + (base + from) * bins;
-          const float inverse = 1.0f / float(wide);
-          for (int k = lane; k < (high - low) * wide; k += 32) {
-            const int down = int((float(k) + 0.5f) * inverse), a = low + down, b = begin + k - down * wide;
-            const Pixel row = table.row[a], column = table.column[b];
-            const A *by_row = table.of_rows + row.start, *by_column = table.of_columns + column.start;
-            Pack<A, K> sum = {};
-            for (int i = 0; i < row.count; ++i) {
-              const A weight = by_row[i];
-              const Pack<A, K>* line = of_box + (row.low + i) * int(columns) + column.low;
-              for (int j = 0; j < column.count; ++j) {
-                const A by = weight * by_column[j];
+        bool reads = false;
+        if (base + lane < here) {
+          const int4 range = *Readers<A>(slots + (base + lane) * slot).range;
+          reads = max(range.x, mine) < min(range.y, until) && max(range.z, left) < min(range.w, right);
+        }
+        for (unsigned some = __ballot_sync(0xffffffffu, reads); some; some &= some - 1) {
+          const unsigned box = base + __ffs(some) - 1;
+          const Readers<A> of(slots + box * slot);
+          const int4 range = *of.range;
+          const Pixel *rows_of = of.pixels - range.x, *columns_of = of.pixels + range.y - range.x - range.z;
+          const A* weights = of.weights(range);
+          const Pack<A, K>* of_box = given + box * bins;
+          const int last = min(range.y, until);
+          for (int a = max(range.x, mine); a < last; a += 2) {
+            const bool two = a + 1 < last;
+            const Pixel row = rows_of[a], next = two ? rows_of[a + 1] : row;
+            const int first = min(row.low, next.low), behind = max(row.low + row.count, next.low + next.count);
+            for (int b = max(range.z, left) + lane; b < min(range.w, right); b += 32) {
+              const Pixel column = columns_of[b];
+              Pack<A, K> sum[2] = {};
+              for (int i = first; i < behind; ++i) {
+                const Pack<A, K>* line = of_box + i * int(columns) + column.low;
+                Pack<A, K> along = {};
+                for (int j = 0; j < column.count; ++j) {
+                  const A by = weights[column.start + j];
 #pragma unroll
-                for (int q = 0; q < K; ++q) sum.v[q] += by * line[j].v[q];
+                  for (int q = 0; q < K; ++q) along.v[q] += by * line[j].v[q];
+                }
+                const A by = unsigned(i - row.low) < row.count ? weights[row.start + i - row.low] : A(0);
+                const A by_next = unsigned(i - next.low) < next.count ? weights[next.start + i - next.low] : A(0);
+#pragma unroll
+                for (int q = 0; q < K; ++q) {
+                  sum[0].v[q] += by * along.v[q];
+                  sum[1].v[q] += by_next * along.v[q];
+                }
               }
-            }
-            Pack<A, K>& to = sums[(a - top) * pitch + b - left];
+              Pack<A, K>* to = sums + (a - top) * pitch + b - left;
 #pragma unroll
-            for (int q = 0; q < K; ++q) to.v[q] += sum.v[q];
+              for (int q = 0; q < K; ++q) to->v[q] += sum[0].v[q];
+              if (!two) continue;
+              to += pitch;
+#pragma unroll
+              for (int q = 0; q < K; ++q) to->v[q] += sum[1].v[q];
+            }
           }
           __syncwarp();
         }
@@ -603,12 +687,12 @@ roi_align_backward(const T* dy, const T* rois, char* tables, T* dx, i64 size, i6
 // ALIGN what they weigh. A warp takes a row, a lane two columns, and the boxes in their order; more than ROOM boxes of
 // an image add to dx in turns.
 template <typename T, int ALIGN>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 8)
 psroi_backward(const T* dy, const T* rois, char* tables, T* dx, i64 size, i64 channels, i64 h, i64 w, i64 bins, i64 boxes,
                double scale) {
   using A = Wide<T>;
   constexpr int ROOM = 512, M = 2;
-  __shared__ int4 cells[ROOM];  // as Table.range
+  __shared__ int4 cells[ROOM];  // rows from x to y, columns from z to w
   __shared__ A shares[ROOM];
   __shared__ const A* weights[ALIGN ? ROOM : 1][2];  // of row 0 and column 0, if they were read
   const int lane = threadIdx.x % 32, j = int(blockIdx.x % bins), i = int(blockIdx.x / bins % bins);
