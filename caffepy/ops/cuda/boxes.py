@@ -25,7 +25,7 @@ WIDE = 1024
 SHARED = 1024
 """Most true boxes, and best boxes of a class, in shared memory, as in boxes.cu."""
 
-LOSSES = 2048
+LOSSES = 512
 """Boxes for which one more block pays."""
 
 STAGE = 24 << 10

@@ -195,10 +195,10 @@ __device__ bool is_free(const Pairs& pairs, i64 own, i64 place) {
 // A block for each image: the best pair of those left, as long as there is one. `pairs` (images, known, 3) is for more
 // true boxes than shared memory has room for.
 template <typename T>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
 match_pairs(const T* boxes, const T* rows, int* matches, T* overlaps, const u64* best, u64* pairs, int* counts, i64 own,
             i64 count, i64 known, i64 label, i64 difficult, i64 inside) {
-  constexpr int ROOM = 1024;
+  constexpr int ROOM = 1024, U = 3;  // U: boxes of a thread on their way
   __shared__ u64 room[2][ROOM];
   __shared__ int room_of_rows[ROOM];
   const Truths<T> truths{rows, known, label, difficult};
@@ -249,12 +249,21 @@ match_pairs(const T* boxes, const T* rows, int* matches, T* overlaps, const u64*
         const i64 truth = start + __ffs(left) - 1;
         const Box b = truths.box(of.row[truth]);
         u64 found = 0;
-        for (i64 p = threadIdx.x; p < count; p += blockDim.x) {
-          const Box a(boxes + 4 * p);
-          const float both = overlap(a, b);
-          if (!(both > LEAST) || (inside && a.crosses())) continue;
-          const u64 next = pair(__float_as_uint(both), p);
-          if (next > found && is_free(of, mine, p)) found = next;
+        for (i64 start = threadIdx.x; start < count; start += U * blockDim.x) {
+          float both[U];
+#pragma unroll
+          for (int u = 0; u < U; ++u) {
+            const i64 p = start + u * blockDim.x;
+            const Box a(boxes + 4 * min(p, count - 1));
+            both[u] = p < count && !(inside && a.crosses()) ? overlap(a, b) : 0.0f;
+          }
+#pragma unroll
+          for (int u = 0; u < U; ++u) {
+            if (!(both[u] > LEAST)) continue;
+            const i64 p = start + u * blockDim.x;
+            const u64 next = pair(__float_as_uint(both[u]), p);
+            if (next > found && is_free(of, mine, p)) found = next;
+          }
         }
         found = block_max(found);
         if (threadIdx.x == 0) of.best[truth] = found;
@@ -328,9 +337,9 @@ __global__ void location_gradients(const T* locations, const T* priors, const T*
   }
 }
 
-// Larger floats have larger keys, none of them 0.
+// Larger floats have larger keys, none of them 0; -0 has that of 0.
 __device__ unsigned ordered(float x) {
-  const unsigned bits = __float_as_uint(x);
+  const unsigned bits = __float_as_uint(__fadd_rn(x, 0.0f));
   return max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
 }
 
@@ -355,6 +364,13 @@ template <int HELD> struct Keys {
       of[i] = p < count ? key(p) : 0;
     }
   }
+  __device__ u64 pair_of(int i) const { return pair(of[i], i * i64(blockDim.x) + threadIdx.x); }
+  __device__ unsigned largest() const {
+    unsigned most = 0;
+#pragma unroll UNROLL
+    for (int i = 0; i < HELD; ++i) most = max(most, of[i]);
+    return most;
+  }
   __device__ unsigned above(unsigned key) const {
     unsigned found = 0;
 #pragma unroll UNROLL
@@ -363,11 +379,54 @@ template <int HELD> struct Keys {
   }
 };
 
-// f(element, whether it is one of the `number` largest, of equal ones the first). Bit by bit the largest key from which
-// on there are as many; if there are more, only the first of those with this key count.
+// Bit by bit a word that `wanted` threads of a block reach, or more that have the same; 0 if there are not so many.
+__device__ unsigned reached(unsigned x, unsigned wanted) {
+  unsigned least = 0;
+  for (int bit = 31; bit >= 0; --bit) {
+    const unsigned next = least | 1u << bit, found = __syncthreads_count(x >= next);
+    if (found < wanted) continue;
+    least = next;
+    if (found == wanted) break;
+  }
+  return least;
+}
+
+// The pair of key and place that the `wanted` largest reach, of those keys that are `least` or more: no more than there are
+// threads.
+template <int HELD> __device__ u64 last_pair(const Keys<HELD>& keys, unsigned least, unsigned count, unsigned wanted) {
+  __shared__ u64 pairs[1024];
+  __shared__ unsigned filled;
+  if (threadIdx.x == 0) filled = 0;
+  __syncthreads();
+#pragma unroll Keys<HELD>::UNROLL
+  for (int i = 0; i < HELD; ++i)
+    if (keys.of[i] >= least) pairs[atomicAdd(&filled, 1)] = keys.pair_of(i);
+  __syncthreads();
+  const u64 own = threadIdx.x < count ? pairs[threadIdx.x] : 0;
+  const unsigned key = unsigned(own >> 32), last = reached(key, wanted);
+  const unsigned above = __syncthreads_count(key > last), equal = __syncthreads_count(key == last);
+  const unsigned place = above + equal > wanted ? reached(key == last ? unsigned(own) : 0, wanted - above) : 0;
+  return max(u64(last) << 32 | place, u64(least) << 32);
+}
+
+// f(element, whether it is one of the `number` largest, of equal ones the first). As many threads as are wanted reach a
+// key with their largest; those that reach it at all are few, and a thread each finds out which of them are wanted. Where they
+// are more than threads: bit by bit the largest key from which on there are as many; if there are more, only the first
+// of those with this key count.
 template <int HELD, typename F> __device__ void largest(const Keys<HELD>& keys, i64 number, F f) {
   unsigned found = block_total(keys.above(0), 0), least = 1;  // found: keys of `least` or more
   const unsigned wanted = number < 0 ? 0 : number < found ? unsigned(number) : found;
+  if (found > wanted && wanted) {
+    const unsigned near = wanted <= blockDim.x ? reached(keys.largest(), wanted) : 0;
+    const unsigned few = near ? block_total(keys.above(near - 1), 1) : found;
+    if (few <= blockDim.x) {
+      const u64 last = last_pair(keys, max(near, 1u), few, wanted);
+#pragma unroll Keys<HELD>::UNROLL
+      for (int i = 0; i < HELD; ++i) f(i, keys.of[i] && keys.pair_of(i) >= last);
+      return;
+    }
+  }
+  __syncthreads();
   if (found > wanted) least = 0;
   for (int bit = 31; bit >= 0 && found > wanted; --bit) {
     const unsigned next = least | 1u << bit, from_next = block_total(keys.above(next - 1), bit & 1);
@@ -615,7 +674,8 @@ mine_negatives(const T* losses, const int* matches, const T* overlaps, const int
   const i64 n = blockIdx.x, start = n * count;
   const Keys<HELD> keys(count, [=](i64 p) {
     const i64 i = start + p;
-    return matches[i] == -1 && float(overlaps[i]) < float(most) ? ordered(float(losses[i])) : 0;
+    const float overlap = float(overlaps[i]), loss = float(losses[i]);  // all on their way at once
+    return (matches[i] == -1) & (overlap < float(most)) ? ordered(loss) : 0u;
   });
   const i64 number = counts[2 * n] > 0 ? i64(__fmul_rn(float(counts[2 * n + 1]), float(ratio))) : 0;
   largest(keys, number, [=](int i, bool is) {

@@ -33,6 +33,12 @@ __device__ inline unsigned warp_max(unsigned x) {
 #endif
 }
 
+__device__ inline unsigned long long warp_max(unsigned long long x) {
+  const unsigned high = warp_max(unsigned(x >> 32));
+  const unsigned low = warp_max(unsigned(x >> 32) == high ? unsigned(x) : 0u);
+  return static_cast<unsigned long long>(high) << 32 | low;
+}
+
 // The result goes to all threads of a block of whole warps.
 template <typename A> __device__ A block_sum(A x) {
   __shared__ A parts[32];
