@@ -54,18 +54,29 @@ struct Area {
   }
 };
 
-// Whether the intersection over the union, rounded, is above the threshold; the division is done only where it is near.
-__device__ bool overlaps(const Area& a, const Area& b, float threshold, float unit) {
-  const float wide = __fadd_rn(__fsub_rn(fminf(a.v[2], b.v[2]), fmaxf(a.v[0], b.v[0])), unit);
-  const float high = __fadd_rn(__fsub_rn(fminf(a.v[3], b.v[3]), fmaxf(a.v[1], b.v[1])), unit);
-  const float both = __fmul_rn(fmaxf(wide, 0.0f), fmaxf(high, 0.0f));
-  const float either = __fsub_rn(__fadd_rn(a.size, b.size), both), limit = threshold * either;
-  if (either > 0 && limit > 1e-30f) {
-    if (both > limit * 1.00001f) return true;
-    if (both < limit * 0.99999f) return false;
+// Whether the intersection over the union, rounded, is above a threshold.
+struct Limit {
+  float threshold, above, below, unit;
+  __device__ Limit(double threshold, double unit)
+      : threshold(float(threshold)), above(float(threshold) * 1.00001f), below(float(threshold) * 0.99999f), unit(float(unit)) {}
+  __device__ float both(const Area& a, const Area& b) const {
+    const float wide = __fadd_rn(__fsub_rn(fminf(a.v[2], b.v[2]), fmaxf(a.v[0], b.v[0])), unit);
+    const float high = __fadd_rn(__fsub_rn(fminf(a.v[3], b.v[3]), fmaxf(a.v[1], b.v[1])), unit);
+    return __fmul_rn(fmaxf(wide, 0.0f), fmaxf(high, 0.0f));
   }
-  return __fdiv_rn(both, either) > threshold;
-}
+  __device__ float either(const Area& a, const Area& b, float both) const { return __fsub_rn(__fadd_rn(a.size, b.size), both); }
+  __device__ bool passes(const Area& a, const Area& b) const {
+    const float overlap = both(a, b);
+    return __fdiv_rn(overlap, either(a, b, overlap)) > threshold;
+  }
+  // The same without a division; `near` where that is not sure.
+  __device__ bool guess(const Area& a, const Area& b, bool& near) const {
+    const float overlap = both(a, b), all = either(a, b, overlap), least = below * all;
+    const bool over = overlap > above * all;
+    near = !(least > 1e-30f && (over || overlap < least));
+    return over;
+  }
+};
 
 constexpr int LINE = 128;  // boxes p of a block
 
@@ -80,17 +91,29 @@ find_overlaps(const T* boxes, const int* counts, u64* words, i64 count, i64 colu
   if (blockIdx.x * i64(LINE) > start + 63 || (first && counts[n] >= most)) return;
   const T* all = boxes + n * count * 4;
   const int here = int(min(count - start, i64(64)));
-  if (threadIdx.x < here) others[threadIdx.x] = Area(all + 4 * (start + threadIdx.x), float(unit));
+  const Limit limit(threshold, unit);
+  if (threadIdx.x < 64) others[threadIdx.x] = Area(all + 4 * (start + min(int(threadIdx.x), here - 1)), limit.unit);
   __syncthreads();
   if (p >= count || p > start + 63) return;
-  const Area own(all + 4 * p, float(unit));
-  unsigned bits[2] = {0, 0};
+  const Area own(all + 4 * p, limit.unit);
+  u64 word = 0;
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
-#pragma unroll 8
-    for (int b = 0; b < 32; ++b)
-      if (32 * half + b < here && overlaps(own, others[32 * half + b], float(threshold), float(unit))) bits[half] |= 1u << b;
-  u64 word = u64(bits[1]) << 32 | bits[0];
+  for (int half = 0; half < 2; ++half) {
+    unsigned bits = 0, unsure = 0;
+#pragma unroll
+    for (int b = 0; b < 32; ++b) {
+      bool near;
+      if (limit.guess(own, others[32 * half + b], near)) bits |= 1u << b;
+      if (near) unsure |= 1u << b;
+    }
+    for (; unsure; unsure &= unsure - 1) {
+      const int b = __ffs(unsure) - 1;
+      bits &= ~(1u << b);
+      if (limit.passes(own, others[32 * half + b])) bits |= 1u << b;
+    }
+    word |= u64(bits) << (32 * half);
+  }
+  if (here < 64) word &= (u64(1) << here) - 1;
   if (p >= start) word &= ~(u64(1) << (p - start));
   words[(n * columns + q) * count + p] = word;
 }
@@ -118,10 +141,14 @@ __device__ u64 decide(u64 undecided, const u64 (&pairs)[2], i64 most) {
   return kept;
 }
 
-__device__ u64 warp_or(u64 x) {
+__device__ unsigned warp_or(unsigned x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_or_sync(0xffffffffu, x);
+#else
 #pragma unroll
   for (int offset = 16; offset; offset /= 2) x |= __shfl_xor_sync(0xffffffffu, x, offset);
   return x;
+#endif
 }
 
 // A block for each image takes the boxes of columns `first` to `last` in turn, 64 at a time: those that no earlier one of
@@ -130,8 +157,8 @@ __device__ u64 warp_or(u64 x) {
 __global__ void __launch_bounds__(1024)
 keep_boxes(const u64* words, int* kept, int* counts, i64 count, i64 columns, i64 first, i64 last, i64 most) {
   constexpr int ROOM = 2048;
-  __shared__ u64 gone[3];  // of a column, the next one, and that after it
-  __shared__ int room[ROOM], shared_found;
+  __shared__ unsigned gone[3][2];  // halves of a column, the next one, and that after it
+  __shared__ int room[ROOM], shared_found[2];
   const i64 n = blockIdx.x;
   const int lane = threadIdx.x % 32;
   words += n * columns * count;
@@ -140,14 +167,23 @@ keep_boxes(const u64* words, int* kept, int* counts, i64 count, i64 columns, i64
   int found = first ? counts[n] : 0;
   if (found >= most) return;
   for (int k = threadIdx.x; k < found; k += blockDim.x) list[k] = kept[k];
-  if (threadIdx.x < 3) gone[threadIdx.x] = 0;
+  if (threadIdx.x < 6) gone[threadIdx.x / 2][threadIdx.x % 2] = 0;
   __syncthreads();
   const auto look = [&](i64 q, int from, int step) {
+    constexpr int U = 4;  // words of a thread on their way
     u64 bits = 0;
-#pragma unroll 4
-    for (int k = from; k < found; k += step) bits |= words[q * count + list[k]];
-    bits = warp_or(bits);
-    if (lane == 0 && bits) atomicOr(&gone[q % 3], bits);
+    for (int start = from; start < found; start += U * step) {
+      u64 got[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) got[u] = start + u * step < found ? words[q * count + list[start + u * step]] : 0;
+#pragma unroll
+      for (int u = 0; u < U; ++u) bits |= got[u];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned all = warp_or(unsigned(bits >> (32 * half)));
+      if (lane == 0 && all) atomicOr(&gone[q % 3][half], all);
+    }
   };
   look(first, threadIdx.x, blockDim.x);
   u64 pairs[2], next[2], late = 0;  // of the first warp: words of a column's boxes with it, and with the next column
@@ -168,7 +204,7 @@ keep_boxes(const u64* words, int* kept, int* counts, i64 count, i64 columns, i64
       const u64 all = here < 64 ? (u64(1) << here) - 1 : ~u64(0);
       const u64 words_of[2] = {pairs[0], pairs[1]}, words_with[2] = {next[0], next[1]};
       load(q + 1);  // on its way meanwhile
-      const u64 stay = decide(~(gone[q % 3] | late) & all, words_of, most - found);
+      const u64 stay = decide(~(u64(gone[q % 3][1]) << 32 | gone[q % 3][0] | late) & all, words_of, most - found);
       u64 bits = 0;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
@@ -177,17 +213,16 @@ keep_boxes(const u64* words, int* kept, int* counts, i64 count, i64 columns, i64
         bits |= words_with[k];
         list[found + rank] = kept[found + rank] = int(start + b);
       }
-      late = warp_or(bits);
+      late = u64(warp_or(unsigned(bits >> 32))) << 32 | warp_or(unsigned(bits));
       if (lane == 0) {
-        shared_found = found + __popcll(stay);
-        gone[(q + 2) % 3] = 0;
+        shared_found[q % 2] = found + __popcll(stay);
+        gone[(q + 2) % 3][0] = gone[(q + 2) % 3][1] = 0;
       }
     } else if (q + 1 < last) {
       look(q + 1, threadIdx.x - 32, blockDim.x - 32);
     }
     __syncthreads();
-    found = shared_found;
-    __syncthreads();
+    found = shared_found[q % 2];
   }
   if (threadIdx.x == 0) counts[n] = found;
 }
