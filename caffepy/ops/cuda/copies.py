@@ -116,21 +116,47 @@ def _transpose(x: Array, out: Array) -> None:
 
 
 def join(parts: Sequence[Array], whole: Array, axis: int) -> None:
-    _side_by_side(True, whole, [a.shape[axis] for a in parts], parts, axis)
+    found = _lines(whole, [a.shape[axis] for a in parts], parts, axis)
+    if found is None:
+        return
+    unit, lines, line, widths = found
+    start = 0
+    for first in range(0, len(parts), PARTS):
+        given = parts[first : first + PARTS]
+        ends = np.cumsum(widths[first : first + PARTS]).tolist()
+        missing, last = PARTS - len(ends), ends[-1]
+        arrays = (*given, *[None] * missing, *ends, *[last] * missing)
+        shape = (whole.data.ptr + start, lines, line, divisor(max(1, last)))
+        many = int(len(given) > 2)
+        name = f"join<{UNITS[unit]}, {many}>"
+        launch_expression("copy", name, -(-lines * last * unit // 16), *shape, *arrays)
+        start += last * unit
 
 
 def cut(whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis: int) -> None:
-    _side_by_side(False, whole, sizes, parts, axis)
+    found = _lines(whole, sizes, parts, axis)
+    if found is None:
+        return
+    unit, lines, line, widths = found
+    start = 0
+    for part, width in zip(parts, widths, strict=True):
+        if part is not None and width:
+            name, shape = f"cut<{UNITS[unit]}>", (lines, line, start, width, divisor(width))
+            launch_expression("copy", name, -(-lines * width * unit // 16), whole, part, *shape)
+        start += width
 
 
-def _side_by_side(
-    joining: bool, whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis: int
-) -> None:
+def _lines(
+    whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis: int
+) -> tuple[int, int, int, list[int]] | None:
+    """Return the largest unit in bytes that all lie in, the lines of the whole, the units of one,
+    and those of each part in it; None if there is nothing to copy.
+    """
     there = [a for a in parts if a is not None and a.size]
     assert sum(sizes) == whole.shape[axis]
     assert all(a.dtype == whole.dtype for a in there)
     if not whole.size:
-        return
+        return None
     if channels_last(whole, *there):
         assert axis == 1
         inner = whole.itemsize
@@ -138,17 +164,15 @@ def _side_by_side(
         inner = prod(whole.shape[axis + 1 :]) * whole.itemsize
     line = whole.shape[axis] * inner
     unit = gcd(16, *(size * inner for size in sizes), *(a.data.ptr for a in (whole, *there)))
-    name = f"side_by_side<{UNITS[unit]}, {str(joining).lower()}>"
-    lines, start = whole.nbytes // line, 0
-    for first in range(0, len(parts), PARTS):
-        ends = [inner * n // unit for n in np.cumsum(sizes[first : first + PARTS]).tolist()]
-        missing, last = PARTS - len(ends), ends[-1]
-        arrays = (*parts[first : first + PARTS], *[None] * missing, *ends, *[last] * missing)
-        shape = (whole.data.ptr + start, lines, line // unit, divisor(max(1, last)))
-        launch_expression("copy", name, lines * last, *shape, *arrays)
-        start += last * unit
+    return unit, whole.nbytes // line, line // unit, [size * inner // unit for size in sizes]
 
 
 def deal_channels(x: Array, y: Array, parts: int) -> None:
     _, channels, inner = planes(alike(x, y))
+    words = x.itemsize == 2 and inner == 1 and channels % 4 == 0
+    if words and x.size and 2 in (parts, channels // parts) and not (x.data.ptr | y.data.ptr) % 4:
+        sizes = x.size // 2, channels, divisor(channels // 2)
+        name = f"deal_pairs<{int(parts > 2)}>"
+        launch_expression("copy", name, packs(x), x, y, *sizes)
+        return
     launch("copy", "deal_channels", x, packs(x), x, y, x.size, channels, inner, parts)

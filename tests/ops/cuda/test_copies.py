@@ -137,7 +137,16 @@ def test_convert_refuses_views():
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("kind", ["float32", "uint16"])
-@pytest.mark.parametrize(("shape", "parts"), [((2, 24, 3, 5), 3), ((3, 10, 7, 1), 2), ((1, 6), 6)])
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((2, 24, 3, 5), 3),
+        ((3, 10, 7, 1), 2),
+        ((1, 6), 6),
+        ((3, 20, 5, 7), 2),  # in words of two channels
+        ((3, 20, 5, 7), 10),
+    ],
+)
 def test_deal_channels(shape, parts, kind, last):
     from caffepy.ops import cuda
 
@@ -158,6 +167,7 @@ PARTS = {  # shape of the whole, axis, sizes
     "one": ((2, 6, 3, 5), 1, [6]),
     "many": ((3, 60, 2, 3), 1, [4] * 13 + [8]),
     "height": ((2, 3, 9, 4), 2, [4, 5]),
+    "shufflenet": ((3, 20, 5, 7), 1, [10, 10]),
     "googlenet": ((2, 480, 14, 14), 1, [192, 208, 48, 32]),
     "of one position": ((4, 12, 1, 1), 1, [4, 8]),
     "three axes": ((2, 6, 5), 1, [2, 4]),

@@ -25,18 +25,43 @@ __global__ void copy(const U* source, U* target, i64 n0, i64 n1, i64 n2, i64 n3,
   }
 }
 
-// Lines of up to eight arrays side by side in the lines of one: copied there (JOIN), or from there to those that are
-// not null. Part k holds places end_(k-1) to end_k of each line of the whole.
-template <typename U, bool JOIN>
-__global__ void side_by_side(U* whole, i64 lines, i64 line, i64 by_end, U* p0, U* p1, U* p2, U* p3, U* p4, U* p5, U* p6,
-                             U* p7, i64 e0, i64 e1, i64 e2, i64 e3, i64 e4, i64 e5, i64 e6, i64 e7) {
+// Writes n units, in packs of 16 bytes where they lie so: read(i) gives what tells unit i, then those after it.
+template <typename U, typename F> __device__ void gather(U* to, unsigned n, F read) {
+  constexpr int V = 16 / sizeof(U);
+  const unsigned packs = aligned(to, 16) ? n / V : 0;
+  FOR_EACH(i, packs) {
+    auto next = read(unsigned(i) * V);
+    Pack<U, V> pack;
+#pragma unroll
+    for (int v = 0; v < V; ++v) pack.v[v] = next();
+    reinterpret_cast<Pack<U, V>*>(to)[i] = pack;
+  }
+  FOR_EACH(i, n - packs * V) to[packs * V + i] = read(packs * V + unsigned(i))();
+}
+
+// Places of lines of `line` units one after the other.
+struct Along {
+  unsigned row, at, line;
+  __device__ Along(unsigned i, const Divisor& by, unsigned line) : row(by.quotient(i)), at(i - row * line), line(line) {}
+  __device__ void step() {
+    if (++at < line) return;
+    at = 0;
+    ++row;
+  }
+};
+
+// whole (lines, line) from place 0 on: the lines of up to eight arrays, or of two (MANY 0), side by side. Part k holds places
+// end_(k-1) to end_k of each line.
+template <typename U, int MANY>
+__global__ void join(U* whole, i64 lines, i64 line, i64 by_end, const U* p0, const U* p1, const U* p2, const U* p3,
+                     const U* p4, const U* p5, const U* p6, const U* p7, i64 e0, i64 e1, i64 e2, i64 e3, i64 e4, i64 e5,
+                     i64 e6, i64 e7) {
   const Divisor by{by_end};
-  const unsigned n = unsigned(lines * e7);
-  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
-    const unsigned row = by.quotient(i), at = i - row * unsigned(e7);
-    U* part = p0;
+  const unsigned all = unsigned(e7);
+  const auto find = [=](unsigned row, unsigned at) {
+    const U* part = p0;
     unsigned start = 0, end = unsigned(e0);
-    const auto or_else = [&](U* p, i64 e) {
+    const auto or_else = [&](const U* p, i64 e) {
       if (at >= end) {
         part = p;
         start = end;
@@ -44,19 +69,43 @@ __global__ void side_by_side(U* whole, i64 lines, i64 line, i64 by_end, U* p0, U
       }
     };
     or_else(p1, e1);
-    or_else(p2, e2);
-    or_else(p3, e3);
-    or_else(p4, e4);
-    or_else(p5, e5);
-    or_else(p6, e6);
-    or_else(p7, e7);
-    if (!part) continue;
-    U &here = part[row * (end - start) + (at - start)], &there = whole[i64(row) * line + at];
-    if (JOIN)
-      there = here;
-    else
-      here = there;
+    if (MANY) {
+      or_else(p2, e2);
+      or_else(p3, e3);
+      or_else(p4, e4);
+      or_else(p5, e5);
+      or_else(p6, e6);
+      or_else(p7, e7);
+    }
+    return part[row * (end - start) + (at - start)];
+  };
+  const auto read = [=](unsigned i) {
+    return [=, place = Along(i, by, all)]() mutable {
+      const U found = find(place.row, place.at);
+      place.step();
+      return found;
+    };
+  };
+  if (all == line) {
+    gather(whole, unsigned(lines * line), read);
+    return;
   }
+  FOR_EACH(i, lines * all) {
+    const Along place(unsigned(i), by, all);
+    whole[i64(place.row) * line + place.at] = find(place.row, place.at);
+  }
+}
+
+// part (lines, width): from place `start` of each line of whole on.
+template <typename U> __global__ void cut(const U* whole, U* part, i64 lines, i64 line, i64 start, i64 width, i64 by_width) {
+  const Divisor by{by_width};
+  gather(part, unsigned(lines * width), [=](unsigned i) {
+    return [=, place = Along(i, by, unsigned(width))]() mutable {
+      const U found = whole[i64(place.row) * line + start + place.at];
+      place.step();
+      return found;
+    };
+  });
 }
 
 // Where each of consecutive elements of y comes from: channel k * parts + p of y is channel p * (C / parts) + k of x,
@@ -94,4 +143,24 @@ struct Dealt {
 template <typename T> __global__ void deal_channels(const T* x, T* y, i64 n, i64 channels, i64 inner, i64 parts) {
   Dealt dealt(channels, inner, parts);
   each<PACK>(n, [=](i64 i, T& to) mutable { to = x[dealt.from(i)]; }, out(y));
+}
+
+// The same of numbers of 16 bits with the channels last, an even number of them to each of two parts, in words of two:
+// channels 2 k and 2 k + 1 of y are k and hand + k of x; or back (BACK), k and k + 1 of y are 2 k and 2 k + 2 of x.
+template <int BACK>
+__global__ void deal_pairs(const unsigned* x, unsigned* y, i64 n, i64 channels, i64 by_words) {
+  const Divisor by{by_words};
+  const unsigned words = unsigned(channels / 2), hand = words / 2;
+  gather(y, unsigned(n), [=](unsigned i) {
+    return [=, place = Along(i, by, words)]() mutable {
+      const unsigned* line = x + i64(place.row) * words;
+      const unsigned at = place.at, half = at & 1, second = at >= hand;
+      place.step();
+      if (BACK) {
+        const unsigned* from = line + 2 * (at - second * hand);
+        return __byte_perm(from[0], from[1], second ? 0x7632 : 0x5410);
+      }
+      return __byte_perm(line[at / 2], line[hand + at / 2], half ? 0x7632 : 0x5410);
+    };
+  });
 }
