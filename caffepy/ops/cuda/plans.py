@@ -7,6 +7,7 @@ CANDIDATES of them are timed with the arrays of that call, and the fastest is ta
          -> a _Search: in tuned_plans (disk)?  build that one      -> Plan
                        else ask heuristics, build CANDIDATES
          -> choose: time them, or take the first                   -> Plan, remembered if timed
+                    none runs? ask the next heuristics
 
 Searches ask and build in threads of a pool, if the calls are made in a block of `compile_ahead`
 before.
@@ -150,6 +151,8 @@ class _Search:
         self.count = candidates if autotune.may_time() else 1
         self.excluded = _excluded_notes(dtype)
         self.plans: list[tuple[cudnn.Engine | None, cudnn.Plan]] = []
+        # Plans with run-time compilation take long to build: only if there is no other.
+        self._left = product(([cudnn.RUNTIME_COMPILATION], []), HEURISTICS)
 
     def begin_aside(self) -> "_Search":
         """Ask cuDNN and build in another thread."""
@@ -160,12 +163,16 @@ class _Search:
         """Ask cuDNN and build."""
         self.handle = handle
         if not self._rebuild():
-            # Plans with run-time compilation take long to build: only if there is no other.
-            for without, heuristic in product(([cudnn.RUNTIME_COMPILATION], []), HEURISTICS):
-                self._build(heuristic, without)
-                if self.plans:
-                    break
+            self._ask()
         return self
+
+    def _ask(self) -> None:
+        """Build the first plans of the next heuristic that has any."""
+        self.plans = []
+        for without, heuristic in self._left:
+            self._build(heuristic, without)
+            if self.plans:
+                break
 
     def _rebuild(self) -> bool:
         """Build the plan that was the fastest before, if it can still be built."""
@@ -217,9 +224,11 @@ class _Search:
             log.info("Timing cuDNN plans (once per shape and machine)")
         wait(list(_searches.values()))  # busy threads would delay the launches that are timed
         with temporary_workspace():
-            fastest = self._fastest(arrays)
-        if fastest is None:
-            return None
+            while (fastest := self._fastest(arrays)) is None:
+                self.handle = context().cudnn  # not that of another thread
+                self._ask()
+                if not self.plans:
+                    return None
         engine, plan = fastest
         autotune.remember(self.name, engine.name)
         return Plan(plan)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
 from caffepy.core.errors import DeviceError  # noqa: E402
-from caffepy.device import math_mode  # noqa: E402
+from caffepy.device import cudnn, math_mode  # noqa: E402
 from caffepy.device.blob import Layout, from_bfloat16  # noqa: E402
 from caffepy.ops import cpu, cuda  # noqa: E402
 from caffepy.ops.cuda import (  # noqa: E402
@@ -350,6 +350,33 @@ def test_what_wins_is_kept(case, tmp_path, monkeypatch):
 
     monkeypatch.setattr(autotune, "milliseconds", timed)
     check(CASES[case], kind)
+
+
+def test_where_no_plan_of_a_heuristic_runs_the_next_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forget(monkeypatch)
+    monkeypatch.setattr(autotune, "seconds_spent", 0.0)
+    monkeypatch.setattr(autotune, "_autotune", True)
+    build, run, bad, asked = plans._Search._build, plans.Plan.run, set(), []
+
+    def building(search, heuristic, without):
+        build(search, heuristic, without)
+        asked.append(heuristic)
+        if heuristic == cudnn.HEURISTIC_A:
+            bad.update(id(plan) for _, plan in search.plans)
+            kept.extend(search.plans)  # so that no other has their ids
+
+    def running(plan, *arrays):
+        if id(plan._built) in bad:
+            raise cudnn.CudnnError("does not run")
+        run(plan, *arrays)
+
+    kept = []
+    monkeypatch.setattr(plans._Search, "_build", building)
+    monkeypatch.setattr(plans.Plan, "run", running)
+    check(CASES["basic"], KINDS["tf32"])
+    assert cudnn.HEURISTIC_FALLBACK in asked
+    assert bad
 
 
 def test_a_damaged_file_of_winners_is_written_anew(tmp_path, monkeypatch):
