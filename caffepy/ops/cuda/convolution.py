@@ -349,20 +349,35 @@ class _ChannelsLast:
         candidates: list[Make] = [lambda: apart]
         if b is None:
             ways = [w for w in self._ways if pointwise.suits_moments(w.geometry, self.dtype)]
-            choices = product(ways, pointwise.WIDTHS)
+            choices = list(product(ways, pointwise.WIDTHS))
             candidates += [partial(self._with_moments, *choice) for choice in choices]
+
+        def use(chosen: int) -> None:
+            if chosen:
+                self._used.append(choices[chosen - 1][0])
+
         key, arrays = ("moments", b is not None), (x, w, b, y, planes)
-        return self._with_sums(key, f"forward moments {self.geometry}", apart, candidates, arrays)
+        name = f"forward moments {self.geometry}"
+        return self._with_sums(key, name, apart, candidates, arrays, use)
 
     def _with_sums(
-        self, key: Any, name: str, apart: Run, candidates: Sequence[Make], arrays: Sequence[Any]
+        self,
+        key: Any,
+        name: str,
+        apart: Run,
+        candidates: Sequence[Make],
+        arrays: Sequence[Any],
+        use: Callable[[int], None] = lambda chosen: None,
     ) -> tuple[Array, int]:
-        """Run the fastest candidate, the first of which is `apart`; return its partial sums."""
+        """Run the fastest candidate, the first of which is `apart`; return its partial sums. Which
+        it is, `use` is told once.
+        """
         if key not in self._runs:
             sums: tuple[Array, int] = apart(*arrays)  # chooses its plans before others are timed
             found = autotune.fastest(name, self.dtype, candidates, arrays, LAUNCHES)
             if found is None:
                 return sums
+            use(found[0])
             self._runs[key] = found[1]
         sums = self._runs[key](*arrays)
         return sums
@@ -376,7 +391,6 @@ class _ChannelsLast:
             self._last_forward, self._last_image = way, x.data.ptr
             return found(way.image(x), weights, y)
 
-        self._used.append(way)
         return run
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:

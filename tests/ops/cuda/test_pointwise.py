@@ -126,6 +126,21 @@ def test_an_image_of_few_channels_before_a_batch_norm(shape):
         assert np.linalg.norm(dw.get() - truth) <= 1e-2 * np.linalg.norm(truth)
 
 
+def test_nothing_is_kept_of_candidates_that_are_only_compiled():
+    import cupy
+
+    from caffepy.ops import cuda
+
+    shape = SHAPES["many tiles"]
+    n, c, h, w, outputs, _ = shape
+    theirs, have = convolution(cuda, shape), preparation(outputs, cupy.asarray)
+    x, y = stored(data((n, c, h, w)), "uint16", True), stored(data((n, outputs, h, w)), "uint16", 1)
+    with cuda.compile_ahead():
+        theirs.forward_prepare(x, cupy.zeros((outputs, c, 1, 1), np.float32), None, y, have)
+    assert not theirs._for(x, y)._used
+    assert not theirs._for(x, y)._runs
+
+
 def last_of(fastest, last):
     """Choose the candidate of this number among those with moments."""
 
