@@ -11,6 +11,7 @@ import numpy as np
 
 from caffepy.device.blob import Layout
 from caffepy.device.device import Device
+from caffepy.ops.masks import mask_size
 
 Sizes = Sequence[int]
 
@@ -50,8 +51,8 @@ class ShapesOnly:
         return np.dtype(np.uint8 if prod(kernel) < 256 else np.int32)
 
     def mask_size(self, shape: Sizes, layout: Layout) -> int:
-        """0: a GPU keeps bits of images with channels last, a layout that is not chosen here."""
-        return 0
+        """A GPU's, likewise."""
+        return mask_size(shape, layout)
 
     def __getattr__(self, name: str) -> Any:
         from caffepy.ops import cpu

@@ -13,6 +13,8 @@ from caffepy.cli.check import check
 from caffepy.commands.check import LayerOnGpu, NetInfo, as_json, inspect, is_solver, outer_fields
 from caffepy.commands.largest_batch import LargestBatch, largest_batch
 from caffepy.core.errors import ConfigError, UsageError
+from caffepy.layer.fused import NormGroup
+from caffepy.net.memory import Usage
 from caffepy.net.recompute import OVERHEAD
 from tests.nets import library
 
@@ -205,6 +207,40 @@ def test_in_fp32_blobs_lie_as_in_caffe(tmp_path: Path) -> None:
     net = on_gpu(tmp_path, NET % "", "fp32")
     assert gpu_of(net, "conv").formats == {"c": "float32 NCHW"}
     assert not any(layer.gpu and layer.gpu.converts for layer in net.layers)
+
+
+SUM = """
+layer { name: "labels" type: "Input" top: "t" input_param { shape { dim: 2 } } }
+layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 2 dim: 8 dim: 6 dim: 6 } } }
+layer { name: "a" type: "Convolution" bottom: "x" top: "a"
+        convolution_param { num_output: 16 kernel_size: 1 bias_term: false } }
+layer { name: "b" type: "Convolution" bottom: "x" top: "b"
+        convolution_param { num_output: 16 kernel_size: 1 bias_term: false } }
+layer { name: "norm" type: "BatchNorm" bottom: "b" top: "b" }
+layer { name: "sum" type: "Eltwise" bottom: "a" bottom: "b" top: "y" }
+layer { name: "relu" type: "ReLU" bottom: "y" top: "y" }
+layer { name: "ip" type: "InnerProduct" bottom: "y" top: "z" inner_product_param { num_output: 2 } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "z" bottom: "t" top: "l" }
+"""
+
+
+def test_bits_of_a_normalization_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An eighth of the elements of its ReLU, if that is one of a sum, in 16 bits."""
+    counted = {}
+    for precision in ("bf16", "fp32"):
+        seen: list[int] = []
+
+        def plan(usage: Usage, seen: list[int] = seen) -> int:
+            groups = [s.group for s in usage.steps if isinstance(s.group, NormGroup)]
+            seen.extend(group.bits.count for group in groups)
+            return 0
+
+        monkeypatch.setattr("caffepy.commands.check.arena", plan)
+        on_gpu(tmp_path, SUM, precision)
+        counted[precision] = seen[0]
+    assert counted == {"bf16": 2 * 16 * 6 * 6 // 8, "fp32": 0}
 
 
 def test_the_net_may_ask_for_a_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,6 @@ from caffepy.ops.cuda.normalization import (
     batch_norm_prepare,
     batch_norm_statistics,
     batch_norm_stored,
-    mask_size,
     norm_backward,
     norm_forward,
     norm_gradient,
@@ -160,3 +159,4 @@ from caffepy.ops.cuda.volumes import (
     max_pool_volumes_forward,
 )
 from caffepy.ops.cuda.yolo import region_truths, yolo_scores, yolo_truths
+from caffepy.ops.masks import mask_size

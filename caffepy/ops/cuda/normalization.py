@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 from functools import cache
-from math import inf, prod
+from math import inf
 from typing import Any
 
 import cupy
 
-from caffepy.device.blob import Layout
 from caffepy.ops.cuda.channels import channel_pass, finish, lying, sums
 from caffepy.ops.cuda.compiler import prefetch
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import Array, c_type, launch
 from caffepy.ops.objects import Preparation
-from caffepy.ops.protocol import Affine, Maybe, Sizes
+from caffepy.ops.protocol import Affine, Maybe
 
 NO_MASK, BY_X, BY_Y, BY_BITS = range(4)
 """As in rectify.cuh: what tells where the gradient of a ReLU is 0."""
@@ -90,12 +89,6 @@ def scale_backward(
 
 
 # Numbers may also be a tuple of the four, without those that are not needed.
-
-
-def mask_size(shape: Sizes, layout: Layout) -> int:
-    pack = 16 // layout.dtype.itemsize
-    whole = layout.channels_last and shape[1] % pack == 0
-    return prod(shape) // pack if whole else 0
 
 
 def are_packs(*arrays: Any) -> bool:
