@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import cupy
@@ -215,17 +215,22 @@ def maxima_gradient(
     dbias: Maybe,
     frozen: bool,
     windows: Sequence[int],
+    of_maxima: Sequence[int],
     across: int,
 ) -> None:
     """Compute `norm_backward` for dy and index of maxima of x * factor + shift, without a ReLU.
 
-    The numbers of `windows` are those of windows.cuh, over an element are at most `across` in a
-    row; see OfMaxima for how arrays lie.
+    The numbers of `windows` and `of_maxima` are those of windows.cuh, for passes over x and over
+    dy; over an element are at most `across` windows in a row; see OfMaxima for how arrays lie.
     """
-    (mean, _, factor, _), shape = numbers, lying(x)
-    to = dx if frozen else None
-    arrays, variant = (x, mean, factor, *maxima, to, *windows), f", {across}, {int(frozen)}"
-    partial = sums("normalization", "maxima_sums", x, shape, *arrays, variant=variant)
+    (mean, _, factor, _), shape, (dy, index) = numbers, lying(x), maxima
+    if frozen:
+        arrays, variant = (x, mean, factor, *maxima, dx, *windows), f", {across}"
+        partial = sums("normalization", "maxima_frozen", x, shape, *arrays, variant=variant)
+    else:
+        images, channels, *out = dy.shape
+        pooled, arrays = (images * prod(out), channels, 1), (x, mean, dy, index, *of_maxima)
+        partial = sums("normalization", "maxima_sums", x, pooled, *arrays)
     line = None if frozen else context().array("line", (2, x.shape[1]), factor.dtype)
     if line is not None or dscale is not None or dbias is not None:
         finish_gradient(partial, x, numbers, dscale, dbias, line)

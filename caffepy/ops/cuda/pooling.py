@@ -114,8 +114,9 @@ def norm_max_pool_backward(
         return
     kernel, stride, _ = window
     across = min(-(-kernel[1] // stride[1]), AHEAD)
-    sizes = window_sizes(len(x), x.shape[1] * x.itemsize // 16, x, x, dy, window)
-    maxima_gradient(flat, numbers, (dy, index), dx, dscale, dbias, frozen, sizes, across)
+    packs = x.shape[1] * x.itemsize // 16
+    of_x, of_dy = (window_sizes(len(x), packs, over, x, dy, window) for over in (x, dy))
+    maxima_gradient(flat, numbers, (dy, index), dx, dscale, dbias, frozen, of_x, of_dy, across)
 
 
 def max_pool_backward(dy: Array, index: Array, dx: Array, window: Window) -> None:

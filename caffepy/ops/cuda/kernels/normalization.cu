@@ -251,13 +251,66 @@ template <typename T, int W> struct OfMaxima {
   template <int V> __device__ void store(i64, const Pack<T, V>&) const {}
 };
 
-// backward_sums and backward for the gradient of maxima
-template <typename T, int W, int DX> __global__ void __launch_bounds__(256, 3)
-maxima_sums(const T* x, const Wide<T>* mean, const Wide<T>* factor, const T* dy, const unsigned char* index, T* dx, WINDOWS,
-            double* partial, i64 outer, i64 channels, i64 inner, i64 splits) {
-  channel_sums_of<Summing<NO_MASK, NO_RELU, 0, 0, DX>::template Op, T, PACK, 2>(
+// backward_sums and backward for the gradient of maxima; its sums with dx of frozen numbers, or without by going through
+// the maxima, which are fewer.
+template <typename T, int W> __global__ void __launch_bounds__(256, 3)
+maxima_frozen(const T* x, const Wide<T>* mean, const Wide<T>* factor, const T* dy, const unsigned char* index, T* dx, WINDOWS,
+              double* partial, i64 outer, i64 channels, i64 inner, i64 splits) {
+  channel_sums_of<Summing<NO_MASK, NO_RELU, 0, 0, 1>::template Op, T, PACK, 2>(
       Shape{outer, channels, inner, splits}, partial, Gradient<Wide<T>>{mean, factor, nullptr, 0}, in(x),
-      OfMaxima<T, W>{dy, index, NUMBERS}, in_if<0>(x), in_if<0>(x), Bits<NEITHER>{}, out_if<0>(dx), out_if<DX>(dx));
+      OfMaxima<T, W>{dy, index, NUMBERS}, in_if<0>(x), in_if<0>(x), Bits<NEITHER>{}, out_if<0>(dx), out(dx));
+}
+
+// The gradients of maxima, 0 for one that is no element.
+template <typename T> struct OfElements {
+  using Element = T;
+  const T* dy;
+  const unsigned char* index;
+  template <int V> __device__ bool fits() const { return true; }
+  template <int V> __device__ Pack<T, V> load(i64 i) const {
+    Pack<T, V> pack = reinterpret_cast<const Pack<T, V>*>(dy)[i];
+    const Pack<unsigned char, V> named = reinterpret_cast<const Pack<unsigned char, V>*>(index)[i];
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+      if (named.v[v] == 255) pack.v[v] = T(0);
+    return pack;
+  }
+  template <int V> __device__ void store(i64, const Pack<T, V>&) const {}
+};
+
+// The elements that maxima are, as an array that is read.
+template <typename T> struct Elements {
+  using Element = T;
+  const T* x;
+  const unsigned char* index;
+  Windows s;
+  template <int V> __device__ bool fits() const { return true; }
+  template <int V> __device__ Pack<T, V> load(i64 i) const {
+    const Place at(s, i, s.ho, s.wo);
+    const Pack<unsigned char, V> named = reinterpret_cast<const Pack<unsigned char, V>*>(index)[i];
+    const T* image = x + at.image * s.large() * V + at.pack * V;
+    const int top = at.row * s.sh - s.ph, left = at.column * s.sw - s.pw;
+    const int by_kw = (65535 + s.kw) / s.kw;  // of numbers below 256
+    Pack<T, V> pack;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const int number = named.v[v], down = number * by_kw >> 16;
+      const int row = min(max(top + down, 0), s.h - 1), column = min(max(left + number - down * s.kw, 0), s.w - 1);
+      pack.v[v] = image[(row * s.w + column) * s.packs * V + v];
+    }
+    return pack;
+  }
+  template <int V> __device__ void store(i64, const Pack<T, V>&) const {}
+};
+
+template <typename T> __global__ void __launch_bounds__(256, 3)
+maxima_sums(const T* x, const Wide<T>* mean, const T* dy, const unsigned char* index, WINDOWS, double* partial, i64 outer,
+            i64 channels, i64 inner, i64 splits) {
+  T* const none = nullptr;
+  channel_sums_of<Summing<NO_MASK, NO_RELU, 0, 0, 0>::template Op, T, PACK, 1>(
+      Shape{outer, channels, inner, splits}, partial, Gradient<Wide<T>>{mean, nullptr, nullptr, 0},
+      Elements<T>{x, index, NUMBERS}, OfElements<T>{dy, index}, in_if<0>(x), in_if<0>(x), Bits<NEITHER>{}, out_if<0>(none),
+      out_if<0>(none));
 }
 
 template <typename T, int W> __global__ void __launch_bounds__(256, 3)
