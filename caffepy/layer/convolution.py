@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Array, Blob
+from caffepy.device.blob import Array, Blob, Layout
 from caffepy.layer.base import Blobs, Layer, Weighted, layer
 from caffepy.layer.pooling import check_padded
 from caffepy.ops.objects import NormSums, Preparation
@@ -224,11 +224,11 @@ class Convolution(_Filtering):
         ):
             self.gradients(y.diff, self.bias_diff, x, copy, down)
 
-    def sums_gradients(self, top: Blob, bottom: Blob, alike: bool) -> bool:
+    def sums_gradients(self, dy: Array, bottom: Blob, alike: bool) -> bool:
         """True if `backward_norm` may save passes; `alike` if what is added to the bottom's diff
         comes from convolutions with the same window.
         """
-        return not self.copies and self.conv.sums_gradients(top.diff, bottom.data, alike)
+        return not self.copies and self.conv.sums_gradients(dy, bottom.data, alike)
 
     def backward_norm(self, top: Blob, bottom: Blob, norm: NormSums) -> None:
         """Backward of one bottom, and in place of its diff half the gradient of what made it."""
@@ -237,6 +237,10 @@ class Convolution(_Filtering):
             with self.side_stream(True):
                 self.conv.backward_weight(bottom.data, top.diff, dw, db)
         self.conv.backward_data_norm(top.diff, self.blobs[0].data, norm)
+
+    def skips_output(self, layout: Layout) -> bool:
+        """True if `forward_normalized` and `backward_normalized` save passes, for this layout."""
+        return not self.copies and len(self.blobs) == 1 and self.conv.skips_output(layout)
 
     def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
         """Each output is a sum over one filter."""

@@ -270,8 +270,8 @@ class NormGroup:
     gradient of y is the sum of those of the Split's tops.
 
     x, the output of the convolution, is a blob of the group's own; its diff shares the memory of
-    that of y. A group that never runs backward (`learns` False) has x where y will be.
-    `has_gradient` says which tops get a gradient.
+    that of y. A group that never runs backward (`learns` False) has x where y will be; one whose
+    convolution `skips_output` has no x. `has_gradient` says which tops get a gradient.
 
     Backward comes in two halves: sums over the gradient of y, and what is computed with them. The
     convolution of the group that writes the last part of that gradient, whose `sums_for` this is,
@@ -317,19 +317,40 @@ class NormGroup:
         self.sums_alike = True  # others that write part of that gradient have the same window
         self.own_diffs: Sequence[Blob] = ()
         self._kept = [self.x] if learns and keeps else []
-        if learns:
-            self._kept.append(self.bits)
+        self.skipped = False  # the output of the convolution, by the last forward
 
     @property
     def buffers(self) -> Sequence[Blob]:
         """The output of a convolution, or a bottom that is overwritten; bits of the top."""
-        return self._kept
+        kept = [] if self.skips_output else self._kept
+        return [*kept, self.bits] if self.learns else kept
 
     @property
     def half(self) -> tuple[Sequence[Blob], Sequence[Blob]]:
         """Blobs whose data the first half of backward reads, and whose diffs it writes."""
         writes = [self.other] if self.other is not None and self.wants_other else []
-        return [self.x, self.bits, self.tops[0]], writes
+        reads = [] if self.skips_output else [self.x]
+        return [*reads, self.bits, self.tops[0]], writes
+
+    @property
+    def skips_output(self) -> bool:
+        """True if a forward pass computes y without x, unless it recomputes after one that did not:
+        where the convolution saves passes so, and what follows the BatchNorm tells its mask without
+        x.
+        """
+        layer, tells = self.layer, self.masks_by_y or self.ceiling is None
+        if self.convolution is None or not (self.learns and tells and self.norm.propagate_down[0]):
+            return False
+        if layer.is_global or any(layer.lacks) or layer.together:
+            return False
+        return self._convolving.skips_output(self.x.layout)
+
+    @property
+    def _convolving(self) -> Convolution:
+        """The layer of the convolution, of a group that has one."""
+        assert self.convolution is not None
+        assert isinstance(self.convolution.layer, Convolution)
+        return self.convolution.layer
 
     def sums_of(self, top: Blob) -> NormSums | None:
         """Return the first half of backward, to be computed with the gradient of a top; from then
@@ -341,7 +362,7 @@ class NormGroup:
         more = [t for t in self.tops if t is not top and t.diff_memory.touched]
         self.summed = self.other if self.other is not None and self.wants_other else top
         return NormSums(
-            self.x.data,
+            None if self.skipped else self.x.data,
             layer.numbers.data,
             more[0].diff if more else None,
             self.tops[0].data if self.masks_by_y else None,
@@ -375,19 +396,34 @@ class NormGroup:
         self.x.reshape_like(y)
         self._fit()
         if not layer.recomputes:
-            self.summed = None
+            self.summed, self.skipped = None, self.skips_output
+        if self.skipped:
+            self._forward_at_once()
+            return
         x, numbers = self._prepare()
         other = None if self.other is None else _flat(self.other.data)
         layer.ops.norm_forward(x, numbers, other, self.ceiling, _flat(y.data), self.kept_bits)
 
+    def _forward_at_once(self) -> None:
+        """Compute y without x."""
+        assert self.convolution is not None
+        (bottom,), convolution = self.convolution.bottoms, self._convolving
+        layer, other = self.layer, None if self.other is None else self.other.data
+        preparation = None if layer.recomputes else layer.preparation(*self._scale_data())
+        given = bottom.data, convolution.blobs[0].data, preparation, layer.numbers.data
+        to = other, self.ceiling, self.tops[0].data, self.kept_bits
+        convolution.conv.forward_normalized(*given, *to)
+
+    def _scale_data(self) -> list[Array]:
+        """Return factors, and with them shifts, of the Scale, if there is one."""
+        return [] if self.scale is None else [blob.data for blob in self.scale.blobs]
+
     def _prepare(self) -> tuple[Array, Array]:
         """Compute x (N, C, P), and the numbers of its channels."""
-        layer = self.layer
-        scale = [] if self.scale is None else [blob.data for blob in self.scale.blobs]
+        layer, scale = self.layer, self._scale_data()
         if self.convolution is not None and layer.takes_statistics:
-            (bottom,), convolution = self.convolution.bottoms, self.convolution.layer
-            assert isinstance(convolution, Convolution)
-            convolution.forward_prepare(bottom, self.x, layer.preparation(*scale))
+            (bottom,) = self.convolution.bottoms
+            self._convolving.forward_prepare(bottom, self.x, layer.preparation(*scale))
             x, numbers = _flat(self.x.data), layer.numbers.data
         else:
             if self.convolution is not None:
@@ -400,6 +436,9 @@ class NormGroup:
 
     def backward(self) -> None:
         """Write the gradients of x and of the other blob, add to those of the parameters."""
+        if self.skipped:
+            self._backward_at_once()
+            return
         source = self.norm.bottoms[0] if self.convolution is None else self.x
         if self.summed is not None:
             given = _flat(self.x.data), self.layer.numbers.data, self.line.data
@@ -409,15 +448,50 @@ class NormGroup:
             self._backward_norm(_flat(source.diff) if self.norm.propagate_down[0] else None)
         self._backward_convolution()
 
+    def _backward_at_once(self) -> None:
+        """Backward without x, and without its gradient."""
+        assert self.convolution is not None
+        (bottom,), (propagate_down,) = self.convolution.bottoms, self.convolution.propagate_down
+        convolution = self._convolving
+        if self.summed is None:
+            dys, masked = self._top_diffs()
+            g = masked if masked is not None else dys[0]
+            if masked is not None:
+                y = _flat(self.tops[0].data) if self.masks_by_y else None
+                how = y, self.ceiling, _flat(masked), self.kept_bits
+                self.layer.ops.norm_mask(list(map(_flat, dys)), *how)
+        else:
+            g = self.summed.diff
+            self.summed = None
+        to = None
+        if propagate_down:
+            to = self._sums_of(bottom, g) or bottom.diff
+        gradients = convolution.weight_diff, *self._scale_diffs()
+        given = bottom.data, convolution.blobs[0].data, g, self.layer.numbers.data, gradients
+        convolution.conv.backward_normalized(*given, to)
+
+    def _top_diffs(self) -> tuple[list[Array], Array | None]:
+        """Return the gradients of the tops, and where their masked sum goes, if it is wanted."""
+        # Tops whose diff was never touched get no gradient.
+        touched = [top for top in self.tops if top.diff_memory.touched]
+        dys = [top.diff for top in touched or self.tops[:1]]
+        if self.other is not None and self.wants_other:
+            return dys, self.other.diff
+        return dys, dys[0] if self.masks_by_y or len(dys) > 1 else None
+
+    def _sums_of(self, bottom: Blob, dy: Array) -> NormSums | None:
+        """Return what the convolution computes with the gradient of its bottom, if it does."""
+        group = self.sums_for
+        if group is None or not self._convolving.sums_gradients(dy, bottom, self.sums_alike):
+            return None
+        return group.sums_of(bottom)
+
     def _backward_convolution(self) -> None:
         if self.convolution is None or not self.norm.propagate_down[0]:
             return
-        member, layer = self.convolution, self.convolution.layer
-        (bottom,), group = member.bottoms, self.sums_for
-        assert isinstance(layer, Convolution)
-        norm = None
-        if group is not None and layer.sums_gradients(self.x, bottom, self.sums_alike):
-            norm = group.sums_of(bottom)
+        member, layer = self.convolution, self._convolving
+        (bottom,) = member.bottoms
+        norm = self._sums_of(bottom, self.x.diff)
         if norm is None:
             layer.backward([self.x], member.propagate_down, member.bottoms)
         else:
@@ -425,15 +499,10 @@ class NormGroup:
 
     def _backward_norm(self, dx: Array | None) -> None:
         layer = self.layer
-        # Tops whose diff was never touched get no gradient.
-        touched = [top for top in self.tops if top.diff_memory.touched]
-        dys = [_flat(top.diff) for top in touched or self.tops[:1]]
+        dys, masked = self._top_diffs()
+        dys = [_flat(dy) for dy in dys]
+        masked = None if masked is None else _flat(masked)
         y = _flat(self.tops[0].data) if self.masks_by_y else None
-        masked = None
-        if self.other is not None and self.wants_other:
-            masked = _flat(self.other.diff)
-        elif y is not None or len(dys) > 1:
-            masked = dys[0]
         x, numbers = _flat(self.x.data), layer.numbers.data
         given = x, numbers, dys, y, self.ceiling, masked, dx, *self._scale_diffs(), layer.is_global
         layer.ops.norm_backward(*given, self.kept_bits)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import DTypeLike
 
-from caffepy.device.blob import Array, Blob
+from caffepy.device.blob import Array, Blob, Layout
 from caffepy.ops.update_state import Number, StepResult
 
 Specs = tuple[tuple[tuple[int, ...], DTypeLike], ...]
@@ -36,10 +36,10 @@ class NormSums(NamedTuple):
     masked = g where y, or its bits, let it pass (without a y: where x * factor + shift does);
     dscale += sums of masked * (x - mean) * inverse, dbias += sums of masked; and line (2, C) =
     slope and rest of the second half, `Ops.norm_gradient`.
-    x, more, y and masked have the shape of the convolution's x.
+    x, more, y and masked have the shape of the convolution's x. Without an x only masked is wanted.
     """
 
-    x: Array
+    x: Array | None
     numbers: Array
     more: Array | None
     y: Array | None
@@ -90,6 +90,39 @@ class Convolution(Protocol):
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw and db."""
+
+    def skips_output(self, layout: Layout) -> bool:
+        """Return True if the methods below save passes over arrays of this layout."""
+
+    def forward_normalized(
+        self,
+        x: Array,
+        w: Array,
+        preparation: Preparation | None,
+        numbers: Array,
+        other: Array | None,
+        ceiling: float | None,
+        y: Array,
+        bits: Array | None,
+    ) -> None:
+        """Write y = `Ops.norm_forward` of z = w * x, with numbers of its `Ops.batch_norm_prepare`;
+        those that there are if the preparation is None. z need not be written. other, if there is
+        any, has the shape of y.
+        """
+
+    def backward_normalized(
+        self,
+        x: Array,
+        w: Array,
+        g: Array,
+        numbers: Array,
+        gradients: Sequence[Array | None],
+        to: NormSums | Array | None,
+    ) -> None:
+        """The gradients of the last `forward_normalized` from g, that of w * x * factor + shift:
+        add to those of w, of scale and of bias that are wanted; write dx, or what the normalization
+        that made x wants of it.
+        """
 
 
 class LSTM(Protocol):

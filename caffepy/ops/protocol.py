@@ -434,6 +434,16 @@ class Ops(Protocol):
         masked and dx may be one of dys; masked is needed if there is a y or a second dy.
         """
 
+    def norm_mask(
+        self,
+        dys: Sequence[Array],
+        y: Maybe,
+        ceiling: float | None,
+        masked: Array,
+        bits: Maybe = None,
+    ) -> None:
+        """Write masked as `norm_backward` does, where there is a y or no ceiling."""
+
     def norm_gradient(self, x: Array, numbers: Array, line: Array, g: Array, dx: Array) -> None:
         """dx = factor * g + slope * x + rest, with slope and rest of each channel in line (2, C):
         the second half of `norm_backward` after `objects.NormSums`. dx may be g.

@@ -32,6 +32,10 @@ class Convolution:
         out = [(x + 2 * p - (d * (k - 1) + 1)) // s + 1 for x, k, s, p, d in axes]
         self.y_shape = (x_shape[0], w_shape[0], *out)
 
+    def skips_output(self, layout: Layout) -> bool:
+        """False: some GPUs skip outputs, all have room for them in the plan."""
+        return False
+
 
 class Unused:
     """An object that only a run would use."""

@@ -1,10 +1,12 @@
-"""Convolutions that compute half the gradient of the normalization before them, with their own: on
-the CPU, where they can but usually do not, against nets in which each computes its own.
+"""Convolutions that compute half the gradient of the normalization before them, with their own, and
+those whose output is skipped: on the CPU, where they can but usually do not, against nets in which
+each computes its own.
 """
 
 import numpy as np
 import pytest
 
+from caffepy.layer.fused import NormGroup
 from caffepy.net import Net
 from caffepy.net.memory import lifetimes, save_memory
 from caffepy.net.recompute import in_segments
@@ -77,9 +79,11 @@ SHARED = {
 """By the blob that a group makes: the convolution that computes half of its backward."""
 
 
-@pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let convolutions compute these sums on the CPU too; the list grows with each time."""
+@pytest.fixture(params=[False, True], ids=["kept", "skipped"])
+def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let convolutions compute these sums on the CPU too, and skip outputs; the list grows with
+    each time.
+    """
     calls: list[int] = []
     run = cpu.Convolution.backward_data_norm
 
@@ -88,8 +92,22 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         run(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cpu.Convolution, "sums_gradients", lambda *_: True)
+    monkeypatch.setattr(cpu.Convolution, "skips_output", lambda *_: request.param)
     monkeypatch.setattr(cpu.Convolution, "backward_data_norm", counted)
     return calls
+
+
+def test_whose_output_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before a normalization whose ReLU, if it has one, is that of a sum."""
+    monkeypatch.setattr(cpu.Convolution, "skips_output", lambda *_: True)
+    net = net_of(NET)
+    groups = [step for step in net.steps if isinstance(step.group, NormGroup)]
+    skipped = {net.nodes[s.layers[0]].name for s in groups if s.group.skips_output}
+    sums = {f"{block}_c" for block in ("one", "two", "three", "four", "five")}
+    assert skipped == {"linear", "one_s", "three_s", "five_s", *sums}
+    for step in groups:
+        blobs = [] if step.group.skips_output else [step.group.x]
+        assert [b for b in step.group.buffers if b.count] == blobs
 
 
 def test_who_computes_whose() -> None:

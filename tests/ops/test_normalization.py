@@ -110,3 +110,18 @@ def test_norm_by_differences(addend, frozen, ceiling):
             array[index] = value
             numeric = ((dy + more) * (above - below)).sum() / 2e-6
             assert gradient[index] == pytest.approx(numeric, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("ceiling", [None, np.inf, 0.5])
+@pytest.mark.parametrize("several", [False, True])
+def test_gradients_are_masked_as_by_norm_backward(several, ceiling):
+    shape = 3, 4, 5
+    x, dy, more, y, numbers = (data(shape, np.float64, seed) for seed in range(5))
+    dys, of = [dy, more][: 1 + several], numbers[:, :, 0].repeat(2, 0)[:4]
+    y = None if ceiling is None else y
+    want, have = np.zeros(shape), dys[0].copy()
+    cpu.norm_backward(x, of, dys, y, ceiling, want, None, None, None, False)
+    cpu.norm_mask([have, *dys[1:]], y, ceiling, have)
+    np.testing.assert_array_equal(have, want)
+    cpu.norm_mask(dys, y, ceiling, have := np.zeros(shape))
+    np.testing.assert_array_equal(have, want)

@@ -98,6 +98,7 @@ from caffepy.ops.cpu.normalization import (
     norm_backward,
     norm_forward,
     norm_gradient,
+    norm_mask,
 )
 from caffepy.ops.cpu.permutohedral import Lattice
 from caffepy.ops.cpu.pooling import (

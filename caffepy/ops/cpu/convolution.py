@@ -25,14 +25,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, Layout
 from caffepy.device.recording import release, temporary
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.depthwise import Depthwise
 from caffepy.ops.cpu.depthwise import suits as is_depthwise
 from caffepy.ops.cpu.neuron import relu_forward
-from caffepy.ops.cpu.normalization import batch_norm_prepare, norm_sums
+from caffepy.ops.cpu.normalization import (
+    batch_norm_prepare,
+    norm_backward,
+    norm_forward,
+    norm_sums,
+)
 from caffepy.ops.cpu.pointwise import Pointwise
 from caffepy.ops.cpu.pointwise import suits as is_pointwise
 from caffepy.ops.cpu.tile import (
@@ -508,7 +513,7 @@ class Convolution:
         self, x: Array, w: Array, b: Array | None, y: Array, preparation: Preparation
     ) -> None:
         self.forward(x, w, b, y)
-        batch_norm_prepare(y.reshape(*y.shape[:2], prod(y.shape[2:])), *preparation)
+        batch_norm_prepare(_planes(y), *preparation)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         plan = self.data_plan
@@ -547,3 +552,49 @@ class Convolution:
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         if dy.size:
             self.plan.backward_weight(x, dy, dw, db)
+
+    def skips_output(self, layout: Layout) -> bool:
+        return False
+
+    def forward_normalized(
+        self,
+        x: Array,
+        w: Array,
+        preparation: Preparation | None,
+        numbers: Array,
+        other: Array | None,
+        ceiling: float | None,
+        y: Array,
+        bits: Array | None,
+    ) -> None:
+        z = np.empty(self.y_shape, y.dtype)
+        self.forward(x, w, None, z)
+        z, to = _planes(z), _planes(y)
+        if preparation is not None:
+            batch_norm_prepare(z, *preparation)
+        norm_forward(z, numbers, None if other is None else _planes(other), ceiling, to)
+
+    def backward_normalized(
+        self,
+        x: Array,
+        w: Array,
+        g: Array,
+        numbers: Array,
+        gradients: Sequence[Array | None],
+        to: NormSums | Array | None,
+    ) -> None:
+        z, (dw, dscale, dbias) = np.empty(self.y_shape, g.dtype), gradients
+        self.forward(x, w, None, z)
+        planes, dz = _planes(z), np.empty_like(z)
+        how = None, None, None, _planes(dz), dscale, dbias, False
+        norm_backward(planes, numbers, [_planes(g)], *how)
+        self.backward_weight(x, dz, dw, None)
+        if isinstance(to, NormSums):
+            self.backward_data_norm(dz, w, to)
+        elif to is not None:
+            self.backward_data(dz, w, to)
+
+
+def _planes(x: Array) -> Array:
+    planes: Array = x.reshape(*x.shape[:2], prod(x.shape[2:]))
+    return planes

@@ -295,11 +295,26 @@ def _add_sums(sums: Array, inverse: Array, dscale: Maybe, dbias: Maybe) -> None:
             dbias[c] += sums[1, c]
 
 
+def norm_mask(
+    dys: Sequence[Array], y: Maybe, ceiling: float | None, masked: Array, bits: Maybe = None
+) -> None:
+    if len(dys) > 1:
+        np.add(dys[0], dys[1], out=masked)
+    elif masked is not dys[0]:
+        masked[...] = dys[0]
+    if y is not None and ceiling is not None:
+        masked[(y <= 0) | ((y >= ceiling) & (ceiling < inf))] = 0
+
+
 def norm_sums(norm: NormSums) -> None:
     """Mask norm.masked, to which `more` is added first, and compute its sums (objects.NormSums)."""
-    x, g = _planes(norm.x), _planes(norm.masked)
+    g = _planes(norm.masked)
     dys = [g] if norm.more is None else [g, _planes(norm.more)]
     y = None if norm.y is None else _planes(norm.y)
+    if norm.x is None:
+        norm_mask(dys, y, norm.ceiling, g)
+        return
+    x = _planes(norm.x)
     sums = np.zeros((2, x.shape[1]), x.dtype)
     given = x, norm.numbers, dys, y, norm.ceiling, g, None, sums[0], sums[1], False
     norm_backward(*given)

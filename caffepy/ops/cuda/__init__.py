@@ -108,6 +108,7 @@ from caffepy.ops.cuda.normalization import (
     norm_backward,
     norm_forward,
     norm_gradient,
+    norm_mask,
     scale_backward,
     scale_forward,
 )

@@ -15,7 +15,8 @@ With the channels last, the levels of candidates of a forward are:
              +- plans.find: cuDNN's plans for the graph, by its heuristics
 
 Before a BatchNorm, "forward moments" is above them: a pass for the sums of y after it, or pointwise
-products that give them.
+products that give them. Where the output is skipped, products of our own do all of it
+(covariance.py).
 
 Each level is timed by autotune.fastest, from the innermost outwards, and remembered on disk. The
 gradients have the same levels without "apart"; the gradient of the data has no blocks.
@@ -38,7 +39,16 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.core.errors import DeviceError
-from caffepy.ops.cuda import autotune, compiler, depthwise, graphs, pointwise, small_convolution
+from caffepy.device.blob import Layout
+from caffepy.ops.cuda import (
+    autotune,
+    compiler,
+    covariance,
+    depthwise,
+    graphs,
+    pointwise,
+    small_convolution,
+)
 from caffepy.ops.cuda.autotune import Make, Run
 from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
 from caffepy.ops.cuda.blas import add_into
@@ -46,6 +56,7 @@ from caffepy.ops.cuda.columns import Columns
 from caffepy.ops.cuda.compiler import looks_ahead
 from caffepy.ops.cuda.context import context, prepare_handles
 from caffepy.ops.cuda.copies import convert
+from caffepy.ops.cuda.covariance import Covariance
 from caffepy.ops.cuda.filters import Blocks, Filters, dense_filters, plain_filters, suits_blocks
 from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import TYPES, Array, channels_last, lies_channels_last
@@ -59,6 +70,7 @@ from caffepy.ops.cuda.normalization import (
     prepare_from,
     what_follows,
 )
+from caffepy.ops.cuda.pointwise import Variant
 from caffepy.ops.objects import NormSums, Preparation
 
 log = logging.getLogger(__name__)
@@ -142,7 +154,42 @@ class Convolution:
         made = self._for(norm.masked, dy)
         assert isinstance(made, _ChannelsLast)
         partial = made.backward_data_sums(dy, w, norm)
-        finish_gradient(partial, _planes(norm.x), norm.numbers, norm.dscale, norm.dbias, norm.line)
+        _finish(partial, norm)
+
+    def skips_output(self, layout: Layout) -> bool:
+        return layout.channels_last and covariance.suits(self._geometry, layout.dtype)
+
+    def forward_normalized(
+        self,
+        x: Array,
+        w: Array,
+        preparation: Preparation | None,
+        numbers: Array,
+        other: Array | None,
+        ceiling: float | None,
+        y: Array,
+        bits: Array | None,
+    ) -> None:
+        made = self._for(x, y)
+        assert isinstance(made, _ChannelsLast)
+        made.forward_normalized(x, w, preparation, numbers, other, ceiling, y, bits)
+
+    def backward_normalized(
+        self,
+        x: Array,
+        w: Array,
+        g: Array,
+        numbers: Array,
+        gradients: Sequence[Array | None],
+        to: NormSums | Array | None,
+    ) -> None:
+        made = self._for(x, g)
+        assert isinstance(made, _ChannelsLast)
+        made.gradients_normalized(x, w, g, numbers, gradients)
+        if isinstance(to, NormSums):
+            _finish(made.joined_sums(x, g, to), to)
+        elif to is not None:
+            made.joined_data(x, g, to)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         if not dy.size:
@@ -175,6 +222,12 @@ class Convolution:
 
 def _planes(x: Array) -> Array:
     return x.reshape(*x.shape[:2], prod(x.shape[2:]))
+
+
+def _finish(partial: tuple[Array, int], norm: NormSums) -> None:
+    """Make of partial sums what is wanted of them, if they are."""
+    if norm.x is not None:
+        finish_gradient(partial, _planes(norm.x), norm.numbers, norm.dscale, norm.dbias, norm.line)
 
 
 class _Arrangement:
@@ -268,13 +321,14 @@ class _Plain:
         _run(self._runs, what, partial(self._cudnn.plan, what, arrays), arrays)
 
 
-def _run(runs: dict[Any, Run], what: Any, make: Make, arrays: Sequence[Array | None]) -> None:
+def _run(runs: dict[Any, Run], what: Any, make: Make, arrays: Sequence[Any]) -> Any:
     """Run what is kept under this name; make it first if it is not there."""
     run = runs.get(what) or make()
     if not looks_ahead():
         assert run is not None
         runs[what] = run
-        run(*arrays)
+        return run(*arrays)
+    return None
 
 
 def _arrangements(geometry: Geometry, dtype: DTypeLike) -> list[_Arrangement]:
@@ -317,6 +371,7 @@ class _ChannelsLast:
         self._runs: dict[Any, Run] = {}
         self._last_forward: _Arrangement | None = None  # whose weights are those of the last one
         self._last_image = 0  # address of the x that its blocks were made of
+        self._covariance: Covariance | None = None  # if there is no output
         self._plain = _Plain(geometry, np.float32)
 
     def _begin_to_compile(self) -> None:
@@ -393,6 +448,65 @@ class _ChannelsLast:
 
         return run
 
+    def forward_normalized(
+        self,
+        x: Array,
+        w: Array,
+        preparation: Preparation | None,
+        numbers: Array,
+        other: Array | None,
+        ceiling: float | None,
+        y: Array,
+        bits: Array | None,
+    ) -> None:
+        way = self._ways[0]
+        weights, _ = way.weights(w)
+        self._last_forward, self._last_image = way, x.data.ptr
+        if self._covariance is None:
+            self._covariance = Covariance(self.geometry, self.dtype)
+            self._used.append(way)
+        if preparation is not None:
+            self._covariance.prepare(x, weights, preparation)
+        variant = int(other is not None), what_follows(ceiling), int(bits is not None)
+        make = partial(pointwise.normalized, self.geometry, self.dtype, variant=variant)
+        arrays = x, weights, numbers, other, ceiling, y, bits
+        self._of_widths(f"forward normalized {variant}", make, arrays)
+
+    def gradients_normalized(
+        self, x: Array, w: Array, g: Array, numbers: Array, gradients: Sequence[Array | None]
+    ) -> None:
+        """Add to the gradients of w, scale and bias; prepare the calls below."""
+        assert self._covariance is not None
+        self._covariance.gradient(x, self._kept_weights(w), g, numbers, *gradients)
+
+    def joined_sums(self, x: Array, g: Array, norm: NormSums) -> tuple[Array, int]:
+        """Compute norm.masked without the output, and return its partial sums."""
+        assert self._covariance is not None
+        weights, behind = self._covariance.joined, (x, self._covariance.base)
+        variant = _variant(norm)
+        make = partial(pointwise.gradient, self.geometry, self.dtype, variant=variant, joined=True)
+        what = f"backward_data joined sums {variant}"
+        sums: tuple[Array, int] | None = self._of_widths(what, make, (g, weights, norm, behind))
+        return sums or (norm.line, 1)  # ahead there are none, and none are read
+
+    def joined_data(self, x: Array, g: Array, dx: Array) -> None:
+        """Write dx without the output."""
+        assert self._covariance is not None
+        weights, behind = self._covariance.joined, (x, self._covariance.base)
+        make = partial(pointwise.spread, self.geometry, self.dtype, joined=True)
+        self._of_widths("backward_data joined", make, (g, weights, dx, behind))
+
+    def _of_widths(self, what: str, make: Callable[..., Run], arrays: Sequence[Any]) -> Any:
+        """Run the fastest of kernels that are made for a width of their tiles."""
+
+        def fastest() -> Run | None:
+            candidates = [partial(make, width=width) for width in pointwise.WIDTHS]
+            name = f"{what} {self.geometry}"
+            found = autotune.fastest(name, self.dtype, candidates, arrays)
+            return found and found[1]
+
+        return _run(self._runs, what, fastest, arrays)
+
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         what, arrays = "backward_data", (dy, w, dx)
 
@@ -411,8 +525,7 @@ class _ChannelsLast:
 
     def backward_data_sums(self, dy: Array, w: Array, norm: NormSums) -> tuple[Array, int]:
         """Compute norm.masked, and return its partial sums."""
-        mask = mask_kind(norm.ceiling, norm.y, norm.bits)
-        variant = mask, what_follows(norm.ceiling), int(norm.more is not None)
+        variant = _variant(norm)
 
         def apart(dy: Array, w: Array, norm: NormSums) -> Any:
             self.backward_data(dy, w, norm.masked)
@@ -423,12 +536,12 @@ class _ChannelsLast:
             return gradient_sums(x, norm.numbers, dys, *how, masked, None)
 
         candidates: list[Make] = [lambda: apart]
-        if mask != BY_Y:
+        if variant[0] != BY_Y:
             candidates += [partial(self._gradient, width, variant) for width in pointwise.WIDTHS]
         name = f"backward_data sums {variant} {self.geometry}"
         return self._with_sums(("sums", *variant), name, apart, candidates, (dy, w, norm))
 
-    def _gradient(self, width: int, variant: tuple[int, int, int]) -> Run:
+    def _gradient(self, width: int, variant: Variant) -> Run:
         found = pointwise.gradient(self.geometry, self.dtype, width, variant)
         return lambda dy, w, norm: found(dy, self._kept_weights(w), norm)
 
@@ -571,6 +684,12 @@ class _ChannelsLast:
                 relu_bias_backward(None, dy, db)
 
         return run
+
+
+def _variant(norm: NormSums) -> Variant:
+    """Return which kernel computes it."""
+    mask, after = mask_kind(norm.ceiling, norm.y, norm.bits), what_follows(norm.ceiling)
+    return mask, after, int(norm.more is not None), int(norm.x is not None)
 
 
 def _moved(purpose: str, array: Array, read: bool = True) -> Array:

@@ -140,8 +140,15 @@ def norm_backward(
         _gradient(x, numbers, line, g, after, ceiling, dx)
 
 
+def norm_mask(
+    dys: Sequence[Array], y: Maybe, ceiling: float | None, masked: Array, bits: Maybe = None
+) -> None:
+    if masked.size:
+        gradient_sums(None, (None, None, None, None), dys, y, bits, ceiling, masked, None)
+
+
 def gradient_sums(
-    x: Array,
+    x: Maybe,
     numbers: Array,
     dys: Sequence[Array],
     y: Maybe,
@@ -156,6 +163,8 @@ def gradient_sums(
     mean, _, factor, shift = numbers
     after, mask = what_follows(ceiling), mask_kind(ceiling, y, bits)
     dy, more = dys if len(dys) > 1 else (dys[0], None)
+    if x is None:  # only masked is wanted
+        x = dy
     assert mask != BY_BITS or are_packs(x, dy, more, masked, dx)
     shape = lying(x, *(a for a in (dy, more, y, masked, dx) if a is not None))
     masks = y if mask == BY_Y else None, bits if mask == BY_BITS else None

@@ -51,11 +51,11 @@ def _is_product(geometry: Geometry) -> bool:
 def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
     """Return candidates that run with x, dy, dw, db or None, and add to the last two."""
 
-    def pixels(x: Array) -> Array:
+    def pixels_of(x: Array) -> Array:
         return x.transpose(0, 2, 3, 1).reshape(-1, x.shape[1])
 
     def run(x: Array, dy: Array, dw: Array, db: Array | None) -> None:
-        matmul(pixels(dy).T, pixels(x), dw.reshape(dw.shape[:2]), accumulate=True)
+        matmul(pixels_of(dy).T, pixels_of(x), dw.reshape(dw.shape[:2]), accumulate=True)
         if db is not None:
             relu_bias_backward(None, dy, db)
 
@@ -103,6 +103,20 @@ def _shared(width: int) -> int:
     return 2 * (ring + ROWS * (width + 8)) + 4 * 2 * width * THREADS // 32
 
 
+def rows(geometry: Geometry) -> int:
+    """Return the pixels of all outputs."""
+    images, _, *out = geometry.y
+    return images * prod(out)
+
+
+def pixels(geometry: Geometry) -> tuple[Any, ...]:
+    """Return arguments of a kernel: where the pixels of the outputs are among those of x."""
+    (_, _, height, line), out = geometry.x, geometry.y[2:]
+    stride = geometry.stride[0] if tuple(out) != (height, line) else 0  # 0: side by side
+    numbers = stride, out[1], line, height * line, prod(out)
+    return *map(np.int32, numbers), divisor(prod(out)), divisor(out[1])
+
+
 class _Product:
     """A kernel of pointwise.cu for products (rows, depth) * (depth, outputs), with rows for the
     pixels of a convolution's y.
@@ -112,17 +126,12 @@ class _Product:
         found: Any = kernel("pointwise", name)
         found.max_dynamic_shared_size_bytes = self._shared = _shared(width)
         self._kernel = found
-        (_, _, height, line), (images, _, *out) = geometry.x, geometry.y
-        rows, across = images * prod(out), -(-outputs // width)
+        across, of_all = -(-outputs // width), rows(geometry)
         self.outputs = outputs
-        self.streams = max(1, min(-(-rows // ROWS), RESIDENT * DEVICE // across))
+        self.streams = max(1, min(-(-of_all // ROWS), RESIDENT * DEVICE // across))
         self._blocks = self.streams * across
-        sizes = rows, outputs, depth, self.streams
-        # rows may lie side by side
-        stride = geometry.stride[0] if out != [height, line] else 0
-        pixels = stride, out[1], line, height * line, prod(out)
-        divisors = divisor(prod(out)), divisor(out[1])
-        self._sizes = (*map(np.int32, sizes), *map(np.int32, pixels), *divisors)
+        sizes = of_all, outputs, depth, self.streams
+        self._sizes = *map(np.int32, sizes), *pixels(geometry)
 
     def __call__(self, *arguments: Any, after: tuple[Any, ...] = ()) -> tuple[Array, int]:
         """Run with arrays and numbers, some of them after the sizes; return partial sums (2,
@@ -147,16 +156,57 @@ def moments(
     return lambda x, w, y: product(x, w, y, after=taps)
 
 
-def spread(
-    geometry: Geometry, dtype: DTypeLike, width: int
-) -> Callable[[Array, Array, Array], None]:
-    """Return what runs with dy, weights (O, C), dx."""
-    sizes = geometry.x[1], geometry.y[1]
-    run = _Product(_name("spread", dtype, width), width, geometry, *sizes)
+def normalized(
+    geometry: Geometry, dtype: DTypeLike, width: int, variant: tuple[int, int, int]
+) -> Callable[..., None]:
+    """Return what runs with x, weights (O, C), numbers and then the arguments of `norm_forward`.
 
-    def call(dy: Array, w: Array, dx: Array) -> None:
+    The variant is 1 if there is an addend, what follows the normalization, and 1 if there are bits.
+    """
+    sizes = geometry.y[1], geometry.x[1]
+    run = _Product(_name("normalized", dtype, width, *variant), width, geometry, *sizes)
+
+    def call(
+        x: Array,
+        w: Array,
+        numbers: Array,
+        other: Array | None,
+        ceiling: float | None,
+        y: Array,
+        bits: Array | None,
+    ) -> None:
+        _, _, factor, shift = numbers
+        run(x, w, factor, shift, ceiling or 0.0, other, y, bits)
+
+    return call
+
+
+Variant = tuple[int, int, int, int]
+"""Of what a normalization wants: the kind of mask, what follows the normalization, 1 if there is
+more, and 1 if sums are wanted.
+"""
+
+Behind = tuple[Array, Array]
+"""What is multiplied with the last rows of joined weights (O + C, C), at the pixels of the output,
+and the base that is added to the product.
+"""
+
+
+def _behind(geometry: Geometry, behind: Behind | None) -> tuple[Any, ...]:
+    array, base = behind or (None, None)
+    return array, np.int32(geometry.x[1]), base
+
+
+def spread(
+    geometry: Geometry, dtype: DTypeLike, width: int, joined: bool = False
+) -> Callable[..., None]:
+    """Return what runs with dy, weights (O, C), dx, and what is behind dy if it is `joined`."""
+    sizes = geometry.x[1], geometry.y[1]
+    run = _Product(_name("spread", dtype, width, int(joined)), width, geometry, *sizes)
+
+    def call(dy: Array, w: Array, dx: Array, behind: Behind | None = None) -> None:
         _clear(geometry, dx)
-        run(dy, w, dx)
+        run(dy, w, dx, after=_behind(geometry, behind))
 
     return call
 
@@ -168,21 +218,27 @@ def _clear(geometry: Geometry, dx: Array) -> None:
 
 
 def gradient(
-    geometry: Geometry, dtype: DTypeLike, width: int, variant: tuple[int, int, int]
-) -> Callable[[Array, Array, NormSums], tuple[Array, int]]:
-    """Return what runs with dy, weights (O, C) and what a normalization wants; it returns partial
-    sums of masked and of masked * (x - mean), and into how many each is split.
+    geometry: Geometry,
+    dtype: DTypeLike,
+    width: int,
+    variant: Variant,
+    joined: bool = False,
+) -> Callable[..., tuple[Array, int]]:
+    """Return what runs with dy, weights (O, C), what a normalization wants, and what is behind dy
+    if it is `joined`; it returns partial sums of masked and of masked * (x - mean), and into how
+    many each is split.
 
-    The variant is the kind of mask, what follows the normalization, and 1 if there is more. With a
-    stride `more` must be 0 where dx is.
+    With a stride `more` must be 0 where dx is.
     """
-    sizes = geometry.x[1], geometry.y[1]
-    run = _Product(_name("gradient", dtype, width, *variant), width, geometry, *sizes)
+    sizes, numbers = (geometry.x[1], geometry.y[1]), (*variant, int(joined))
+    run = _Product(_name("gradient", dtype, width, *numbers), width, geometry, *sizes)
 
-    def call(dy: Array, w: Array, norm: NormSums) -> tuple[Array, int]:
+    def call(
+        dy: Array, w: Array, norm: NormSums, behind: Behind | None = None
+    ) -> tuple[Array, int]:
         mean, _, factor, shift = norm.numbers
-        numbers = mean, factor, shift, norm.ceiling or 0.0
+        given = norm.x, mean, factor, shift, norm.ceiling or 0.0, norm.more, norm.bits, norm.masked
         _clear(geometry, norm.masked)
-        return run(dy, w, norm.x, *numbers, norm.more, norm.bits, norm.masked)
+        return run(dy, w, *given, after=_behind(geometry, behind))
 
     return call

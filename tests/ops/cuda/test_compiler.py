@@ -30,7 +30,7 @@ def test_kernels_of_one_architecture_are_kept(
     if cupy.cuda.Device().compute_capability != capability:
         pytest.skip(f"compiled for compute capability {capability} alone")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    given = compiler.source("pointwise"), "pointwise_spread<bf16_t, 64>", architecture
+    given = compiler.source("pointwise"), "pointwise_spread<bf16_t, 64, 0>", architecture
     compiler._accelerated(*given)
     (kept,) = (tmp_path / "caffepy" / "kernels").iterdir()
     monkeypatch.setattr(cupy.cuda.nvrtc, "createProgram", None)  # nothing is compiled again

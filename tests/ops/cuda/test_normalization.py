@@ -223,6 +223,9 @@ def test_bits_in_place_of_y(layout, kind, ceiling):
         dscale, dbias = cupy.zeros((2, shape[1]), np.float32)
         arguments = (x, of, [dy, more], y, ceiling, masked, dx, dscale, dbias, False, given)
         cuda.norm_backward(*arguments)
+        alone = stored(np.zeros(shape), kind, True)
+        cuda.norm_mask([dy, more], y, ceiling, alone, given)
+        np.testing.assert_array_equal(alone.get(), masked.get())
         answers.append([a.get() for a in (masked, dx, dscale, dbias)])
     for by_y, by_bits in zip(*answers, strict=True):
         np.testing.assert_array_equal(by_y, by_bits)

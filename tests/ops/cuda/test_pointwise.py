@@ -275,7 +275,7 @@ def test_gradients_with_sums(name, variant, width):
             patch.setattr(autotune, "_autotune", False)
             theirs.backward_data_norm(there, w_there, have)
     else:
-        run = pointwise.gradient(theirs._geometry, np.dtype(kind), width, variant)
+        run = pointwise.gradient(theirs._geometry, np.dtype(kind), width, (*variant, 1))
         partial = run(there, stored(weights.reshape(outputs, c), kind), have)
         planes = have.x.reshape(n, c, h * w)
         normalization.finish_gradient(
@@ -287,6 +287,45 @@ def test_gradients_with_sums(name, variant, width):
     for name_ in ("dscale", "dbias", "line"):
         a, b = getattr(want, name_), getattr(have, name_).get()
         assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(a), name_
+
+
+@pytest.mark.parametrize("width", [64, 128, None])
+@pytest.mark.parametrize("variant", [name for name, (mask, *_) in VARIANTS.items() if mask != BY_X])
+@pytest.mark.parametrize("name", ["tails everywhere", "many tiles", "stride"])
+def test_masks_without_sums(name, variant, width):
+    import cupy
+
+    from caffepy.ops import cuda
+    from caffepy.ops.cuda import autotune, pointwise
+
+    kind, variant, shape = "uint16", VARIANTS[variant], SHAPES[name]
+    n, c, h, w, outputs, stride = shape
+    ours, theirs = convolution(cpu, shape), convolution(cuda, shape)
+    _, more, y, numbers, ceiling = norm_arrays((n, c, h, w), c, variant, kind, stride)
+    dy = rounded(data(ours.y_shape), kind)
+    weights = rounded(data((outputs, c, 1, 1), seed=1), kind).astype("f")
+    masked, nothing = np.zeros((n, c, h, w), "f"), (None, None, None)
+    ours.backward_data_norm(
+        dy, weights, NormSums(None, numbers, more, y, None, ceiling, masked, *nothing)
+    )
+    more, y_there = (None if a is None else stored(a, kind, True) for a in (more, y))
+    bits = None
+    if y is not None:
+        passes = np.moveaxis((y > 0) & (y < ceiling), 1, -1).reshape(-1, 8)
+        bits = cupy.asarray(np.packbits(passes, axis=1, bitorder="little").reshape(-1))
+    to = stored(np.full(masked.shape, np.nan), kind, True)
+    have = NormSums(None, cupy.asarray(numbers), more, y_there, bits, ceiling, to, *nothing)
+    there = stored(dy, kind, True)
+    if width is None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(autotune, "_autotune", False)
+            theirs.backward_data_norm(there, cupy.asarray(weights), have)
+    else:
+        run = pointwise.gradient(theirs._geometry, np.dtype(kind), width, (*variant, 0))
+        run(there, stored(weights.reshape(outputs, c), kind), have)
+    found = loaded(to)
+    assert np.linalg.norm(found - masked) <= 1e-2 * np.linalg.norm(masked)
+    assert not found[masked == 0].any()
 
 
 @pytest.mark.parametrize("width", [64, 128])

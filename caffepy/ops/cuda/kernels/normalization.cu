@@ -5,6 +5,7 @@
 #include "pack.cuh"
 #include "reduce.cuh"
 #include "channels.cuh"
+#include "statistics.cuh"
 #include "rectify.cuh"
 #include "windows.cuh"
 
@@ -52,19 +53,7 @@ __global__ void statistics_finish(const double* partial, Wide<T>* mean, Wide<T>*
   });
 }
 
-// numbers (4, C): mean, inverse = 1 / sqrt(variance + eps), factor = scale * inverse, shift = bias - mean * factor
-template <typename A>
-__device__ void write_numbers(A* numbers, i64 c, i64 channels, double mean, double variance, double eps,
-                              const A* scale, const A* bias) {
-  const double inverse = 1 / sqrt(variance + eps);
-  const A factor = A(scale ? double(scale[c]) * inverse : inverse);
-  numbers[c] = A(mean);
-  numbers[channels + c] = A(inverse);
-  numbers[2 * channels + c] = factor;
-  numbers[3 * channels + c] = A((bias ? double(bias[c]) : 0.0) - mean * double(factor));
-}
-
-// Numbers of a batch; running sums: mean * fraction + mean, variance * fraction + unbiased, weight * fraction + 1.
+// Numbers of a batch, and its running sums.
 template <typename T>
 __global__ void prepare_finish(const double* partial, Wide<T>* mean, Wide<T>* variance, Wide<T>* weight,
                                const Wide<T>* scale, const Wide<T>* bias, Wide<T>* numbers, double fraction, double eps,
@@ -74,9 +63,7 @@ __global__ void prepare_finish(const double* partial, Wide<T>* mean, Wide<T>* va
     const double count = double(outer) * double(inner);
     const Normal of(first, second, count);
     write_numbers(numbers, c, channels, of.mean, of.variance, eps, scale, bias);
-    mean[c] = A(double(mean[c]) * fraction + of.mean);
-    variance[c] = A(double(variance[c]) * fraction + of.variance * (count > 1 ? count / (count - 1) : 1.0));
-    if (c == 0) *weight = A(double(*weight) * fraction + 1);
+    update_running(mean, variance, weight, c, of.mean, of.variance, count, fraction);
   });
 }
 

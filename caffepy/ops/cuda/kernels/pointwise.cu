@@ -17,24 +17,9 @@
 #include "pack.cuh"
 #include "mma.cuh"
 #include "rectify.cuh"
+#include "pointwise.cuh"
 
 constexpr int ROWS = 128, DEEP = 32, STAGES = 4, THREADS = 256, WARPS = THREADS / 32;
-
-// Where the rows of an array are: side by side, or, if stride is not 0, every stride-th pixel of each stride-th line of
-// images.
-struct Pixels {
-  int stride, width, line, image, plane;  // rows of a line, pixels of a line and of an image, rows of an image
-  Divisor by_plane, by_width;
-  __device__ i64 at(int row) const {
-    if (stride == 0) return row;
-    const unsigned n = by_plane.quotient(row), rest = row - n * plane, h = by_width.quotient(rest);
-    return i64(n) * image + (h * line + (rest - h * width)) * stride;
-  }
-};
-
-#define PIXELS int stride, int width, int line, int image, int plane, i64 by_plane, i64 by_width
-#define OF_PIXELS \
-  Pixels { stride, width, line, image, plane, Divisor(by_plane), Divisor(by_width) }
 
 // The depth of a row of a: the channels of so many lines of taps, each `run` numbers from its pixel on; `skip` are from the
 // end of one to the next.
@@ -43,11 +28,6 @@ struct Taps {
   Divisor by_run;
   __device__ int at(int k) const { return k + int(by_run.quotient(k)) * skip; }
 };
-
-// 16 bytes to shared memory; zeros unless they are there. Those beside them are soon wanted from the cache.
-__device__ inline void fetch(unsigned to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
 
 // Byte of a chunk of 8 numbers in a piece whose rows have DEEP numbers (a, and b as (outputs, depth)), and in one of b as
 // (depth, outputs), which lies in blocks of 64 outputs: chunks change places so that eight of a column lie in different
@@ -75,60 +55,19 @@ __device__ inline int anew(int number) {
 // side by side).
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// How wgmma finds a matrix: its first byte, bytes from one block of 64 columns to the next (where rows are depth) and
-// from one group of 8 rows to the next, and the swizzle: 1 of 128 bytes, 2 of 64.
-__device__ inline unsigned long long matrix(unsigned at, int blocks, int rows, int swizzle) {
-  return (unsigned long long)(at >> 4) | (unsigned long long)(blocks >> 4) << 16 |
-         (unsigned long long)(rows >> 4) << 32 | (unsigned long long)(swizzle) << 62;
-}
-
-#define SUMS_8(s, n)                                                                                              \
-  "+f"(s[n][0]), "+f"(s[n][1]), "+f"(s[n][2]), "+f"(s[n][3]), "+f"(s[n + 1][0]), "+f"(s[n + 1][1]), \
-      "+f"(s[n + 1][2]), "+f"(s[n + 1][3])
-#define SUMS_32(s, n) SUMS_8(s, n), SUMS_8(s, n + 2), SUMS_8(s, n + 4), SUMS_8(s, n + 6)
-#define WGMMA_64(kind, turned)                                                                                     \
-  asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." kind "." kind  \
-               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
-               "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, " turned "; }"       \
-               : SUMS_32(sum, 0)                                                                                   \
-               : "l"(a), "l"(b))
-#define WGMMA_128(kind, turned)                                                                                      \
-  asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." kind "." kind   \
-               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "   \
-               "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "     \
-               "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "     \
-               "%59, %60, %61, %62, %63}, %64, %65, p, 1, 1, 0, " turned "; }"                                       \
-               : SUMS_32(sum, 0), SUMS_32(sum, 8)                                                                    \
-               : "l"(a), "l"(b))
-
-template <typename T> constexpr bool IS_BF16 = false;
-template <> constexpr bool IS_BF16<bf16_t> = true;
-
 template <typename T, int E, bool TURNED> struct Sums {
   float sum[E / 8][4] = {};
-  __device__ void multiply_16(unsigned long long a, unsigned long long b) {
-    if constexpr (E == 64 && TURNED && IS_BF16<T>) WGMMA_64("bf16", "1");
-    if constexpr (E == 64 && TURNED && !IS_BF16<T>) WGMMA_64("f16", "1");
-    if constexpr (E == 64 && !TURNED && IS_BF16<T>) WGMMA_64("bf16", "0");
-    if constexpr (E == 64 && !TURNED && !IS_BF16<T>) WGMMA_64("f16", "0");
-    if constexpr (E == 128 && TURNED && IS_BF16<T>) WGMMA_128("bf16", "1");
-    if constexpr (E == 128 && TURNED && !IS_BF16<T>) WGMMA_128("f16", "1");
-    if constexpr (E == 128 && !TURNED && IS_BF16<T>) WGMMA_128("bf16", "0");
-    if constexpr (E == 128 && !TURNED && !IS_BF16<T>) WGMMA_128("f16", "0");
-  }
   __device__ void product(unsigned at_a, unsigned at_b) {
     at_a += threadIdx.x / 128 * (64 * DEEP * 2);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    before_products();
 #pragma unroll
     for (int k = 0; k < DEEP / 16; ++k) {
       const unsigned long long b = TURNED ? matrix(at_b + k * 16 * 128, DEEP * 128, 8 * 128, 1)
                                           : matrix(at_b + k * 32, 16, 8 * DEEP * 2, 2);
-      multiply_16(matrix(at_a + k * 32, 16, 8 * DEEP * 2, 2), b);
+      multiply_16<T, false, TURNED>(sum, matrix(at_a + k * 32, 16, 8 * DEEP * 2, 2), b);
     }
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-    for (int n = 0; n < E / 8; n += 2) asm volatile("" : SUMS_8(sum, n)::"memory");
+    begin_products();
+    end_products(sum);
   }
   template <typename F> __device__ void each(const F& f) const {
     const int t = anew(threadIdx.x), row = t / 32 * 16 + t % 32 / 4, column = t % 4 * 2;
@@ -187,10 +126,19 @@ struct Sizes {
   int rows, outputs, depth, streams;
 };
 
+// What a row of a goes on with where JOINED, so many numbers at the pixel of the row; b has rows for them, too. The base
+// is added to every row of the product. The depth before it is a multiple of DEEP.
+template <typename T> struct Behind {
+  const T* a;
+  int depth;
+  const float* base;
+  Pixels pixels;
+};
+
 // TURNED: b lies as (depth, outputs), else as (outputs, depth).
-template <typename T, int E, bool TURNED, typename Op>
-__device__ void product(const T* a, const T* b, const Sizes s, const Pixels pixels, const Taps taps, const Op op,
-                        double* partial) {
+template <typename T, int E, bool TURNED, bool JOINED, typename Op>
+__device__ void product(const T* a, const T* b, const Sizes s, const Pixels pixels, const Taps taps,
+                        const Behind<T> behind, const Op op, double* partial) {
   using At = Tile<T, E>;
   constexpr int CHUNKS = E * DEEP / 8 / THREADS;   // of b for each thread
   constexpr int PACKS = E / 8, STEP = THREADS / PACKS, EACH = ROWS / STEP;
@@ -198,12 +146,14 @@ __device__ void product(const T* a, const T* b, const Sizes s, const Pixels pixe
   const unsigned base = shared_address(memory);
   const int t = threadIdx.x;
   const int across = (s.outputs + E - 1) / E, first = int(blockIdx.x) % across * E, stream = int(blockIdx.x) / across;
-  const int tiles = (s.rows + ROWS - 1) / ROWS, steps = (s.depth + DEEP - 1) / DEEP;
+  const int tiles = (s.rows + ROWS - 1) / ROWS, depth = s.depth + (JOINED ? behind.depth : 0);
+  const int steps = (depth + DEEP - 1) / DEEP;
   const int total = stream < tiles ? ((tiles - 1 - stream) / s.streams + 1) * steps : 0;
 
   // What this thread fetches: a chunk of rows t / 4 and t / 4 + 64 of a, CHUNKS chunks of b.
   int fetched = 0, fetch_step = 0, fetch_tile = tiles - 1 - stream;
   const T* rows_of_a[2];
+  int pixels_behind[2];
   bool there[2];
   auto begin_tile = [&]() {
 #pragma unroll
@@ -211,6 +161,7 @@ __device__ void product(const T* a, const T* b, const Sizes s, const Pixels pixe
       const int row = fetch_tile * ROWS + t / 4 + 64 * i;
       there[i] = row < s.rows;
       rows_of_a[i] = a + (there[i] ? pixels.at(row) : 0) * taps.channels;
+      if (JOINED) pixels_behind[i] = there[i] ? int(behind.pixels.at(row)) : 0;
     }
   };
   auto fetch_next = [&]() {
@@ -220,21 +171,23 @@ __device__ void product(const T* a, const T* b, const Sizes s, const Pixels pixe
       if (fetch_step == 0) begin_tile();
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const bool in = there[i] && from < s.depth;
-        fetch(stage + in_rows(t / 4 + 64 * i, t % 4), in ? rows_of_a[i] + taps.at(from) : a, in);
+        const bool in = there[i] && from < depth;
+        const T* of_a = JOINED && k >= s.depth ? behind.a + i64(pixels_behind[i]) * behind.depth + (from - s.depth)
+                                               : rows_of_a[i] + taps.at(from);
+        fetch(stage + in_rows(t / 4 + 64 * i, t % 4), in ? of_a : a, in);
       }
 #pragma unroll
       for (int i = 0; i < CHUNKS; ++i) {
         const int chunk = t + i * THREADS;
         if (TURNED) {
           const int row = chunk / PACKS, column = chunk % PACKS;
-          const bool in = k + row < s.depth && first + column * 8 < s.outputs;
+          const bool in = k + row < depth && first + column * 8 < s.outputs;
           const T* from = b + i64(k + row) * s.outputs + first + column * 8;
           fetch(stage + At::A + in_columns(row, column), in ? from : b, in);
         } else {
           const int row = chunk / 4, column = chunk % 4;
-          const bool in = k + column * 8 < s.depth && first + row < s.outputs;
-          const T* from = b + i64(first + row) * s.depth + k + column * 8;
+          const bool in = k + column * 8 < depth && first + row < s.outputs;
+          const T* from = b + i64(first + row) * depth + k + column * 8;
           fetch(stage + At::A + in_rows(row, column), in ? from : b, in);
         }
       }
@@ -266,6 +219,11 @@ __device__ void product(const T* a, const T* b, const Sizes s, const Pixels pixe
     // The tile is finished: to shared memory, then in packs to where they belong, with their sums.
     T* results = reinterpret_cast<T*>(memory + At::RESULT);
     of_tile.each([=](int row, int column, float one, float two) {
+      if (JOINED && first + column < s.outputs) {
+        const float2 base = *reinterpret_cast<const float2*>(behind.base + first + column);
+        one += base.x;
+        two += base.y;
+      }
       Pack<T, 2> pair;
       pair.v[0] = T(one);
       pair.v[1] = T(two);
@@ -313,10 +271,11 @@ __device__ void product(const T* a, const T* b, const Sizes s, const Pixels pixe
 }
 
 // The product of rows that lie side by side, and the weights turned.
-template <typename T, int E, typename Op>
-__device__ void product_of_rows(const T* a, const T* b, const Sizes s, const Op op, double* partial) {
+template <typename T, int E, bool JOINED, typename Op>
+__device__ void product_of_rows(const T* a, const T* b, const Sizes s, const Behind<T> behind, const Op op,
+                                double* partial) {
   const Pixels side_by_side{0, 0, 0, 0, 0, Divisor(0), Divisor(0)};
-  product<T, E, true>(a, b, s, side_by_side, Taps{s.depth, 0, Divisor(0)}, op, partial);
+  product<T, E, true, JOINED>(a, b, s, side_by_side, Taps{s.depth, 0, Divisor(0)}, behind, op, partial);
 }
 
 // y = product; sums of y and y^2, from those of y - k and (y - k)^2 with k the first y of the tile: no cancellation
@@ -354,7 +313,70 @@ template <typename T, int E> __global__ void __launch_bounds__(THREADS, 2)
 pointwise_moments(const T* x, const T* w, T* y, double* partial, int rows, int outputs, int depth, int streams,
                   PIXELS, int channels, int skip, i64 by_run) {
   const Taps taps{channels, skip, Divisor(by_run)};
-  product<T, E, false>(x, w, Sizes{rows, outputs, depth, streams}, OF_PIXELS, taps, Moments<T>{y}, partial);
+  const Pixels pixels = OF_PIXELS;
+  const Behind<T> nothing{nullptr, 0, nullptr, pixels};
+  product<T, E, false, false>(x, w, Sizes{rows, outputs, depth, streams}, pixels, taps, nothing, Moments<T>{y}, partial);
+}
+
+// y = product * factor + shift [+ other], with a ReLU, whose bits may be kept, as in normalization.cu.
+template <typename T, int OTHER, int AFTER, int KEEPS> struct Normalized {
+  static constexpr bool SUMS = false;
+  const float *factor, *shift;
+  float ceiling;
+  const T* other;
+  T* y;
+  unsigned char* bits;
+
+  template <int EACH, int STEP, int PITCH>
+  __device__ void tile(const T* results, int line, int row, int rows, int outputs, int channel, float (&)[8],
+                       float (&)[8]) const {
+    float f[8], s[8];
+#pragma unroll
+    for (int v = 0; v < 8; v += 4) {
+      *reinterpret_cast<float4*>(f + v) = *reinterpret_cast<const float4*>(factor + channel + v);
+      *reinterpret_cast<float4*>(s + v) = *reinterpret_cast<const float4*>(shift + channel + v);
+    }
+    constexpr int U = 4;  // rows at a time, all of which are loaded before any is used
+#pragma unroll 1
+    for (int i = 0; i < EACH; i += U) {
+      uint4 of_other[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+        if (OTHER)
+          of_other[u] =
+              *reinterpret_cast<const uint4*>(other + i64(min(row + (i + u) * STEP, rows - 1)) * outputs + channel);
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        if (row + (i + u) * STEP >= rows) break;
+        const i64 at = i64(row + (i + u) * STEP) * outputs + channel;
+        Pack<T, 8> pack = *reinterpret_cast<const Pack<T, 8>*>(results + (line + (i + u) * STEP) * PITCH);
+        const Pack<T, 8>& others = reinterpret_cast<const Pack<T, 8>&>(of_other[u]);
+        unsigned passes = 0;
+#pragma unroll
+        for (int v = 0; v < 8; ++v) {
+          float z = fmaf(float(pack.v[v]), f[v], s[v]);
+          if (OTHER) z += float(others.v[v]);
+          if (AFTER && z <= 0) z = 0;
+          if (AFTER == CLIPPED && z > ceiling) z = ceiling;
+          pack.v[v] = T(z);
+          passes |= unsigned(!passes_nothing<AFTER>(float(pack.v[v]), ceiling)) << v;
+        }
+        *reinterpret_cast<Pack<T, 8>*>(y + at) = pack;
+        if (KEEPS) bits[at / 8] = passes;
+      }
+    }
+  }
+  __device__ void add(double, double, int, float, double&, double&) const {}
+};
+
+template <typename T, int E, int OTHER, int AFTER, int KEEPS> __global__ void __launch_bounds__(THREADS, 2)
+pointwise_normalized(const T* x, const T* w, const float* factor, const float* shift, double ceiling, const T* other, T* y,
+                     unsigned char* bits, double*, int rows, int outputs, int depth, int streams, PIXELS) {
+  const Pixels pixels = OF_PIXELS;
+  const Behind<T> nothing{nullptr, 0, nullptr, pixels};
+  const Normalized<T, OTHER, AFTER, KEEPS> op{factor, shift, float(ceiling), other, y, bits};
+  product<T, E, false, false>(x, w, Sizes{rows, outputs, depth, streams}, pixels, Taps{depth, 0, Divisor(0)}, nothing, op,
+                              nullptr);
 }
 
 // dx = product, in the pixels whose rows they are; the others are not written
@@ -375,15 +397,20 @@ template <typename T> struct Spread {
   __device__ void add(double, double, int, float, double&, double&) const {}
 };
 
-template <typename T, int E> __global__ void __launch_bounds__(THREADS, 2)
-pointwise_spread(const T* dy, const T* w, T* dx, double*, int rows, int outputs, int depth, int streams, PIXELS) {
-  product_of_rows<T, E>(dy, w, Sizes{rows, outputs, depth, streams}, Spread<T>{dx, OF_PIXELS}, nullptr);
+#define BEHIND const T *behind, int behind_depth, const float* base
+#define WHAT_IS_BEHIND \
+  Behind<T> { behind, behind_depth, base, OF_PIXELS }
+
+template <typename T, int E, int JOINED> __global__ void __launch_bounds__(THREADS, 2)
+pointwise_spread(const T* dy, const T* w, T* dx, double*, int rows, int outputs, int depth, int streams, PIXELS, BEHIND) {
+  const Spread<T> op{dx, OF_PIXELS};
+  product_of_rows<T, E, JOINED>(dy, w, Sizes{rows, outputs, depth, streams}, WHAT_IS_BEHIND, op, nullptr);
 }
 
-// g = (product [+ more]) * mask in the pixels whose rows they are, and the sums of g and of g * (x - mean); x as the
-// normalization got it. The other pixels are not written.
-template <typename T, int MASK, int AFTER, int MORE> struct Gradient {
-  static constexpr bool SUMS = true;
+// g = (product [+ more]) * mask in the pixels whose rows they are, and if SUMMED the sums of g and of g * (x - mean); x as
+// the normalization got it. The other pixels are not written.
+template <typename T, int MASK, int AFTER, int MORE, int SUMMED> struct Gradient {
+  static constexpr bool SUMS = SUMMED, READS = SUMMED || MASK == BY_X;
   const T* x;
   const float *mean, *factor, *shift;
   float ceiling;
@@ -398,7 +425,7 @@ template <typename T, int MASK, int AFTER, int MORE> struct Gradient {
     float mu[8], f[8], s[8];
 #pragma unroll
     for (int v = 0; v < 8; v += 4) {
-      *reinterpret_cast<float4*>(mu + v) = *reinterpret_cast<const float4*>(mean + channel + v);
+      if (SUMMED) *reinterpret_cast<float4*>(mu + v) = *reinterpret_cast<const float4*>(mean + channel + v);
       if (MASK == BY_X) {
         *reinterpret_cast<float4*>(f + v) = *reinterpret_cast<const float4*>(factor + channel + v);
         *reinterpret_cast<float4*>(s + v) = *reinterpret_cast<const float4*>(shift + channel + v);
@@ -412,7 +439,7 @@ template <typename T, int MASK, int AFTER, int MORE> struct Gradient {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         const i64 from = pixels.at(min(row + (i + u) * STEP, rows - 1)) * outputs + channel;
-        of_x[u] = *reinterpret_cast<const uint4*>(x + from);
+        if (READS) of_x[u] = *reinterpret_cast<const uint4*>(x + from);
         if (MORE) of_more[u] = *reinterpret_cast<const uint4*>(more + from);
         if (MASK == BY_BITS) masks[u] = bits[from / 8];
       }
@@ -429,8 +456,8 @@ template <typename T, int MASK, int AFTER, int MORE> struct Gradient {
           if (MORE) d += float(mores.v[v]);
           if (MASK == BY_X && passes_nothing<AFTER>(fmaf(float(xs.v[v]), f[v], s[v]), ceiling)) d = 0;
           if (MASK == BY_BITS && !(masks[u] >> v & 1)) d = 0;
-          first[v] += d;
-          second[v] += d * (float(xs.v[v]) - mu[v]);
+          if (SUMMED) first[v] += d;
+          if (SUMMED) second[v] += d * (float(xs.v[v]) - mu[v]);
           pack.v[v] = T(d);
         }
         *reinterpret_cast<Pack<T, 8>*>(g + pixels.at(at) * outputs + channel) = pack;
@@ -443,10 +470,11 @@ template <typename T, int MASK, int AFTER, int MORE> struct Gradient {
   }
 };
 
-template <typename T, int E, int MASK, int AFTER, int MORE> __global__ void __launch_bounds__(THREADS, 2)
+template <typename T, int E, int MASK, int AFTER, int MORE, int SUMMED, int JOINED>
+__global__ void __launch_bounds__(THREADS, 2)
 pointwise_gradient(const T* dy, const T* w, const T* x, const float* mean, const float* factor, const float* shift,
                    double ceiling, const T* more, const unsigned char* bits, T* g, double* partial, int rows,
-                   int outputs, int depth, int streams, PIXELS) {
-  const Gradient<T, MASK, AFTER, MORE> op{x, mean, factor, shift, float(ceiling), more, bits, g, OF_PIXELS};
-  product_of_rows<T, E>(dy, w, Sizes{rows, outputs, depth, streams}, op, partial);
+                   int outputs, int depth, int streams, PIXELS, BEHIND) {
+  const Gradient<T, MASK, AFTER, MORE, SUMMED> op{x, mean, factor, shift, float(ceiling), more, bits, g, OF_PIXELS};
+  product_of_rows<T, E, JOINED>(dy, w, Sizes{rows, outputs, depth, streams}, WHAT_IS_BEHIND, op, partial);
 }
