@@ -91,7 +91,9 @@ def _lines(
     *numbers: float,
     relu: bool | None = None,
 ) -> None:
-    """Call a kernel, which has a variant for each value of `relu` unless that is None."""
+    """Call a kernel, which has a variant for each value of `relu` unless that is None; those that
+    have one, of the gradient, are computed by warps where that is possible.
+    """
     x = arrays[0]
     if not x.size:
         return
@@ -102,7 +104,7 @@ def _lines(
         launch("lrn", f"{name}_wide", x, x.size, *arrays, lines, channels, half, *numbers)
         return
     variant = [half, int(beta == 0.75), *([] if relu is None else [int(relu)])]
-    kind, packs_of_line = "lines", _packs(half, *arrays)
+    kind, packs_of_line = "lines", 0 if relu is None else _packs(half, *arrays)
     if packs_of_line:
         kind, threads = "warps", -(-lines // (32 // packs_of_line)) * 32
     instance = f"{name}_{kind}<{', '.join([c_type(x), *map(str, variant)])}>"

@@ -271,28 +271,6 @@ __device__ void read_pack(A (&to)[V + 2 * HALF], const T* from, bool there) {
   for (int v = 0; v < V; ++v) to[HALF + v] = A(pack.v[v]);
 }
 
-template <typename T, int HALF, int THREE_QUARTERS>
-__global__ void lrn_forward_warps(const T* x, T* y, i64 lines, i64 channels, double alpha, double beta, double k) {
-  using A = Wide<T>;
-  constexpr int V = PACK;
-  const Lanes<V, HALF> lanes(channels);
-  const A a = A(alpha), b = A(beta), first = A(k);
-  lanes.each(lines, channels, [=](i64 at, bool there) {
-    A u[V + 2 * HALF], squares[V + 2 * HALF];
-    read_pack<V, HALF>(u, x + at, there);
-    lanes.surround(u);
-#pragma unroll
-    for (int i = 0; i < V + 2 * HALF; ++i) squares[i] = u[i] * u[i];
-    Pack<T, V> pack;
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const A s = first + a * window<HALF>(squares, HALF + v);
-      pack.v[v] = T(u[HALF + v] * Power<THREE_QUARTERS, A>(s, b).of);
-    }
-    if (there) *reinterpret_cast<Pack<T, V>*>(y + at) = pack;
-  });
-}
-
 // dx may be dy, and is 0 where x <= 0 if R.
 template <typename T, int HALF, int THREE_QUARTERS, int R>
 __global__ void lrn_backward_warps(const T* x, const T* dy, T* dx, i64 lines, i64 channels, double alpha,
