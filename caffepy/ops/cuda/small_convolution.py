@@ -40,8 +40,8 @@ from caffepy.ops.cuda.launch import TYPES, Array, divisor
 OPERATIONS, DEPTH = 4e9, 2048
 """Largest convolution, in operations, and longest depth for which these kernels are candidates."""
 
-CANDIDATES = 4
-"""Tilings of an operation that are timed, each with another number of warps or split."""
+CANDIDATES = 2
+"""Tilings of an operation that are timed."""
 
 TILES = [(m, n) for n in (1, 2, 3, 4, 5, 7) for m in range(1, 9) if m * n <= 16]
 """(m, n): tiles of 16 rows and 8 columns of a warp; its sums must fit into registers."""
@@ -133,15 +133,12 @@ def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
 
 @cache
 def _best(device: int, kind: Any, *problem: Any) -> list[tuple[Any, Tiling]]:
-    """Return the work of a kind on a problem with its best tilings, each with other warps or
-    another `split`.
-    """
+    """Return the work of a kind on a problem with its best tilings, each with another `split`."""
     work = kind(*problem)
-    best: dict[tuple[int, int], Tiling] = {}
+    best: dict[int, Tiling] = {}
     for tiling in work.tilings():
-        key = tiling.warps, tiling.split
-        if key not in best or tiling < best[key]:
-            best[key] = tiling
+        if tiling.split not in best or tiling < best[tiling.split]:
+            best[tiling.split] = tiling
     return [(work, tiling) for tiling in sorted(best.values())[:CANDIDATES]]
 
 
