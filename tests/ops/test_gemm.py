@@ -72,3 +72,9 @@ def test_an_element_does_not_depend_on_its_place():
 def test_turn():
     a = np.arange(2.0 * 70 * 21).reshape(2, 70, 21)
     np.testing.assert_array_equal(gemm.turn(a, np.empty((2, 21, 70))), a.swapaxes(1, 2))
+
+
+def test_tiles_of_a_processor_with_fewer_registers(monkeypatch):
+    monkeypatch.setattr(gemm, "_tile_of", lambda dtype: ((0,) * 4, (0,) * 8))
+    test_product("across images", np.float32, True)
+    test_transposed("blocks of rows", np.float32, False)
