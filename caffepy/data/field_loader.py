@@ -28,6 +28,7 @@ OCTAVE = 2  # sizes of a field between one and twice as large
 LARGE = 1.5  # an image that is made so much larger is cut first
 NOISE = 10  # pixels by which a cut is moved at random, at most
 ASPECT_STEP = 0.05
+MOST_ASPECTS = 20000
 SILENT = 0.4  # share of a field in regions of no interest that makes it one
 LEAST_OVERLAP = 0.2  # of a box that no field matches, with its best one
 ROWS = 6  # of a map: class, x, y of the centre, width, height, overlap
@@ -108,12 +109,14 @@ class FieldLoader(JointLoader):
         height, width = source.last_size
         if param.resize_width and param.resize_height:
             height, width = param.resize_height, param.resize_width
-        if param.crop_width > width or param.crop_height > height:
-            raise ConfigError(
-                f"a crop of {param.crop_height} x {param.crop_width} is larger than the image, "
-                f"{height} x {width}"
-            )
         self._size = param.crop_height or height, param.crop_width or width
+        size = f"{self._size[0]} x {self._size[1]}"
+        if self._size[0] > height or self._size[1] > width:
+            raise ConfigError(f"a crop of {size} is larger than the image, {height} x {width}")
+        for rate in param.downsample_rate:
+            if min(self._grid(rate)) < 1:
+                raise ConfigError(f"a downsample_rate of {rate} leaves no map of images of {size}")
+        transformer.output_shape(self.shape())  # tells of a mean_value too many
 
     def shape(self) -> Shape:
         return 3, *self._size
@@ -333,7 +336,10 @@ def aspects_of(param: ImageGtDataParameter) -> Array | None:
     """The aspect ratios that boxes are changed to; None without them."""
     if not (param.HasField("min_whaspect") and param.HasField("max_whaspect")):
         return None
-    count = _rounded((param.max_whaspect - param.min_whaspect) / ASPECT_STEP)
-    if count < 1 or not param.min_whaspect > 0:
-        raise ConfigError("max_whaspect must be min_whaspect + 0.05 or more, and both above 0")
-    return np.arange(count) * ASPECT_STEP + param.min_whaspect
+    steps = (param.max_whaspect - param.min_whaspect) / ASPECT_STEP
+    if not (0.5 <= steps <= MOST_ASPECTS and param.min_whaspect > 0):
+        raise ConfigError(
+            "max_whaspect must be min_whaspect + 0.05 or more, and both above 0 and below "
+            f"{MOST_ASPECTS * ASPECT_STEP:g}"
+        )
+    return np.arange(_rounded(steps)) * ASPECT_STEP + param.min_whaspect

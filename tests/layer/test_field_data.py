@@ -299,16 +299,24 @@ SETTINGS = {
     "aspects": {"settings": "min_whaspect: 1 max_whaspect: 1"},
     "crop_size": {"transform": "crop_size: 5"},
     "no batch": {"batch": 0},
+    "a large rate": {"fields": [(8, 16, 20), (130, 16, 20)]},
+    "two means": {"transform": "mean_value: 1 mean_value: 2"},
+    "endless aspects": {"settings": "min_whaspect: 1 max_whaspect: inf"},
+    "no aspect": {"settings": "min_whaspect: nan max_whaspect: 1"},
 }
 MESSAGES = {
     "no field": "as many downsample_rate as field_w and field_h",
     "coord_num": "coord_num is 4, not 5",
     "one side": "resize_width and resize_height must both be given or neither",
-    "a large crop": "a crop of 0 x 500 is larger than the image, 60 x 90",
+    "a large crop": "a crop of 60 x 500 is larger than the image, 60 x 90",
     "scales": "no scale between 5 and 4",
     "aspects": "max_whaspect must be min_whaspect + 0.05 or more",
     "crop_size": "no mean_file and no crop_size",
     "no batch": "batch_size of 1 or more",
+    "a large rate": "a downsample_rate of 130 leaves no map of images of 60 x 90",
+    "two means": "2 mean_value for 3 channels",
+    "endless aspects": "both above 0 and below 1000",
+    "no aspect": "max_whaspect must be min_whaspect + 0.05 or more",
 }
 
 
@@ -329,6 +337,7 @@ FILES = {
     "# 0 a.png 3 60 90 1 1 0 5 5 9 inf 0": "block 0 is damaged",
     "# 0 a.png 3 60 90 -1 0": "block 0 is damaged",
     "# 0 a.png 3 60 90 0 0": "a.png cannot be read",
+    "# 0 a.png 3 0 0 0 0": "block 0 is damaged",
 }
 
 

@@ -44,6 +44,8 @@ def read_marked(path: str) -> list[MarkedImage]:
             _, image, _, *size = islice(words, 5)
             boxes, regions = _rows(words, 6), _rows(words, 4)
             height, width = map(int, size)
+            if min(height, width) < 1:
+                raise ValueError("an image without pixels")
         except ValueError:
             raise DataError(
                 f"{path}: block {block} is damaged: it needs a number, an image, its channels, "
