@@ -3,6 +3,7 @@ turned, cut around a person and mirrored; labels are maps of parts and limbs.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ DRAWS = 6  # random numbers of an image: two for its scale, its angle, two for i
 GREY, LEARNED = 128, 255  # what lies outside an image, and its mask
 MASK = 4  # the channel with the mask of what is learned
 LONGEST_SIDE = 32766  # that OpenCV turns
+MOST_TILES = 256  # in a row, whose tables OpenCV keeps
 
 
 class PoseLoader(JointLoader):
@@ -192,8 +194,15 @@ def check(param: CPMTransformationParameter) -> None:
     if min(param.crop_size_x, param.crop_size_y) < param.stride:
         raise ConfigError(f"a crop smaller than the stride {param.stride} leaves no map")
     for name in ("target_dist", "sigma", "sigma_center"):
-        if not getattr(param, name) > 0:
+        if not 0 < getattr(param, name) < math.inf:
             raise ConfigError(f"cpm_transform_param needs a {name} above 0")
+    if not math.isfinite(param.max_rotate_degree):
+        raise ConfigError(f"max_rotate_degree cannot be {param.max_rotate_degree:g}")
+    if param.do_clahe:
+        if not 1 <= param.clahe_tile_size <= MOST_TILES:
+            raise ConfigError(f"do_clahe needs a clahe_tile_size of 1 to {MOST_TILES}")
+        if not abs(param.clahe_clip_limit) < 1 << 24:
+            raise ConfigError(f"clahe_clip_limit cannot be {param.clahe_clip_limit:g}")
     body = pose.WITH_LIMBS.get(parts) or pose.PEAKS_ONLY.get(parts)
     if parts in pose.WITH_LIMBS and not param.transform_body_joint:
         raise ConfigError(f"num_parts {parts} are parts of bodies: transform_body_joint is true")
@@ -210,8 +219,6 @@ def coloured(image: Array, param: CPMTransformationParameter) -> Array:
     """The image (H, W, 3) with its contrast evened out and in shades of grey, if so told."""
     if param.do_clahe:
         tiles = int(param.clahe_tile_size)
-        if tiles < 1:
-            raise ConfigError("do_clahe needs a clahe_tile_size of 1 or more")
         lab = cv2.cvtColor(image, cv2.COLOR_BGR2Lab)
         lab[..., 0] = cv2.createCLAHE(int(param.clahe_clip_limit), (tiles, tiles)).apply(
             lab[..., 0]
