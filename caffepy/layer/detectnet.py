@@ -63,7 +63,7 @@ class DetectNetTransformation(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         images, boxes = bottom
-        if len(images.shape) != 4 or images.shape[1] != 3:
+        if len(images.shape) != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
             raise ConfigError(f"{self.type} needs images (N, 3, H, W), not {list(images.shape)}")
         count = images.shape[0]
         if not boxes.shape or boxes.shape[0] != count:
@@ -96,14 +96,17 @@ class DetectNetTransformation(Layer):
 
     def boxes_of(self, table: Array) -> Array:
         """Return a copy of the boxes (B, 16) of an image."""
-        count = int(table[0]) if len(table) else -1
+        count = int(table[0]) if len(table) and np.isfinite(table[0]) else -1
         if len(table) < NUMBERS or table[1] != NUMBERS or not 0 <= count < len(table) // NUMBERS:
             raise DataError(
                 f"{self.type}: labels begin with the number of boxes and {NUMBERS}, and a row of "
                 f"{NUMBERS} numbers for each follows; here {table[:2].tolist()} and "
                 f"{len(table)} numbers in all"
             )
-        return np.array(table[NUMBERS : (count + 1) * NUMBERS]).reshape(count, NUMBERS)
+        boxes = np.array(table[NUMBERS : (count + 1) * NUMBERS]).reshape(count, NUMBERS)
+        if not np.isfinite(boxes[:, : CLASS + 1]).all():
+            raise DataError(f"{self.type}: a box has a number that is not finite")
+        return boxes
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator | None) -> Change:
         """Draw what happens to an image of this size; without `rng` it is scaled to the top's."""

@@ -6,7 +6,7 @@ Coordinates are rounded to half precision, as there.
 """
 
 from collections.abc import Sequence
-from math import log
+from math import isfinite, log
 
 import numpy as np
 
@@ -35,12 +35,21 @@ class BoxesOfMaps(RcnnLayer):
             values = [float(word) for word in self.param_str.split(",")]
         except ValueError:
             values = []
-        if len(values) < len(self.names) or min(values[:3], default=0) <= 0:
+        if (
+            len(values) < len(self.names)
+            or not all(map(isfinite, values))
+            or min(values[:3], default=0) <= 0
+        ):
             raise ConfigError(
                 f"param_str of {type(self).__name__} is {', '.join(self.names)} and, if there are "
                 f"several, the number of classes, not {self.param_str!r}"
             )
         self.given = dict(zip(self.names, values, strict=False))
+        if min(values[:2]) < values[2]:
+            raise ConfigError(
+                f"param_str of {type(self).__name__}: a stride of {values[2]:g} is too large for "
+                f"{values[0]:g} x {values[1]:g}"
+            )
         self.classes = int(values[len(self.names)]) if len(values) > len(self.names) else 1
         if len(top) != self.classes or len(bottom) != 2:
             raise ConfigError(

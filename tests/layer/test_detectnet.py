@@ -223,6 +223,7 @@ def test_a_turned_image_lies_in_its_space():
 
 REFUSED = {
     "images (N, 3, H, W)": (transformation(), [(2, 1, 4, 4), (2, 1, 3, 16)]),
+    "not [2, 3, 0, 4]": (transformation(), [(2, 3, 0, 4), (2, 1, 3, 16)]),
     "2 images, but boxes": (transformation(), [(2, 3, 4, 4), (1, 1, 3, 16)]),
     "stride of 1": (transformation("stride: 0"), [(2, 3, 4, 4), (2, 1, 3, 16)]),
     "too large": (transformation("stride: 100"), [(2, 3, 4, 4), (2, 1, 3, 16)]),
@@ -241,10 +242,20 @@ def test_what_is_refused(message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("head", [(3, 16), (-1, 16), (1, 5)])
+@pytest.mark.parametrize("head", [(3, 16), (-1, 16), (1, 5), (np.nan, 16), (np.inf, 16)])
 def test_labels_that_are_none(head):
     label = np.zeros((1, 1, 3, 16))
     label[0, 0, 0, :2] = head
     single = Single(transformation(), np.zeros((1, 3, 8, 8)), label, tops=2, phase=TRAIN)
     with pytest.raises(DataError, match="labels begin with the number of boxes"):
+        single.forward()
+
+
+@pytest.mark.parametrize("place", [0, 3, 5])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_boxes_that_are_none(place, number):
+    label = tables([(1, 1, 4, 4, 1)])
+    label[0, 0, 1, place] = number
+    single = Single(transformation(), np.zeros((1, 3, 8, 8)), label, tops=2, phase=TRAIN)
+    with pytest.raises(DataError, match="a box has a number that is not finite"):
         single.forward()

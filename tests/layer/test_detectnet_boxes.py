@@ -127,6 +127,15 @@ def test_a_net_finds_its_labels_again():
     [
         ("ClusterGroundtruth", [(1, 1, 8, 12), (1, 4, 8, 12)], 1, "48, 32", "param_str of"),
         ("ClusterDetections", [(1, 1, 8, 12), (1, 4, 8, 12)], 1, "48, 32, 4", "least_height"),
+        ("ClusterGroundtruth", [(1, 1, 8, 12), (1, 4, 8, 12)], 1, "48, nan, 4", "param_str of"),
+        ("ClusterGroundtruth", [(1, 1, 8, 12), (1, 4, 8, 12)], 1, "48, 32, 4, inf", "param_str of"),
+        (
+            "ClusterGroundtruth",
+            [(1, 1, 8, 12), (1, 4, 8, 12)],
+            1,
+            "48, 32, 40",
+            "too large for 48 x 32",
+        ),
         ("ClusterGroundtruth", [(1, 1, 8, 12), (1, 4, 8, 12)], 1, "48, 32, 4, 2", "of 2 classes"),
         ("ClusterGroundtruth", [(1, 2, 8, 12), (1, 4, 8, 12)], 1, "48, 32, 4", "needs maps"),
         ("ScoreDetections", [(1, 50, 5), (2, 50, 5)], 1, "", "two lists"),
