@@ -8,6 +8,7 @@ the host.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class OfFields(Layer):
         """ConfigError unless the bottoms are maps and their labels."""
         maps, labels = (list(blob.shape) for blob in bottom)
         wanted = self.settings.cls_num + DELTAS
-        if len(maps) != 4 or maps[1] != wanted or labels != [maps[0], ROWS, *maps[2:]]:
+        if len(maps) != 4 or maps[1] != wanted or labels != [maps[0], ROWS, *maps[2:]] or 0 in maps:
             raise ConfigError(
                 f"{self.type} needs maps (N, {wanted}, H, W) and labels (N, {ROWS}, H, W), not "
                 f"{maps} and {labels}"
@@ -266,8 +267,8 @@ class BboxAccuracy(Layer):
         self.mean, self.std = units_of(self.param)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        counts = [blob.count // max(1, blob.shape[0]) for blob in bottom]
-        rows = {blob.shape[0] for blob in bottom}
+        counts = [prod(blob.shape[1:]) for blob in bottom]
+        rows = {tuple(blob.shape[:1]) for blob in bottom}
         if len(rows) > 1 or counts[0] % DELTAS or counts[1:] != [5, 6]:
             shapes = ", ".join(str(list(blob.shape)) for blob in bottom)
             raise ConfigError(
@@ -278,7 +279,7 @@ class BboxAccuracy(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         count = bottom[0].shape[0]
-        deltas = bottom[0].data.reshape(count, -1, DELTAS)
+        deltas = bottom[0].data.reshape(count, prod(bottom[0].shape[1:]) // DELTAS, DELTAS)
         rois, true = bottom[1].data.reshape(-1, 5), bottom[2].data.reshape(-1, 6)
         own = true[:, 0].astype(np.int64)
         if not self.param.bbox_reg_param.cls_aware:
@@ -327,13 +328,17 @@ class ProposalTarget(Layer):
             raise ConfigError("proposal_target_param needs a cls_num of 2 or more")
         if param.batch_size < 1 and param.batch_size != -1:
             raise ConfigError(f"batch_size must be 1 or more, or -1, not {param.batch_size}")
-        if param.fg_thr < param.bg_thr_hg:
-            raise ConfigError("fg_thr must be bg_thr_hg or more")
+        if not 0 < param.fg_thr >= param.bg_thr_hg:
+            raise ConfigError("fg_thr must be above 0, and bg_thr_hg or more")
+        if not 0 <= param.fg_fraction <= 1:
+            raise ConfigError(f"fg_fraction must lie between 0 and 1, not {param.fg_fraction:g}")
+        if not param.num_img_per_batch:
+            raise ConfigError("proposal_target_param needs a num_img_per_batch of 1 or more")
         self.mean, self.std = units_of(self.param)
         self.columns = DELTAS * (param.cls_num if self.param.bbox_reg_param.cls_aware else 2)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        counts = [blob.count // max(1, blob.shape[0]) for blob in bottom]
+        counts = [prod(blob.shape[1:]) for blob in bottom]
         if counts != [5, 7]:
             raise ConfigError(
                 f"ProposalTarget needs rois (R, 5) and true boxes (G, 7), not "

@@ -281,6 +281,8 @@ def test_bbox_accuracy():
     )
     true[:, 0] = 0
     assert [t.item() for t in Single(text, deltas, rois, true, tops=2).forward()] == [-1, -1]
+    nothing = Single(text, deltas[:0], rois[:0], true[:0], tops=2).forward()
+    assert [top.item() for top in nothing] == [-1, -1]
     true[0, 0] = 3
     with pytest.raises(DataError, match="class 3 of 3 classes"):
         Single(text, deltas, rois, true).forward()
@@ -416,6 +418,15 @@ def test_proposal_target_fills_a_batch_with_boxes_of_its_own():
     np.testing.assert_allclose(true / true.sum(), overlap[labels > 0] / overlap.sum())
 
 
+def test_true_boxes_alone_are_regions():
+    rois, truths = regions(count=5)
+    tops = Single(proposal_target("batch_size: 8"), rois[:0], truths, tops=6).forward()
+    boxes, labels = tops[0][..., 0, 0], tops[1].ravel()
+    assert sorted(labels[labels > 0])[0] >= 1
+    for box in boxes[labels > 0]:
+        assert box.tolist() in truths[:, :5].tolist()
+
+
 def test_an_image_without_boxes_has_background_alone():
     rois, _ = regions(count=5)
     truths = np.array([[0, 1, 1, 2, 2, 1, 1.0]])  # what ImageGtData gives where there is none
@@ -425,6 +436,7 @@ def test_an_image_without_boxes_has_background_alone():
 
 REFUSED = {
     "DetectionLoss needs maps": (detection_loss(""), [(2, 8, 4, 5), (2, 6, 4, 5)]),
+    "not [2, 7, 4, 0]": (detection_loss(""), [(2, 7, 4, 0), (2, 6, 4, 0)]),
     "labels (N, 6, H, W)": (detection_loss(""), [(2, 7, 4, 5), (2, 6, 4, 4)]),
     "cls_num of 1 or more": ('type: "DetectionAccuracy"', [(2, 7, 4, 5), (2, 6, 4, 5)]),
     "coord_num is 4": (detection_loss("coord_num: 3"), [(2, 7, 4, 5), (2, 6, 4, 5)]),
@@ -437,6 +449,13 @@ REFUSED = {
     "cls_num of 2": (proposal_target("").replace("cls_num: 4", "cls_num: 1"), [(3, 5), (2, 7)]),
     "batch_size must be": (proposal_target("batch_size: 0"), [(3, 5), (2, 7)]),
     "fg_thr must be": (proposal_target("").replace("hg: 0.45", "hg: 0.6"), [(3, 5), (2, 7)]),
+    "above 0, and": (
+        proposal_target("").replace("0.5 bg_thr_hg: 0.45", "0 bg_thr_hg: 0"),
+        [(3, 5), (2, 7)],
+    ),
+    "fg_fraction must": (proposal_target("fg_fraction: nan"), [(3, 5), (2, 7)]),
+    "num_img_per_batch of": (proposal_target("").replace("batch: 2", "batch: 0"), [(3, 5), (2, 7)]),
+    "not [] and": (proposal_target(""), [(), (2, 7)]),
 }
 
 
