@@ -2,7 +2,7 @@
 boxes as maps of a grid. All of it is computed on the host.
 """
 
-from math import ceil, cos, floor, radians, sin
+from math import ceil, cos, floor, isfinite, radians, sin
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +49,10 @@ class DetectNetTransformation(Layer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.detectnet_groundtruth_param
+        changes = self.param.detectnet_augmentation_param
+        for field, value in (*param.ListFields(), *changes.ListFields()):
+            if isinstance(value, float) and not isfinite(value):
+                raise ConfigError(f"{self.type}: {field.name} cannot be {value:g}")
         for name in ("stride", "image_size_x", "image_size_y"):
             if not getattr(param, name):
                 raise ConfigError(f"detectnet_groundtruth_param needs a {name} of 1 or more")

@@ -225,6 +225,11 @@ REFUSED = {
     "images (N, 3, H, W)": (transformation(), [(2, 1, 4, 4), (2, 1, 3, 16)]),
     "not [2, 3, 0, 4]": (transformation(), [(2, 3, 0, 4), (2, 1, 3, 16)]),
     "2 images, but boxes": (transformation(), [(2, 3, 4, 4), (1, 1, 3, 16)]),
+    "scale_cvg cannot be nan": (transformation("scale_cvg: nan"), [(2, 3, 4, 4), (2, 1, 3, 16)]),
+    "max_rotate_degree cannot be inf": (
+        transformation(augmentation="max_rotate_degree: inf"),
+        [(2, 3, 4, 4), (2, 1, 3, 16)],
+    ),
     "stride of 1": (transformation("stride: 0"), [(2, 3, 4, 4), (2, 1, 3, 16)]),
     "too large": (transformation("stride: 100"), [(2, 3, 4, 4), (2, 1, 3, 16)]),
     "3 channels, not 2": (
