@@ -22,7 +22,7 @@ def align_crop(layers: Sequence[LayerParameter], number: int) -> None:
     """Write the offset of the Crop layer of this number among the layers of a net.
 
     ConfigError if its bottoms have no earlier blob in common, other scales, or lie so that there is
-    no whole offset of 0 or more.
+    no whole offset of 0 or more; or if a stride on the way is 0.
     """
     crop = layers[number]
     if len(crop.bottom) != 2:
@@ -70,12 +70,12 @@ def _map(layer: LayerParameter) -> Map:
         return (Fraction(1), Fraction(-offset[0])), (Fraction(1), Fraction(-offset[1]))
     if layer.type not in ("Convolution", "Deconvolution", "Pooling"):
         return _IDENTITY
-    param = layer.pooling_param if layer.type == "Pooling" else layer.convolution_param
-    rows, columns = (_window_map(param, side, layer.type == "Deconvolution") for side in (0, 1))
+    rows, columns = (_window_map(layer, side) for side in (0, 1))
     return rows, columns
 
 
-def _window_map(param: Any, side: int, widens: bool) -> tuple[Fraction, Fraction]:
+def _window_map(layer: LayerParameter, side: int) -> tuple[Fraction, Fraction]:
+    param = layer.pooling_param if layer.type == "Pooling" else layer.convolution_param
     kernel, stride, pad = (
         _setting(param, name, short, side, default)
         for name, short, default in (
@@ -84,9 +84,13 @@ def _window_map(param: Any, side: int, widens: bool) -> tuple[Fraction, Fraction
             ("pad", "pad", 0),
         )
     )
+    if stride < 1:
+        raise ConfigError(f'layer "{layer.name}" ({layer.type}): its stride is {stride}')
     dilation = _setting(param, "dilation", "dilation", side, 1)
     shift = Fraction((kernel - 1) * dilation, 2) - pad
-    return (Fraction(stride), shift) if widens else (Fraction(1, stride), -shift / stride)
+    if layer.type == "Deconvolution":
+        return Fraction(stride), shift
+    return Fraction(1, stride), -shift / stride
 
 
 def _setting(param: Any, name: str, short: str, side: int, default: int) -> int:

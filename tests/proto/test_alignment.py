@@ -112,6 +112,10 @@ REFUSED = {
         'layers { name: "ip" type: INNER_PRODUCT bottom: "data" top: "ip" '
         "inner_product_param { num_output: 3 } }" + crop("crop", "data", "ip")
     ),
+    'layer "c" (Convolution): its stride is 0': convolution("c", "data", 3, "stride: 0")
+    + crop("crop", "c", "data"),
+    'layer "d" (Deconvolution): its stride is 0': widened("d", "data", 3, 0)
+    + crop("crop", "d", "data"),
     "it takes 2 bottoms, not 1": crop("crop", "data", "data").replace('bottom: "data"', "", 1),
 }
 
