@@ -183,7 +183,9 @@ class JpegDecoder:
     def _run(
         self, files: Sequence[File], sizes: Sequence[tuple[int, int]], targets: Sequence[int]
     ) -> bool:
-        """Begin to decode the files of a size to these addresses; return False if that failed."""
+        """Begin to decode the files of a size to these addresses; return False if that failed, and
+        nothing writes there any more.
+        """
         chosen = [i for i, size in enumerate(sizes) if any(size)]
         count, long = len(chosen), self._long
         images = (_Image * count)(*(_planes(targets[i], *sizes[i]) for i in chosen))
@@ -200,6 +202,8 @@ class JpegDecoder:
                 ctypes.c_void_p(self.stream.ptr),
             )
         self._count = 0 if failed else count
+        if failed:  # some of it may have begun
+            self.stream.synchronize()
         return not failed
 
 

@@ -1,5 +1,9 @@
 """A GPU decodes what OpenCV does, to within 1, and leaves alone what it might decode otherwise."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import cv2
 import numpy as np
 import pytest
@@ -108,6 +112,21 @@ def test_what_is_left_alone(decoder: JpegDecoder) -> None:
     assert last is not None
     np.testing.assert_array_equal(first, last)
     assert decoder.decode(list(others.values())) == [None] * len(others)
+
+
+@pytest.mark.parametrize(("status", "waits"), [(0, 0), (8, 1)])
+def test_of_a_batch_that_failed_nothing_goes_on(status: int, waits: int) -> None:
+    waited: list[None] = []
+    decoder: Any = object.__new__(JpegDecoder)
+    decoder._cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda _: nullcontext()))
+    decoder._long = SimpleNamespace(
+        nvjpegDecodeBatchedInitialize=lambda *_: 0, nvjpegDecodeBatched=lambda *_: status
+    )
+    decoder.stream = SimpleNamespace(ptr=0, synchronize=lambda: waited.append(None))
+    decoder._handle = decoder._state = decoder.device = None
+    decoder._count = 0
+    assert decoder._run([b"a", b""], [(2, 2), (0, 0)], [0, 0]) == (status == 0)
+    assert len(waited) == waits
 
 
 @pytest.mark.parametrize(
