@@ -133,7 +133,6 @@ class Loop:
                     step.whole = True  # compiled code ends between updates
                 self._seconds = min(self._seconds, (perf_counter() - begun) / count)
                 self._calls += 1
-        step.begun = False
 
     def finish(self, hold: Callable[[], object]) -> list[float]:
         """Let layers go on after what `run` has used; return the losses of complete iterations.
@@ -142,9 +141,11 @@ class Loop:
         count, self._count = self._count, 0
         if not count:
             return []  # interrupted before it began
-        series, passes, device = self._series, self._step.param.iter_size, self._step.device
+        step, series = self._step, self._series
+        passes, device = step.param.iter_size, step.device
         assert series
         done = int(series.places[0])
+        step.begun = done < count  # an interruption may have come when all were done
         if done < count:
             random = device.random.state
             for place, (_, feed) in zip(series.begun, self._feeds, strict=True):

@@ -376,7 +376,7 @@ def test_an_interruption_between_calls_counts_what_was_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As if a second signal came while compiled code runs."""
-    solver = solver_of(SETTINGS, CONVOLUTIONS)
+    solver = solver_of(SETTINGS, NORMALIZED)
     solver.step(20)
     graph = solver.iterations.loop._graph
     assert graph
@@ -392,11 +392,12 @@ def test_an_interruption_between_calls_counts_what_was_done(
     done = solver.iter
     assert done > 20
     monkeypatch.undo()
-    plain = solver_of(SETTINGS, CONVOLUTIONS)
+    plain = solver_of(SETTINGS, NORMALIZED)
     plain.capture = False
     plain.step(done)
     np.testing.assert_array_equal(*[s.params.data for s in (solver, plain)])
     same_state(*[s.iterations.positions() for s in (solver, plain)])
+    same_state(*[[blob.data for blob in s.net.params] for s in (solver, plain)])
     for s in (solver, plain):
         s.step(30)
     np.testing.assert_array_equal(*map(numbers, (solver, plain)))
