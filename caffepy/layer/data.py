@@ -256,13 +256,20 @@ class Prefetching(Feed):
         if self._reads_several is None:
             self._reads_several = True
             reader.read_several(ring.most)
+        before = reader.state()
         try:
-            batch = reader.peek()
-        except CaffeError:  # forward raises it again
-            return
-        if 1 < batch.count <= ring.most and batch.shape[1:] == ring.shapes[0][1:]:
-            self._take(top, ring)
-        else:
+            try:
+                batch = reader.peek()
+            except CaffeError:  # forward raises it again
+                return
+            fits = 1 < batch.count <= ring.most and batch.shape[1:] == ring.shapes[0][1:]
+            if fits:
+                self._take(top, ring)
+        except BaseException:  # an interruption
+            ring.empty()
+            reader.set_state(before)
+            raise
+        if not fits:
             self._reads_several = False
             reader.read_several(1)
 

@@ -14,6 +14,7 @@ import pytest
 
 from caffepy.core.errors import CaffeError, DataError, DivergenceError
 from caffepy.device.threads import num_threads, set_num_threads
+from caffepy.layer.data import Ring
 from caffepy.solver import Action, Signals, Solver, loop
 from caffepy.solver.update import rules
 from tests.nets import library
@@ -401,6 +402,33 @@ def test_an_interruption_between_calls_counts_what_was_done(
     for s in (solver, plain):
         s.step(30)
     np.testing.assert_array_equal(*map(numbers, (solver, plain)))
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_an_interruption_while_batches_are_read_loses_none(
+    filled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solver = solver_of(SETTINGS, CONVOLUTIONS)
+    solver.step(20)
+    fill = Ring.fill
+
+    def interrupted(ring: Ring, count: int, state_after: Any) -> None:
+        if filled:
+            fill(ring, count, state_after)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Ring, "fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        solver.step(1000)
+    monkeypatch.undo()
+    plain = solver_of(SETTINGS, CONVOLUTIONS)
+    plain.capture = False
+    plain.step(solver.iter)
+    same_state(*[s.iterations.positions() for s in (solver, plain)])
+    for s in (solver, plain):
+        s.step(30)
+    np.testing.assert_array_equal(*map(numbers, (solver, plain)))
+    same_state(*[s.iterations.positions() for s in (solver, plain)])
 
 
 NORMALIZED = (
