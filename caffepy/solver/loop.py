@@ -120,7 +120,7 @@ class Loop:
         series, rings = self._series, [feed.ring for _, feed in self._feeds]
         series.begin(numbers, [ring.used for ring in rings if ring])
         self._random = step.device.random.state
-        self._first, self._count, step.begun = first, count, True
+        self._first, self._count = first, count
         with alone(), step.overwrite_gradients():
             if self._graph is None:
                 self._record(series)
@@ -129,6 +129,9 @@ class Loop:
                 self._replayed += count
                 try:
                     self._graph.replay(count)
+                except Exception:
+                    step.begun = True  # its statistics are to be restored
+                    raise
                 finally:
                     step.whole = True  # compiled code ends between updates
                 self._seconds = min(self._seconds, (perf_counter() - begun) / count)
@@ -145,7 +148,7 @@ class Loop:
         passes, device = step.param.iter_size, step.device
         assert series
         done = int(series.places[0])
-        step.begun = done < count  # an interruption may have come when all were done
+        step.begun = step.begun and done < count
         if done < count:
             random = device.random.state
             for place, (_, feed) in zip(series.begun, self._feeds, strict=True):
@@ -179,6 +182,7 @@ class Loop:
         step, net = self._step, self._step.net
         series.begin_iteration(step.cleared)
         step.save_stats()
+        step.begun = True
         for _ in range(step.param.iter_size):
             for i, (place, feed) in enumerate(self._feeds):
                 assert feed.ring
