@@ -28,12 +28,7 @@ _UNUSED = np.random.Generator(np.random.MT19937(0))
 def fill(target: Blob | HostView | Array, param: FillerParameter, rng: np.random.Generator) -> None:
     """Write the first values that `param` describes; ConfigError for impossible ones."""
     array = target.host_data if isinstance(target, Blob | HostView) else target
-    if param.type not in fillers and (fork := fork_of_filler(param.type)):
-        raise ConfigError(
-            f'filler "{param.type}" is one of {fork}, which caffepy does not have '
-            f"(known: {', '.join(fillers)})"
-        )
-    filler = fillers[param.type]
+    filler = _filler(param.type)
     if array.size == 0:
         raise ConfigError(f"a blob of shape {shape_string(array.shape)} has nothing to fill")
     if param.sparse != -1 and filler is not gaussian:
@@ -41,12 +36,21 @@ def fill(target: Blob | HostView | Array, param: FillerParameter, rng: np.random
     filler(array, param, rng)
 
 
+def _filler(name: str) -> Filler:
+    if name not in fillers and (fork := fork_of_filler(name)):
+        raise ConfigError(
+            f'filler "{name}" is one of {fork}, which caffepy does not have '
+            f"(known: {', '.join(fillers)})"
+        )
+    return fillers[name]
+
+
 def fill_beside(blob: Blob, param: FillerParameter, random: RandomNumbers) -> None:
     """`fill`, in a block of `random.drawing_beside` by another thread where that takes a while.
 
     The numbers are those of fillers one after the other. ConfigError at once for impossible values.
     """
-    filler = fillers[param.type]
+    filler = _filler(param.type)
     at_once = not blob.count or (blob.count < MANY and not random.at_work)
     if filler is constant or at_once:
         fill(blob, param, _UNUSED if filler is constant else random.generator)

@@ -176,6 +176,14 @@ def test_what_cannot_be_filled_beside_is_refused_at_once(count):
             fill_beside(Blob((5, 0)), FillerParameter(type="gaussian"), random)
 
 
+def test_a_filler_of_a_fork_is_told_to_be_one():
+    param = FillerParameter(type="gabor")
+    with pytest.raises(ConfigError, match='"gabor" is one of Intel Caffe'):
+        fill_beside(Blob((4, 3)), param, RandomNumbers(0))
+    with pytest.raises(ConfigError, match='"gabor" is one of Intel Caffe'):
+        fill(np.empty((4, 3)), param, np.random.default_rng(0))
+
+
 def test_outside_of_a_net_s_building_blobs_are_filled_at_once():
     random, blob = RandomNumbers(0), Blob((MANY,))
     fill_beside(blob, FillerParameter(type="gaussian"), random)
