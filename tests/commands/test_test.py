@@ -185,7 +185,11 @@ def test_nodes_must_be_given_the_same(as_nodes: Nodes) -> None:
 
 def test_a_net_that_writes_is_for_one_process(as_nodes: Nodes, tmp_path: Path) -> None:
     text = library.records(DIGITS / "digits_test_lmdb", 7) + library.layer(
-        "HDF5Output", "save", "data label", 'hdf5_output_param { file_name: "out.h5" }', top=""
+        "HDF5Output",
+        "save",
+        "data label",
+        f'hdf5_output_param {{ file_name: "{tmp_path}/out.h5" }}',
+        top="",
     )
     (tmp_path / "net.prototxt").write_text(text)
     results = as_nodes(2, lambda number: score(str(tmp_path / "net.prototxt"), [], threads=1))
