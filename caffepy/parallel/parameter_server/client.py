@@ -10,7 +10,7 @@ from typing import Any
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.parallel.parameter_server.filters import Payload
-from caffepy.parallel.parameter_server.heartbeat import Heartbeat
+from caffepy.parallel.parameter_server.heartbeat import WorkerHeartbeat
 from caffepy.parallel.parameter_server.kept import Held, Kept
 from caffepy.parallel.parameter_server.leases import KEPT, Lease
 from caffepy.parallel.parameter_server.messages import (
@@ -58,7 +58,7 @@ class Client:
         self.worker, self.poll, self.watch = worker, poll, watch
         self.view = View()
         self.clock = 0  # number of pushes
-        self.heartbeat = Heartbeat(engine, worker, patience)
+        self.heartbeat = WorkerHeartbeat(engine, worker, patience)
         self.pulled = Pulled()
         self.again = 0  # pushes that were sent again
         self._engine, self._patience, self._bf16 = engine, patience, bf16

@@ -1,4 +1,4 @@
-"""Heartbeat: a worker's signs of life, and what the coordinator answers to them."""
+"""WorkerHeartbeat: a worker's signs of life, and what the coordinator answers to them."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ BEAT = 0.5
 """Seconds between two signs of life of a worker."""
 
 
-class Heartbeat:
+class WorkerHeartbeat:
     """A thread that tells the coordinator that a worker lives, and which batches it has leased,
     until `stop`; it hands in the worker's state where a snapshot wants it.
 
