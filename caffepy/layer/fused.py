@@ -19,7 +19,7 @@ from caffepy.layer.neuron import Dropout, ReLU, ReLU6, is_in_place
 from caffepy.layer.normalization import LRN, BatchNorm, Scale
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.shape import Split
-from caffepy.ops.objects import NormSums
+from caffepy.ops.objects import NormForward, NormSums
 from caffepy.ops.protocol import Window
 from caffepy.proto.caffe_pb2 import PoolingParameter
 
@@ -410,9 +410,9 @@ class NormGroup:
         (bottom,), convolution = self.convolution.bottoms, self._convolving
         layer, other = self.layer, None if self.other is None else self.other.data
         preparation = None if layer.recomputes else layer.preparation(*self._scale_data())
-        given = bottom.data, convolution.blobs[0].data, preparation, layer.numbers.data
         to = other, self.ceiling, self.tops[0].data, self.kept_bits
-        convolution.conv.forward_normalized(*given, *to)
+        norm = NormForward(preparation, layer.numbers.data, *to)
+        convolution.conv.forward_normalized(bottom.data, convolution.blobs[0].data, norm)
 
     def _scale_data(self) -> list[Array]:
         """Return factors, and with them shifts, of the Scale, if there is one."""

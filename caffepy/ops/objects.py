@@ -29,6 +29,19 @@ Preparation = tuple[Sequence[Array], float, float, Sequence[Array | None], Array
 """What `Ops.batch_norm_prepare` takes beside x: running, fraction, eps, affine, numbers."""
 
 
+class NormForward(NamedTuple):
+    """`Ops.norm_forward` of a convolution's output z, with numbers of its `Ops.batch_norm_prepare`;
+    those that there are if the preparation is None. other, if there is any, has the shape of y.
+    """
+
+    preparation: Preparation | None
+    numbers: Array
+    other: Array | None
+    ceiling: float | None
+    y: Array
+    bits: Array | None
+
+
 class NormSums(NamedTuple):
     """The first half of `Ops.norm_backward`, for a sum of the gradient g that a convolution gives
     and, if there is one, of `more`.
@@ -94,21 +107,8 @@ class Convolution(Protocol):
     def skips_output(self, layout: Layout) -> bool:
         """Return True if the methods below save passes over arrays of this layout."""
 
-    def forward_normalized(
-        self,
-        x: Array,
-        w: Array,
-        preparation: Preparation | None,
-        numbers: Array,
-        other: Array | None,
-        ceiling: float | None,
-        y: Array,
-        bits: Array | None,
-    ) -> None:
-        """Write y = `Ops.norm_forward` of z = w * x, with numbers of its `Ops.batch_norm_prepare`;
-        those that there are if the preparation is None. z need not be written. other, if there is
-        any, has the shape of y.
-        """
+    def forward_normalized(self, x: Array, w: Array, norm: NormForward) -> None:
+        """Normalize w * x, which need not be written."""
 
     def backward_normalized(
         self,

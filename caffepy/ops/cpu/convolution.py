@@ -50,7 +50,7 @@ from caffepy.ops.cpu.tile import (
 )
 from caffepy.ops.cpu.winograd import Winograd
 from caffepy.ops.cpu.winograd import suits as is_winograd
-from caffepy.ops.objects import NormSums, Preparation
+from caffepy.ops.objects import NormForward, NormSums, Preparation
 
 Sizes = Sequence[int]
 
@@ -556,23 +556,14 @@ class Convolution:
     def skips_output(self, layout: Layout) -> bool:
         return False
 
-    def forward_normalized(
-        self,
-        x: Array,
-        w: Array,
-        preparation: Preparation | None,
-        numbers: Array,
-        other: Array | None,
-        ceiling: float | None,
-        y: Array,
-        bits: Array | None,
-    ) -> None:
-        z = np.empty(self.y_shape, y.dtype)
+    def forward_normalized(self, x: Array, w: Array, norm: NormForward) -> None:
+        z = np.empty(self.y_shape, norm.y.dtype)
         self.forward(x, w, None, z)
-        z, to = _planes(z), _planes(y)
-        if preparation is not None:
-            batch_norm_prepare(z, *preparation)
-        norm_forward(z, numbers, None if other is None else _planes(other), ceiling, to)
+        z, y = _planes(z), _planes(norm.y)
+        if norm.preparation is not None:
+            batch_norm_prepare(z, *norm.preparation)
+        other = None if norm.other is None else _planes(norm.other)
+        norm_forward(z, norm.numbers, other, norm.ceiling, y)
 
     def backward_normalized(
         self,

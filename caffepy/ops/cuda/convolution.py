@@ -71,7 +71,7 @@ from caffepy.ops.cuda.normalization import (
     what_follows,
 )
 from caffepy.ops.cuda.pointwise import Variant
-from caffepy.ops.objects import NormSums, Preparation
+from caffepy.ops.objects import NormForward, NormSums, Preparation
 
 log = logging.getLogger(__name__)
 
@@ -159,20 +159,10 @@ class Convolution:
     def skips_output(self, layout: Layout) -> bool:
         return layout.channels_last and covariance.suits(self._geometry, layout.dtype)
 
-    def forward_normalized(
-        self,
-        x: Array,
-        w: Array,
-        preparation: Preparation | None,
-        numbers: Array,
-        other: Array | None,
-        ceiling: float | None,
-        y: Array,
-        bits: Array | None,
-    ) -> None:
-        made = self._for(x, y)
+    def forward_normalized(self, x: Array, w: Array, norm: NormForward) -> None:
+        made = self._for(x, norm.y)
         assert isinstance(made, _ChannelsLast)
-        made.forward_normalized(x, w, preparation, numbers, other, ceiling, y, bits)
+        made.forward_normalized(x, w, norm)
 
     def backward_normalized(
         self,
@@ -448,29 +438,19 @@ class _ChannelsLast:
 
         return run
 
-    def forward_normalized(
-        self,
-        x: Array,
-        w: Array,
-        preparation: Preparation | None,
-        numbers: Array,
-        other: Array | None,
-        ceiling: float | None,
-        y: Array,
-        bits: Array | None,
-    ) -> None:
+    def forward_normalized(self, x: Array, w: Array, norm: NormForward) -> None:
         way = self._ways[0]
         weights, _ = way.weights(w)
         self._last_forward, self._last_image = way, x.data.ptr
         if self._covariance is None:
             self._covariance = Covariance(self.geometry, self.dtype)
             self._used.append(way)
-        if preparation is not None:
-            self._covariance.prepare(x, weights, preparation)
-        variant = int(other is not None), what_follows(ceiling), int(bits is not None)
+        if norm.preparation is not None:
+            self._covariance.prepare(x, weights, norm.preparation)
+        follows = what_follows(norm.ceiling)
+        variant = int(norm.other is not None), follows, int(norm.bits is not None)
         make = partial(pointwise.normalized, self.geometry, self.dtype, variant=variant)
-        arrays = x, weights, numbers, other, ceiling, y, bits
-        self._of_widths(f"forward normalized {variant}", make, arrays)
+        self._of_widths(f"forward normalized {variant}", make, (x, weights, norm))
 
     def gradients_normalized(
         self, x: Array, w: Array, g: Array, numbers: Array, gradients: Sequence[Array | None]

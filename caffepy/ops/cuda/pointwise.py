@@ -23,7 +23,7 @@ from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import THREADS, TYPES, Array, divisor, scratch
 from caffepy.ops.cuda.small_convolution import here
-from caffepy.ops.objects import NormSums
+from caffepy.ops.objects import NormForward, NormSums
 
 WIDTHS = (64, 128)
 """Outputs of a block's tile, among which the autotuner chooses."""
@@ -159,24 +159,16 @@ def moments(
 def normalized(
     geometry: Geometry, dtype: DTypeLike, width: int, variant: tuple[int, int, int]
 ) -> Callable[..., None]:
-    """Return what runs with x, weights (O, C), numbers and then the arguments of `norm_forward`.
+    """Return what runs with x, weights (O, C), and the normalization of their product.
 
     The variant is 1 if there is an addend, what follows the normalization, and 1 if there are bits.
     """
     sizes = geometry.y[1], geometry.x[1]
     run = _Product(_name("normalized", dtype, width, *variant), width, geometry, *sizes)
 
-    def call(
-        x: Array,
-        w: Array,
-        numbers: Array,
-        other: Array | None,
-        ceiling: float | None,
-        y: Array,
-        bits: Array | None,
-    ) -> None:
-        _, _, factor, shift = numbers
-        run(x, w, factor, shift, ceiling or 0.0, other, y, bits)
+    def call(x: Array, w: Array, norm: NormForward) -> None:
+        _, _, factor, shift = norm.numbers
+        run(x, w, factor, shift, norm.ceiling or 0.0, norm.other, norm.y, norm.bits)
 
     return call
 

@@ -5,7 +5,7 @@ import pytest
 
 from caffepy.device.blob import Layout
 from caffepy.ops import cpu
-from caffepy.ops.objects import NormSums
+from caffepy.ops.objects import NormForward, NormSums
 from tests.ops.cuda.compare import data
 from tests.ops.cuda.stored import loaded, rounded, stored
 from tests.ops.cuda.test_pointwise import convolution, preparation
@@ -67,15 +67,15 @@ class Both:
         self.want, self.have = preparation(outputs), preparation(outputs, cupy.asarray)
         other = rounded(data(self.shape, seed=2), kind).astype("f") if added else None
         self.y = np.empty(self.shape, "f")
-        given = self.x, self.w, self.want, self.want[4], other, self.ceiling, self.y, None
-        self.ours.forward_normalized(*given)
+        norm = NormForward(self.want, self.want[4], other, self.ceiling, self.y, None)
+        self.ours.forward_normalized(self.x, self.w, norm)
         self.x_there, self.w_there = stored(self.x, kind, True), cupy.asarray(self.w)
         self.bits = cupy.zeros(self.y.size // 8, np.uint8) if self.ceiling else None
         self.y_there = stored(np.full(self.shape, np.nan), kind, True)
-        given = None if other is None else stored(other, kind, True), self.ceiling
-        given = *given, self.y_there, self.bits
-        first = self.x_there, self.w_there, self.have, self.have[4]
-        self.theirs.forward_normalized(*first, *given)
+        there = None if other is None else stored(other, kind, True)
+        to = there, self.ceiling, self.y_there, self.bits
+        norm = NormForward(self.have, self.have[4], *to)
+        self.theirs.forward_normalized(self.x_there, self.w_there, norm)
 
     def backward(self, to, to_there):
         """Return the gradients of w, scale and bias, each on both devices."""
@@ -110,11 +110,12 @@ def test_numbers_that_are_there_are_taken():
     both = Both("whole tiles", "uint16")
     running = [a.get() for a in both.have[0]]
     both.have[4][2] *= 2
-    given = both.x_there, both.w_there, None, both.have[4], None, None, both.y_there, None
-    both.theirs.forward_normalized(*given)
+    norm = NormForward(None, both.have[4], None, None, both.y_there, None)
+    both.theirs.forward_normalized(both.x_there, both.w_there, norm)
     want = np.empty(both.shape, "f")
     both.want[4][2] *= 2
-    both.ours.forward_normalized(both.x, both.w, None, both.want[4], None, None, want, None)
+    norm = NormForward(None, both.want[4], None, None, want, None)
+    both.ours.forward_normalized(both.x, both.w, norm)
     near(loaded(both.y_there), want, 2e-2)
     for a, b in zip(running, both.have[0], strict=True):
         np.testing.assert_array_equal(b.get(), a)
@@ -176,8 +177,8 @@ def test_means_far_from_0_do_not_cancel():
     x = rounded(8 + data((n, c, h, w)), "float16").astype("d")
     weights = rounded(data((outputs, c, 1, 1), seed=1), "float16")
     y = stored(np.zeros(theirs.y_shape), "float16", True)
-    given = stored(x, "float16", True), cupy.asarray(weights), have, have[4], None, None, y, None
-    theirs.forward_normalized(*given)
+    norm = NormForward(have, have[4], None, None, y, None)
+    theirs.forward_normalized(stored(x, "float16", True), cupy.asarray(weights), norm)
     z = np.einsum("nchw,oc->nohw", x, weights[:, :, 0, 0].astype("d"))
     mean, inverse = have[4].get()[:2]
     np.testing.assert_allclose(mean, z.mean((0, 2, 3)), 1e-4, 1e-4)
