@@ -30,6 +30,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     resize,
     roi,
     sampling,
+    scale,
     selection,
     shape,
     yolo,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from math import ceil, prod, sqrt
 
 import numpy as np
+from google.protobuf.message import Message
 
 from caffepy.core.errors import ConfigError
 from caffepy.core.registry import Registry
@@ -34,6 +35,12 @@ def fill(target: Blob | HostView | Array, param: FillerParameter, rng: np.random
     if param.sparse != -1 and filler is not gaussian:
         raise ConfigError(f'sparse is for the filler "gaussian", not for "{param.type}"')
     filler(array, param, rng)
+
+
+def filler_of(param: Message, name: str, value: float) -> FillerParameter:
+    """Return this filler of a layer's parameters, by default one that fills with the value."""
+    given: FillerParameter = getattr(param, name)
+    return given if param.HasField(name) else FillerParameter(value=value)
 
 
 def _filler(name: str) -> Filler:

@@ -16,8 +16,9 @@ from caffepy.layer.convolution import Convolution
 from caffepy.layer.eltwise import Eltwise
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.layer.neuron import Dropout, ReLU, ReLU6, is_in_place
-from caffepy.layer.normalization import LRN, BatchNorm, Scale
+from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
+from caffepy.layer.scale import Scale
 from caffepy.layer.shape import Split
 from caffepy.ops.objects import NormForward, NormSums
 from caffepy.ops.protocol import Window
