@@ -30,7 +30,7 @@ from caffepy.data.sources.hdf5 import HDF5Rows
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.layer import create_layer
-from caffepy.layer.data import Prefetching
+from caffepy.layer.feed import Prefetching
 from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 

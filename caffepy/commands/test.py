@@ -24,7 +24,7 @@ from caffepy.core.events import Output
 from caffepy.data.decoders import THREADS, decoding
 from caffepy.data.loader import tolerating
 from caffepy.device.blob import Array, shape_string
-from caffepy.layer.data import HDF5Output
+from caffepy.layer.hdf5_data import HDF5Output
 from caffepy.net import Net
 from caffepy.parallel.nodes import check_alike, check_data, send_from_first
 from caffepy.parallel.turns import Turns

@@ -15,7 +15,7 @@ from caffepy.core.registry import nearest
 from caffepy.device.blob import Array, on_host
 from caffepy.layer import Layer as InnerLayer
 from caffepy.layer.base import Blobs
-from caffepy.layer.data import MemoryData
+from caffepy.layer.memory_data import MemoryData
 from caffepy.layer.python import Python
 from caffepy.layer.python_blob import Blob, BlobVec, unwrap_all
 from caffepy.net import Net as Inner

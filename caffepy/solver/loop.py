@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from caffepy.device.blob import Memory
 from caffepy.device.recording import recording
 from caffepy.device.threads import alone
-from caffepy.layer.data import Feed
+from caffepy.layer.feed import Feed
 from caffepy.net.fusion import Step as NetStep
 from caffepy.net.replay import can_replay, can_replay_step, changes_too_often
 from caffepy.solver.step import Step

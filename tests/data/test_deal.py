@@ -24,7 +24,7 @@ from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.blob import Array, Blob
 from caffepy.device.device import Device
 from caffepy.layer.base import Layer
-from caffepy.layer.data import Prefetching
+from caffepy.layer.feed import Prefetching
 from caffepy.proto.caffe_pb2 import Datum
 from tests.data import test_resume as resume
 from tests.layer.test_data import Feed

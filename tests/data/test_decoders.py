@@ -37,7 +37,7 @@ from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.blob import Blob
 from caffepy.device.device import Device
 from caffepy.layer import create_layer
-from caffepy.layer.data import Prefetching
+from caffepy.layer.feed import Prefetching
 from caffepy.ops import cpu
 from caffepy.ops.objects import Specs
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, LayerParameter

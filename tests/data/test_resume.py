@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from caffepy.data.write import array_to_datum, write_database
-from caffepy.layer.data import MemoryData
+from caffepy.layer.memory_data import MemoryData
 from caffepy.solver import sidecar
 from tests.layer.test_data import Feed
 from tests.parallel.test_data import LAYERS, folder  # noqa: F401  # a fixture

@@ -14,7 +14,7 @@ import pytest
 
 from caffepy.core.errors import CaffeError, DataError, DivergenceError
 from caffepy.device.threads import num_threads, set_num_threads
-from caffepy.layer.data import Ring
+from caffepy.layer.feed import Ring
 from caffepy.solver import Action, Signals, Solver, loop
 from caffepy.solver.update import rules
 from tests.nets import library
