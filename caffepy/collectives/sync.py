@@ -139,7 +139,7 @@ def _narrowed(array: Array) -> Array:
 
 
 def _convert(values: Array, to: Array) -> None:
-    from caffepy.ops import cpu  # here, since it loads numba, which a GPU does without
+    from caffepy.ops import cpu  # here, since it loads the CPU's kernels, which a GPU does without
 
     cpu.convert(values, to)
 

@@ -92,7 +92,7 @@ class Replay:
                 self._parts, self._steady = [], None
 
     def _record(self) -> None:
-        from caffepy.ops.cpu.graph import Graph  # here, since it loads numba
+        from caffepy.ops.cpu.graph import Graph  # here, since it loads the CPU's kernels
 
         self._recorded += 1
         divided = self._divided()

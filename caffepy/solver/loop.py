@@ -111,7 +111,7 @@ class Loop:
         """Run iterations from number `first` on, with these rates and corrections; an error ends it
         where it would end single iterations. `finish` must follow.
         """
-        from caffepy.ops.cpu.update_state import Series  # here, since it loads numba
+        from caffepy.ops.cpu.update_state import Series  # here, since it loads the CPU's kernels
 
         step, count = self._step, len(numbers)
         if self._series is None or self._graph is None:
@@ -167,7 +167,7 @@ class Loop:
 
     def _record(self, series: "Series") -> None:
         """Run an iteration and record it."""
-        from caffepy.ops.cpu.graph import Graph  # here, since it loads numba
+        from caffepy.ops.cpu.graph import Graph  # here, since it loads the CPU's kernels
 
         self._recorded += 1
         graph, version = Graph(self._step.net.temporaries), Memory.version

@@ -233,12 +233,13 @@ class Monitor:
         state[hangs.BEATS] += 1
 
     def _watch_lock(self) -> None:
-        """Run the loop that finds code that keeps Python's lock; without numba there is none.
+        """Run the loop that finds code that keeps Python's lock.
 
-        In a run that it would not end it waits until numba is loaded, or an iteration is done: on a
-        GPU that would keep the lock for 0.2 s of the start.
+        In a run that it would not end it waits until the CPU's kernels are loaded, or an iteration
+        is done: on a GPU that would keep the lock for 0.1 s of the start.
         """
-        while not (self._ends or "numba" in sys.modules or (self.solver and self.solver.iter)):
+        loaded = "caffepy.ops.cpu"
+        while not (self._ends or loaded in sys.modules or (self.solver and self.solver.iter)):
             if self._ended.wait(POLL):
                 return
         state, number = self._lock_state, signal.SIGRTMAX - 1

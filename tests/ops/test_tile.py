@@ -1,10 +1,11 @@
 """Register tiles of every processor's shapes against a matrix product."""
 
-import numba
 import numpy as np
 import pytest
 
 from caffepy.ops.cpu import tile
+from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.tile import transpose
 
 SHAPES = [(6, 4, 16), (8, 1, 16), (4, 3, 8), (6, 2, 8), (8, 1, 8), (8, 2, 4), (8, 1, 4)]
 CASES = [(s, np.float32) for s in SHAPES] + [((8, 3, 8), np.float64), ((8, 2, 2), np.float64)]
@@ -48,9 +49,9 @@ def test_a_schedule_leaves_out_what_no_row_of_a_tile_needs():
 
 @pytest.mark.parametrize("width", [2, 4, 8, 16])
 def test_transpose(width):
-    @numba.njit
+    @kernel
     def turn(a, b, vector):
-        tile.transpose(a, 3, 20, b, 5, 18, vector)
+        transpose(a, 3, 20, b, 5, 18, vector)
 
     a, b = np.arange(400, dtype=np.float32), np.zeros(400, np.float32)
     turn(a, b, (0,) * width)

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 LARGE = 1 << 15  # bytes of a raw image that take longer to copy than to find by Python
 MANY = 4096
-"""Records that Python looks through before numba is loaded for that: 5 us each, and 0.3 s."""
+"""Records that Python looks through, 5 us each, before kernels are loaded for that, 0.1 s."""
 
 _records = 0  # of those
 
@@ -341,12 +341,12 @@ def _encoded(items: Items) -> tuple[Array, list[list[int]], list[int]]:
 
 
 def _loops(records: int) -> Any:
-    """The module with loops over serialized Datums: numba's once it is loaded, or so many records
-    came before that its load is worth it.
+    """The module with loops over serialized Datums: kernels where the process has others, or so
+    many records came before that their load is worth it.
     """
     global _records
     _records += records
-    if "numba" in sys.modules or _records >= MANY:
+    if "caffepy.ops.cpu" in sys.modules or _records >= MANY:
         from caffepy.data import datum_kernels
 
         return datum_kernels

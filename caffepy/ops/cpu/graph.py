@@ -2,13 +2,12 @@
 
     recorded    kernel(arrays, numbers, lo, hi)      np.matmul(a, b, out)      a Python function
                           |                                   |                        |
-    table       thunk | function | words            thunk | loop | words               |
+    table           enter | words                       _loop | words                  |
                           +-------- one call of `replay` -----+                     a call
 
-A kernel that numba compiled takes every array as seven and more numbers: pointer, shape, strides. A
-ufunc has loops in C, which numpy's own calls end in. `words` are these numbers, laid out once; a
-thunk is a few instructions that read them and make the call, one for each list of argument types.
-So a replay calls the same machine code with the same arguments, and gives the same bits.
+`enter` is what Python's calls of a kernel end in (`machine_code.py`), with `words` for its
+arguments. A ufunc has loops in C, which numpy's own calls end in; `_loop` calls one. So a replay
+calls the same machine code with the same arguments, and gives the same bits.
 
 What cannot be called so (work that threads share, other functions) is kept as a Python call.
 """
@@ -17,17 +16,14 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import llvmlite.binding as llvm
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.core.compiler_lock import global_compiler_lock
 
 from caffepy.device.blob import Array
 from caffepy.device.recording import Seeds, Temporaries, recording
 from caffepy.device.threads import parallel, ranges
+from caffepy.ops.cpu import machine_code
 from caffepy.ops.cpu.compiler import Kernel, kernel
 
 LONG = 2e-4
@@ -35,8 +31,6 @@ LONG = 2e-4
 
 MOST_SEEDS = 1 << 12
 """Seeds that one call of `Graph.replay` can draw."""
-
-Words = list[int]
 
 
 @kernel
@@ -46,9 +40,8 @@ def _next_seed(seeds: Array, place: Array, into: Array) -> None:
 
 
 class _Row(NamedTuple):
-    """A call of compiled code: the types of its arguments, its address, the arguments."""
+    """A call of compiled code: its address, the words of its arguments."""
 
-    kind: tuple[str, ...]
     address: int
     words: Array
 
@@ -107,7 +100,7 @@ class Graph:
             check()
         assert found.dtype == np.float64
         self._kept.append(found)
-        self._keep(_Row(CHECK, found.ctypes.data, np.zeros(1, np.int64)), check)
+        self._keep(_Row(_code().check, np.array([found.ctypes.data], np.uint64)), check)
 
     def seed(self, source: Seeds, into: Array) -> None:
         """Write a new seed into an array and keep that: a call draws all its seeds first."""
@@ -132,12 +125,11 @@ class Graph:
     def finish(self, seconds: float) -> None:
         """End the recording; a replay will take about so many seconds."""
         self._replay = _code().replay_beside if seconds > LONG else _code().replay
-        thunks = _thunks({row.kind for row, _ in self._calls if row})
         self._parts, rows, calls = [], list[_Row](), list[Callable[[], object]]()
 
         def bound() -> None:
             if rows:
-                numbers = [(thunks[r.kind], r.address, r.words.ctypes.data) for r in rows]
+                numbers = [(row.address, row.words.ctypes.data) for row in rows]
                 table = np.array(numbers, np.uint64)
                 self._kept.extend(row.words for row in rows)
                 self._parts.append(_Bound(table, table.ctypes.data, len(rows), calls[:]))
@@ -205,61 +197,13 @@ def _name(function: Any) -> str:
 
 
 def _bind(function: Callable[..., Any], args: Sequence[Any]) -> _Row | None:
-    """Return the row for a call, None if only Python can make it."""
+    """Return the row for a call that has just been made, None if only Python can make it."""
     if isinstance(function, np.ufunc):
         return _bind_ufunc(function, args)
-    if isinstance(function, Kernel):
-        return _bind_kernel(function.dispatcher, args)
+    if isinstance(function, Kernel) and (bound := function.bound(args)):
+        address, words = bound
+        return _Row(address, np.frombuffer(words, np.uint8))
     return None
-
-
-def _bind_kernel(kernel: Any, args: Sequence[Any]) -> _Row | None:
-    """Bind a call of numba's that has just been made, so that it is compiled."""
-    compiled = kernel.overloads.get(tuple(map(kernel.typeof_pyval, args)))
-    if compiled is None or compiled.fndesc.restype != types.none:
-        return None
-    words: Words = []
-    for kind, arg in zip(compiled.fndesc.argtypes, args, strict=True):
-        if not _lay_out(kind, arg, words):
-            return None
-    packer = compiled.target_context.get_arg_packer(compiled.fndesc.argtypes)
-    kinds = tuple(map(_kind, packer.argument_types))
-    if len(kinds) != len(words) or None in kinds:
-        return None
-    address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
-    return _Row(cast("tuple[str, ...]", kinds), address, np.array(words, np.uint64))
-
-
-def _kind(argument: Any) -> str | None:
-    """The type of an argument in a thunk: all pointers are numbers there."""
-    if isinstance(argument, ir.PointerType):
-        return "i64"
-    text = str(argument)
-    return text if text in LOADS else None
-
-
-def _lay_out(kind: Any, value: Any, words: Words) -> bool:
-    """Append what numba passes for an argument; False if it is of a kind that is not known."""
-    if isinstance(kind, types.Array):
-        count = kind.ndim
-        numbers = value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides
-        words += [0, 0, *(n % (1 << 64) for n in numbers)]
-        return len(value.shape) == count
-    if isinstance(kind, types.BaseTuple):
-        members: Sequence[Any] = list(kind)  # type: ignore[call-overload]
-        return all(_lay_out(k, v, words) for k, v in zip(members, value, strict=True))
-    if isinstance(kind, types.Float):
-        real: Any = {32: np.float32, 64: np.float64}.get(kind.bitwidth)
-        if real is None:
-            return False
-        words.append(int.from_bytes(real(value).tobytes(), "little"))
-    elif isinstance(kind, types.Integer | types.Boolean):
-        words.append(int(value) % (1 << 64))
-    elif kind == types.none:
-        words.append(0)
-    else:
-        return False
-    return True
 
 
 class _UFunc(ctypes.Structure):
@@ -306,58 +250,34 @@ def _bind_ufunc(ufunc: np.ufunc, args: Sequence[Any]) -> _Row | None:
         return None  # numpy has a loop of another kind for these types
     # The loop takes three pointers to numbers, which lie behind them.
     tables = [[a.ctypes.data for a in arrays], sizes, strides]
-    words = np.zeros(4 + sum(map(len, tables)), np.int64)
-    at = 4
+    words = np.zeros(5 + sum(map(len, tables)), np.int64)
+    words[0], words[4] = function, struct.data[index] or 0
+    at = 5
     for i, table in enumerate(tables):
-        words[i] = words.ctypes.data + 8 * at
+        words[1 + i] = words.ctypes.data + 8 * at
         words[at : at + len(table)] = table
         at += len(table)
-    words[3] = struct.data[index] or 0
-    return _Row(LOOP, function, words)
+    return _Row(_code().loop, words)
 
 
-# Machine code: thunks, and the loop over a table.
+# Machine code: the loop over a table, and what it calls for ufuncs and checks.
 
-CHECK = ("check",)
-"""No call: is a float64 other than 0?"""
-
-LOOP = ("loop",)
-"""A ufunc's loop of four pointers, which returns nothing."""
-
-LOADS = {
-    "i64": "{to} = bitcast i64 {word} to i64",
-    "i32": "{to} = trunc i64 {word} to i32",
-    "i16": "{to} = trunc i64 {word} to i16",
-    "i8": "{to} = trunc i64 {word} to i8",
-    "i1": "{to} = trunc i64 {word} to i1",
-    "double": "{to} = bitcast i64 {word} to double",
-    "float": "{to}.low = trunc i64 {word} to i32\n  {to} = bitcast i32 {to}.low to float",
-}
-"""How a word becomes an argument of each type."""
-
-_POINTER = str(ir.IntType(64).as_pointer())
-
-_HEAD = f"""
-define i64 @replay(i64 %table, i64 %count, i64 %times) {{
+_TEXT = """
+define i64 @replay(ptr %table, i64 %count, i64 %times) {
 entry:
-  %rows = inttoptr i64 %table to {_POINTER}
   %all = mul i64 %count, %times
   br label %call
 call:
   %made = phi i64 [0, %entry], [%next, %done]
   %i = phi i64 [0, %entry], [%row, %done]
-  %at = mul i64 %i, 3
+  %at = mul i64 %i, 2
   %at1 = add i64 %at, 1
-  %at2 = add i64 %at, 2
-  %p0 = getelementptr i64, {_POINTER} %rows, i64 %at
-  %p1 = getelementptr i64, {_POINTER} %rows, i64 %at1
-  %p2 = getelementptr i64, {_POINTER} %rows, i64 %at2
-  %thunk = load i64, {_POINTER} %p0
-  %function = load i64, {_POINTER} %p1
-  %words = load i64, {_POINTER} %p2
-  %code = inttoptr i64 %thunk to {{pointer}}
-  %status = call i32 %code(i64 %function, i64 %words)
-  %failed = icmp ne i32 %status, 0
+  %p0 = getelementptr i64, ptr %table, i64 %at
+  %p1 = getelementptr i64, ptr %table, i64 %at1
+  %enter = load ptr, ptr %p0
+  %words = load ptr, ptr %p1
+  %failure = call i64 %enter(ptr %words, ptr null)
+  %failed = icmp ne i64 %failure, 0
   br i1 %failed, label %stop, label %done
 done:
   %next = add i64 %made, 1
@@ -370,86 +290,44 @@ stop:
   ret i64 %made
 end:
   ret i64 %all
-}}
-""".replace("{pointer}", str(ir.FunctionType(ir.IntType(32), [ir.IntType(64)] * 2).as_pointer()))
+}
+
+; of words (loop, its arrays, sizes, strides, data)
+define i64 @loop(ptr %words, ptr %result) {
+  %p1 = getelementptr i64, ptr %words, i64 1
+  %p2 = getelementptr i64, ptr %words, i64 2
+  %p3 = getelementptr i64, ptr %words, i64 3
+  %p4 = getelementptr i64, ptr %words, i64 4
+  %loop = load ptr, ptr %words
+  %arrays = load ptr, ptr %p1
+  %sizes = load ptr, ptr %p2
+  %strides = load ptr, ptr %p3
+  %data = load ptr, ptr %p4
+  call void %loop(ptr %arrays, ptr %sizes, ptr %strides, ptr %data)
+  ret i64 0
+}
+
+; of one word, the address of a float64: is it other than 0?
+define i64 @check(ptr %words, ptr %result) {
+  %number = load ptr, ptr %words
+  %bits = load i64, ptr %number
+  %set = icmp ne i64 %bits, 0
+  %told = zext i1 %set to i64
+  ret i64 %told
+}
+"""
 
 
 class _Code(NamedTuple):
     replay: Any  # (table, count, times) -> number of calls made, with Python's lock
     replay_beside: Any  # the same without it
-
-
-_engines: list[Any] = []  # own the machine code
-_known: dict[tuple[str, ...], int] = {}  # the address of each thunk
-
-
-def _compile(text: str) -> Any:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(opt=0)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(text), machine)
-    engine.finalize_object()
-    _engines.append(engine)
-    return engine
+    loop: int
+    check: int
 
 
 @cache
-@global_compiler_lock
 def _code() -> _Code:
-    address = _compile(_HEAD).get_function_address("replay")
+    replay, loop, check = machine_code.compile_text(_TEXT, "replay", "loop", "check")
     arguments = ctypes.c_int64, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64
-    kinds = ctypes.PYFUNCTYPE(*arguments), ctypes.CFUNCTYPE(*arguments)
-    return _Code(*(kind(address) for kind in kinds))
-
-
-@global_compiler_lock
-def _thunks(kinds: set[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
-    """Return the addresses of the thunks for these arguments; compiles those that are new."""
-    new = [kind for kind in kinds if kind not in _known]
-    if new:
-        engine = _compile("\n".join(_thunk(f"thunk{i}", kind) for i, kind in enumerate(new)))
-        for i, kind in enumerate(new):
-            _known[kind] = engine.get_function_address(f"thunk{i}")
-    return _known
-
-
-def _thunk(name: str, kind: tuple[str, ...]) -> str:
-    head = f"define i32 @{name}(i64 %function, i64 %words) {{\nentry:\n"
-    if kind == CHECK:
-        return (
-            f"{head}  %p = inttoptr i64 %function to {_POINTER}\n"
-            f"  %bits = load i64, {_POINTER} %p\n"
-            "  %set = icmp ne i64 %bits, 0\n"
-            "  %status = zext i1 %set to i32\n"
-            "  ret i32 %status\n}\n"
-        )
-    is_loop = kind == LOOP
-    given = ["i64"] * 4 if is_loop else list(kind)
-    i32, i64 = ir.IntType(32), ir.IntType(64)
-    plain = {"float": ir.FloatType(), "double": ir.DoubleType()}
-    arguments = [plain.get(k) or ir.IntType(int(k[1:])) for k in given]
-    lines = [f"  %p = inttoptr i64 %words to {_POINTER}"]
-    passed = []
-    for i, k in enumerate(given):
-        lines.append(f"  %p{i} = getelementptr i64, {_POINTER} %p, i64 {i}")
-        lines.append(f"  %w{i} = load i64, {_POINTER} %p{i}")
-        lines.append("  " + LOADS[k].format(to=f"%a{i}", word=f"%w{i}"))
-        passed.append(f"{k} %a{i}")
-    if is_loop:
-        pointer = ir.FunctionType(ir.VoidType(), arguments).as_pointer()
-        lines.append(f"  %code = inttoptr i64 %function to {pointer}")
-        lines.append(f"  call void %code({', '.join(passed)})")
-        lines.append("  ret i32 0\n}\n")
-    else:
-        # numba's convention: where the result goes, where an exception goes, the arguments
-        pointer = ir.FunctionType(i32, [i64, i64, *arguments]).as_pointer()
-        lines.append("  %room = alloca i64, i64 4")
-        lines.append(f"  %result = ptrtoint {_POINTER} %room to i64")
-        lines.append("  %error = add i64 %result, 16")
-        lines.append(f"  %code = inttoptr i64 %function to {pointer}")
-        given_first = ", ".join(["i64 %result", "i64 %error", *passed])
-        lines.append(f"  %status = call i32 %code({given_first})")
-        lines.append("  %is_none = icmp eq i32 %status, -2")
-        lines.append("  %told = select i1 %is_none, i32 0, i32 %status")
-        lines.append("  ret i32 %told\n}\n")
-    return head + "\n".join(lines)
+    with_lock, beside = ctypes.PYFUNCTYPE(*arguments), ctypes.CFUNCTYPE(*arguments)
+    return _Code(with_lock(replay), beside(replay), loop, check)

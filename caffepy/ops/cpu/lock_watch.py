@@ -4,8 +4,6 @@ so that no thread of Python's runs any more. Linux only.
 
 from typing import Any
 
-from numba import types
-
 from caffepy.core.hangs import (
     BEATS,
     CODE,
@@ -17,17 +15,16 @@ from caffepy.core.hangs import (
     SIGNAL,
     STARTED,
 )
-from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.compiler import external, kernel
 
 PATIENCE = 3 * POLLS_PER_S  # polls without a beat after which two signals end the process
 FIONREAD = 0x541B
 
-_external: Any = types.ExternalFunction
-_usleep = _external("usleep", types.int32(types.uint32))
-_write = _external("write", types.intp(types.int32, types.uintp, types.uintp))
-_ioctl = _external("ioctl", types.int32(types.int32, types.uintp, types.uintp))
-_raise = _external("raise", types.int32(types.int32))
-_exit = _external("_exit", types.void(types.int32))
+_usleep = external("usleep", "int32", "uint32")
+_write = external("write", "intp", "int32", "uintp", "uintp")
+_ioctl = external("ioctl", "int32", "int32", "uintp", "uintp")
+_raise = external("raise", "int32", "int32")
+_exit = external("_exit", "void", "int32")
 
 
 @kernel

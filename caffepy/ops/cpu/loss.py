@@ -192,7 +192,8 @@ def softmax_loss_backward(
 
 
 @kernel
-def _sigmoid_loss(x: Array, target: Array, skip: bool, ignore: int) -> tuple[float, int]:
+def _sigmoid_loss(x: Array, target: Array, skip: bool, ignore: int, sums: Array) -> None:
+    """sums (2) = the sum of the losses and their number."""
     loss, count = 0.0, 0
     for i in range(x.size):
         if skip and int(target[i]) == ignore:
@@ -200,14 +201,15 @@ def _sigmoid_loss(x: Array, target: Array, skip: bool, ignore: int) -> tuple[flo
         v = np.float64(x[i])
         loss += max(v, 0.0) - v * np.float64(target[i]) + np.log1p(np.exp(-abs(v)))
         count += 1
-    return loss, count
+    sums[0], sums[1] = loss, count
 
 
 def sigmoid_loss_forward(
     x: Array, target: Array, ignore: int | None, divisor: float | None, loss: Array, norm: Array
 ) -> None:
-    total, count = _sigmoid_loss(x.reshape(-1), target.reshape(-1), ignore is not None, ignore or 0)
-    _divided(float(total), int(count), divisor, loss, norm)
+    sums = np.zeros(2)
+    _sigmoid_loss(x.reshape(-1), target.reshape(-1), ignore is not None, ignore or 0, sums)
+    _divided(float(sums[0]), int(sums[1]), divisor, loss, norm)
 
 
 @kernel

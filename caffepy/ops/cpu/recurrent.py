@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import llvmlite.binding
 import numpy as np
 from llvmlite import ir
-from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
-from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
+from caffepy.ops.cpu.compiler import EXACT, Deferred, inlined, kernel
 from caffepy.ops.cpu.vectors import Vectors, emitted
 from caffepy.ops.objects import States
 
@@ -152,7 +151,13 @@ def _define_power_of_two(typing: Any, x: Any) -> Any:
     return x(x), generate
 
 
-_power_of_two: Any = intrinsic(_define_power_of_two)
+def _make_power_of_two() -> Any:
+    from numba.extending import intrinsic
+
+    return intrinsic(_define_power_of_two)
+
+
+_power_of_two: Any = Deferred(_make_power_of_two, _define_power_of_two)
 _exact = partial(inlined, fastmath=EXACT)
 
 

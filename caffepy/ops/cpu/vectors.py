@@ -8,8 +8,8 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+
+from caffepy.ops.cpu.compiler import Deferred
 
 
 def emitted(arguments: str) -> Callable[[Callable[["Vectors"], None]], Any]:
@@ -21,22 +21,29 @@ def emitted(arguments: str) -> Callable[[Callable[["Vectors"], None]], Any]:
     names = arguments.split()
 
     def decorate(emit: Callable[[Vectors], None]) -> Any:
-        def define(typing: Any, *given: Any) -> Any:
-            kinds = [types.intp if isinstance(t, types.Integer) else t for t in given]
-
-            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-                emit(Vectors(context, builder, names, signature.args, values))
-                return context.get_dummy_value()
-
-            return types.void(*kinds), generate
-
-        define.__name__ = emit.__name__
-        define.__signature__ = Signature(  # type: ignore[attr-defined]
-            [Parameter(name, Parameter.POSITIONAL_ONLY) for name in ("typing", *names)]
-        )
-        return intrinsic(define)
+        return Deferred(lambda: _intrinsic(emit, names), emit, _intrinsic, arguments)
 
     return decorate
+
+
+def _intrinsic(emit: Callable[["Vectors"], None], names: list[str]) -> Any:
+    from numba.core import types
+    from numba.extending import intrinsic
+
+    def define(typing: Any, *given: Any) -> Any:
+        kinds = [types.intp if isinstance(t, types.Integer) else t for t in given]
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            emit(Vectors(context, builder, names, signature.args, values))
+            return context.get_dummy_value()
+
+        return types.void(*kinds), generate
+
+    define.__name__ = emit.__name__
+    define.__signature__ = Signature(  # type: ignore[attr-defined]
+        [Parameter(name, Parameter.POSITIONAL_ONLY) for name in ("typing", *names)]
+    )
+    return intrinsic(define)
 
 
 class Vectors:
@@ -55,6 +62,8 @@ class Vectors:
         self.fma = self.declare(f"llvm.fmuladd.{self.suffix}", self.vector, [self.vector] * 3)
 
     def declare(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        from numba.core import cgutils
+
         return cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
             self.builder.module, ir.FunctionType(result, arguments), name
         )

@@ -9,7 +9,7 @@ from caffepy.ops.cuda.launch import Array, launch
 
 class Lattice:
     def __init__(self, features: Array, device: CudaDevice) -> None:
-        from caffepy.ops.cpu.permutohedral import lattice_of  # with numba, which others do without
+        from caffepy.ops.cpu.permutohedral import lattice_of  # with the CPU's kernels
 
         corners, weights, neighbours = lattice_of(features)
         self._count = neighbours.shape[1]

@@ -657,10 +657,10 @@ def test_a_wrong_number_of_records_is_damage(claimed, tmp_path):
     source.close()
 
 
-def test_numba_looks_through_records_once_it_is_loaded_or_there_were_many(monkeypatch):
+def test_kernels_look_through_records_where_there_are_others_or_there_were_many(monkeypatch):
     assert databases._loops(0) is datum_kernels
     monkeypatch.setattr(databases, "_records", 0)
-    monkeypatch.delitem(sys.modules, "numba")
+    monkeypatch.delitem(sys.modules, "caffepy.ops.cpu")
     assert databases._loops(databases.MANY - 1) is datum_fields
     assert databases._loops(0) is datum_fields
     assert databases._loops(1) is datum_kernels
