@@ -65,9 +65,9 @@ _TYPES = {
     "mobilenet-yolo": _SSD + "ConvolutionDepthwise DepthwiseConvolution EvalDetection HardSigmoid "
     "LaneData ReLU6 RegionLoss Reorg SmoothL1Loss Upsample YoloDetectionOutput YoloSeg Yolov3 "
     "Yolov3DetectionOutput",
-    "happynear": "BN CenterLoss EltwiseAffine FocalLoss Flip InnerDistance Insanity Local "
-    "MarginInnerProduct Normalize Noise PSROIPooling Proposal ROIPooling Resize SmoothL1Loss "
-    "SubRegion TripletLoss",
+    "happynear": "BN CenterLoss ChannelScale EltwiseAffine FocalLoss Flip InnerDistance Insanity "
+    "LargeMarginInnerProduct Local MarginInnerProduct Normalize Noise PSROIPooling Proposal "
+    "ROIPooling Resize SmoothL1Loss SubRegion TripletLoss",
     "happynear-master": "BN EltwiseAffine Insanity Local Noise Normalize ROIPooling SubRegion "
     "TripletLoss",
     "caffe-face": "CenterLoss",
@@ -79,7 +79,12 @@ _TYPES = {
     "pva": "Proposal ROIPooling SmoothL1Loss",
     "c3d": "Convolution3D Deconvolution3D Pooling3D VideoData",
     "shufflenet": "ConvolutionDepthwise DepthwiseConvolution ShuffleChannel",
-    "openpose": "CPMData",
+    "openpose": "CPMData ImResize Nms",
+    "cascade-rcnn": "BboxAccuracy BoxGroupOutput DecodeBBox DetectionData DetectionEvaluate "
+    "DetectionGroupAccuracy DetectionGroupLoss EvalData FrcnnOutput HardMining ProposalTarget "
+    "PSROIPooling ROIAlign ROIPooling ScaleRoute SmoothL1Loss",
+    "deformable": "DeformableConvolution ROIPooling SmoothL1Loss",
+    "l-softmax": "BN LargeMarginInnerProduct",
 }
 """Layer types that a fork has beside Caffe's."""
 

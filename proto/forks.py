@@ -69,11 +69,6 @@ _FIELDS = {
         "LayerParameter": "cos_data_param",
         "MemoryDataParameter": "source dataframe_format dataframe_column_select image_encoded",
     },
-    "Cascade R-CNN": {
-        "LayerParameter": "detection_data_param detection_group_accuracy_param "
-        "detection_group_loss_param eval_data_param frcnn_output_param hard_mining_param",
-        "ProposalTargetParameter": "bbox_thr_lw bbox_thr_hg pickup_discard append_gtbox",
-    },
     "MNC": {
         "LayerParameter": "mask_pooling_param roi_warping_param",
     },
@@ -104,16 +99,13 @@ _FIELDS = {
         "LayerParameter": "selu_dropout_param",
     },
     "Deformable ConvNets": {
-        "LayerParameter": "deformable_convolution_param deformable_psroi_pooling_param",
+        "LayerParameter": "deformable_psroi_pooling_param",
     },
     "VPGNet": {
         "LayerParameter": "tiling_param drive_data_param",
     },
     "ducha-aiki's": {
         "LayerParameter": "apl_param",
-    },
-    "OpenPose": {
-        "LayerParameter": "imresize_param nms_param",
     },
     "caffe-tvg": {
         "LayerParameter": "image_label_data_param box_term_param shape_term_param "
@@ -184,18 +176,15 @@ _LAYERS = {
     "Cascade R-CNN": "DetectionData DetectionGroupAccuracy DetectionGroupLoss EvalData FrcnnOutput "
     "HardMining",
     "MNC": "MaskPooling ROIWarping",
-    "OpenPose": "ImResize Nms",
     "caffe-tvg": "BoxFeatures ChannelSelect ImageLabelData ImageLabelDataClass "
     "ImageLabelDataIndex ImageLabelDataIndexDet",
-    "Deformable ConvNets": "DeformableConvolution DeformablePSROIPooling",
+    "Deformable ConvNets": "DeformablePSROIPooling",
     "VPGNet": "DriveData Tiling",
     "ducha-aiki's": "APL",
-    "L-Softmax": "LargeMarginInnerProduct",
     "soeaver's": "SeLuDropout",
     "PSANet": "PointwiseSpatialAttention",
     "Frcnn": "FrcnnProposal",
     "CaffeOnSpark": "CoSData",
-    "happynear": "ChannelScale InnerDistance",
     "SSD with focal loss": "MultiBoxFocalLoss",
     "Temporal Segment Networks": "BatchReduction Scatter SegData SyncBN",
 }

@@ -39,6 +39,21 @@ def axpy(site: Site) -> None:
     site.finish("Add", site.node("Mul", a, x), y)
 
 
+@writers("ChannelScale")
+def channel_scale(site: Site) -> None:
+    """x * scale, a number for each place, or with global_scale the stored one."""
+    (x, scale), shape = site.bottoms, site.bottom_shapes[0]
+    param = site.layer.param.channel_scale_param
+    if not param.do_forward:
+        site.finish("Identity", x)
+        return
+    if param.global_scale:
+        scale = site.param(0, (1,))
+    else:
+        scale = site.reshape(scale, (shape[0], 1, *shape[2:]))
+    site.finish("Mul", x, scale)
+
+
 @writers("ShuffleChannel")
 def shuffle_channel(site: Site) -> None:
     """Transpose of (N, group, C / group, ...)."""

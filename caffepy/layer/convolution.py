@@ -11,7 +11,7 @@ from caffepy.device.blob import Array, Blob, Layout
 from caffepy.layer.base import Blobs, Layer, Weighted, layer
 from caffepy.layer.pooling import check_padded
 from caffepy.ops.objects import NormSums, Preparation
-from caffepy.proto.caffe_pb2 import ConvolutionParameter
+from caffepy.proto.caffe_pb2 import ConvolutionParameter, DeformableConvolutionParameter
 
 
 class Window(NamedTuple):
@@ -46,8 +46,10 @@ def by(sizes: Sequence[int], brief: bool = True) -> str:
     return str(sizes[0]) if brief and len(set(sizes)) == 1 else "x".join(map(str, sizes))
 
 
-def read_window(param: ConvolutionParameter, axes: int) -> Window:
+def read_window(param: ConvolutionParameter | DeformableConvolutionParameter, axes: int) -> Window:
     """Read the sizes for these spatial axes: one for all, one for each, or (2 axes) _h and _w."""
+    if isinstance(param, ConvolutionParameter) and param.HasField("kernel_depth"):
+        raise ConfigError("kernel_depth is for layers of C3D, such as Convolution3D")
 
     def sizes(name: str, pair: str, least: int, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         h, w, values = f"{pair}_h", f"{pair}_w", getattr(param, name)
@@ -63,8 +65,6 @@ def read_window(param: ConvolutionParameter, axes: int) -> Window:
             found = tuple(values) or default
         if len(found) == 1:
             found *= axes
-        if param.HasField("kernel_depth"):
-            raise ConfigError("kernel_depth is for layers of C3D, such as Convolution3D")
         if len(found) != axes:
             raise ConfigError(
                 f"{name} must be given once or once for each of {axes} spatial axes, "

@@ -1,14 +1,20 @@
-"""Eltwise: sums, products and maxima of blobs of one shape; Axpy: scaled channels and a sum."""
+"""Eltwise: sums, products and maxima of blobs of one shape; Axpy: scaled channels and a sum;
+ChannelScale: scaled places.
+"""
 
+import logging
 from collections.abc import Sequence
 from math import prod
 
 import numpy as np
 
 from caffepy.core.errors import ConfigError
+from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Kept, Layer, layer
 from caffepy.layer.neuron import is_in_place
-from caffepy.proto.caffe_pb2 import EltwiseParameter
+from caffepy.proto.caffe_pb2 import TRAIN, EltwiseParameter, FillerParameter
+
+log = logging.getLogger(__name__)
 
 
 @layer("Eltwise")
@@ -132,3 +138,84 @@ class Axpy(Layer):
             self.ops.scale_backward(view, scale, dz.reshape(self.view), dx, da, None)
         if propagate_down[2]:
             self.ops.copy(dz, y.diff)
+
+
+@layer("ChannelScale")
+class ChannelScale(Layer):
+    """y = x * s; x (N, C, ...), s (N, 1, ...), one number for all channels of a place (happynear's
+    NormFace).
+
+    With global_scale y = x * g instead: g, the only parameter (1) and the optional top 1, begins as
+    the mean of |s| in the first TRAIN pass and then moves by 0.01 towards that of each pass, within
+    min_global_scale and max_global_scale. do_forward, do_backward_feature and do_backward_scale as
+    false leave out the scale of y, of dx, and ds. The gradient of x is dy * s with global_scale,
+    too, as in the fork.
+    """
+
+    on_gpu = True
+    can_recompute = True
+    bottoms = 2
+    tops = (1, 2)
+    backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.settings = self.param.channel_scale_param
+        if len(top) > 1 and not param.global_scale:
+            raise ConfigError("a second top, the scale, goes with global_scale: true")
+        if not param.global_scale:
+            return
+        if param.do_backward_feature:
+            log.info("%s: gradients are scaled place by place, as the fork's", self.type)
+        self.make_params({"scale": (1,)}, [FillerParameter(value=-1)])
+        self.statistics = self.blobs
+        spec = self.param.param[0] if self.param.param else self.param.param.add()
+        if spec.HasField("lr_mult") and spec.lr_mult:
+            raise ConfigError("the scale of global_scale is a statistic; its lr_mult must be 0")
+        spec.lr_mult = spec.decay_mult = 0
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        x, scale = (blob.shape for blob in bottom)
+        if len(x) < 2 or scale[:1] != x[:1] or prod(scale) * x[1] != prod(x):
+            raise ConfigError(
+                f"bottom 1 has shape {list(scale)}: one number for each place of each image of "
+                f"bottom 0, {list(x)}, is needed"
+            )
+        top[0].reshape(x)
+        for blob in top[1:]:
+            blob.reshape((1,))
+        self.view = (x[0], x[1], prod(x[2:]))
+
+    def moved(self, scale: Array) -> Array:
+        """Return g (1), in TRAIN moved towards the mean of |scale|."""
+        param, stored = self.settings, self.blobs[0].data
+        if self.phase == TRAIN and not self.recomputes:
+            mean = np.abs(scale).mean()
+            moved = np.where(stored < 0, mean, stored * 0.99 + mean * 0.01)
+            stored[...] = np.clip(moved, param.min_global_scale, param.max_global_scale)
+        return stored
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y = (blob.data.reshape(self.view) for blob in (bottom[0], top[0]))
+        scale = bottom[1].data.reshape(self.view[0], 1, self.view[2])
+        if not self.settings.do_forward:
+            self.ops.copy(x, y)
+            return
+        if self.settings.global_scale:
+            scale = self.moved(scale)
+            for blob in top[1:]:
+                blob.data[...] = scale
+        np.multiply(x, scale, out=y)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = dy * s, ds = sum over the channels of dy * x."""
+        param, dy = self.settings, top[0].diff.reshape(self.view)
+        places = self.view[0], 1, self.view[2]
+        if propagate_down[1]:
+            ds = bottom[1].diff.reshape(places)
+            if param.do_backward_scale:
+                np.sum(bottom[0].data.reshape(self.view) * dy, axis=1, keepdims=True, out=ds)
+            else:
+                ds.fill(0)
+        if propagate_down[0]:
+            scale = bottom[1].data.reshape(places) if param.do_backward_feature else 1
+            np.multiply(dy, scale, out=bottom[0].diff.reshape(self.view))

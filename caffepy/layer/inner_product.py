@@ -174,40 +174,36 @@ _MARGINS = {
     MarginInnerProductParameter.TRIPLE: _triple,
     MarginInnerProductParameter.QUADRUPLE: _quadruple,
 }
+"""By type; L-Softmax has the same numbers."""
 
 
-@layer("MarginInnerProduct", "AngularMargin")
-class MarginInnerProduct(Layer):
-    """x (*outer, *inner), labels (M) -> y (M, O) and, if there is a second top, lambda (1); weight
-    (O, K) (SphereFace: Liu et al. 2017).
+_LABELS = "{type} cannot differentiate its labels; the layer that makes them needs no gradient"
 
-    Each forward pass divides the weight's rows by their norms; y = x @ w.T = |x| cos(a). The score
-    of the label becomes (lambda |x| cos(a) + |x| f(a)) / (1 + lambda), where f(a) is cos(m a) with
-    m 2 to 4 by `type`, folded so that it falls from 0 to pi. lambda is base * (1 + gamma *
-    t)^-power, lambda_min at least; t counts forward passes, from `iteration` + 1 on.
 
-    Gradients are the fork's: that of the weight knows neither margin nor norm, in dx the gradient
-    of |x| f(a) has the length 1.
+class _Margins(Layer):
+    """Base: x (*outer, *inner), labels (M) -> y (M, O) and, if there is a second top, lambda (1);
+    weight (O, K).
+
+    The score of the label becomes (lambda * score + score with a margin) / (1 + lambda). lambda is
+    base * (1 + gamma * t)^-power, lambda_min at least; t counts forward passes, from `iteration` +
+    1 on.
     """
 
     on_gpu = True
     bottoms = 2
     tops = (1, 2)
     backward_reads_top = False
-    constant_bottoms: Mapping[int, str] = {
-        1: "{type} cannot differentiate its labels; the layer that makes them needs no gradient"
-    }
+    constant_bottoms: Mapping[int, str] = {1: _LABELS}
+    settings: Any
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        param = self.param.margin_inner_product_param
+        param = self.settings
         self.axis = bottom[0].axis(param.axis)
         self.inputs = prod(bottom[0].shape[self.axis :])
         if param.num_output < 1:
             raise ConfigError("num_output must be 1 or more")
         self.margin = _MARGINS.get(param.type)
         self.make_params({"weight": (param.num_output, self.inputs)}, [param.weight_filler])
-        if self.margin:
-            log.info("%s: gradients of margins have the length 1, as SphereFace's", self.type)
         self.passes = self.buffer([1], np.float64)
         self.passes.host_data[...] = param.iteration
         self.wrong = self.error_flag(
@@ -232,7 +228,7 @@ class MarginInnerProduct(Layer):
             top[1].reshape((1,))
         self.place = self.buffer([self.rows], np.int64)
         self.place.host_data[...] = np.arange(self.rows)
-        self.lengths, self.by_x, self.by_weight = (self.buffer([self.rows]) for _ in range(3))
+        self.by_x, self.by_weight = (self.buffer([self.rows]) for _ in range(2))
         self.chosen = self.buffer([self.rows], np.int64)
         self.scaled = self.buffer((self.rows, outputs))
 
@@ -242,31 +238,74 @@ class MarginInnerProduct(Layer):
     def set_state(self, state: dict[str, Any]) -> None:
         self.passes.host_data[...] = state["passes"]
 
-    def weight_of_cosine(self) -> Array:
-        """Count the pass; return lambda (1)."""
-        param, passes = self.param.margin_inner_product_param, self.passes.data
+    def weight_of_cosine(self, top: Blobs) -> Array:
+        """Count the pass; return lambda (1), also in the second top."""
+        param, passes = self.settings, self.passes.data
         passes += 1
-        weight: Array = param.base * (1 + param.gamma * passes) ** -param.power
-        return np.maximum(weight, param.lambda_min)
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        x, w = bottom[0].data.reshape(self.rows, self.inputs), self.blobs[0].data
-        y, share = top[0].data, self.weight_of_cosine()
-        norms = np.sqrt((w * w).sum(axis=1, keepdims=True))
-        np.divide(w, np.where(norms > 0, norms, 1), out=w)
-        self.ops.matmul(x, w.T, y)  # (M, K) @ (K, O)
+        weight: Array = np.maximum(
+            param.base * (1 + param.gamma * passes) ** -param.power, param.lambda_min
+        )
         if len(top) > 1:
-            top[1].data[...] = share
-        if self.margin is None:
-            return
-        labels = bottom[1].data.reshape(-1)
-        bad = ~((labels > -1) & (labels < w.shape[0]))
+            top[1].data[...] = weight
+        return weight
+
+    def find_labels(self, labels: Array) -> tuple[Array, Array]:
+        """Return the places in y of each row's label; DataError for one that is no class."""
+        bad = ~((labels > -1) & (labels < self.blobs[0].shape[0]))
         self.wrong.note(bad, labels)
         self.wrong.check()
         self.chosen.data[...] = np.where(bad, 0, labels)  # a GPU goes on until the error is seen
+        return self.place.data, self.chosen.data
+
+    def input_gradient(self, top: Blobs, bottom: Blobs) -> None:
+        """dx = dy @ w, but for the label dy * (by_weight * w + by_x * x)."""
+        dy, dx = top[0].diff, bottom[0].diff.reshape(self.rows, self.inputs)
+        if self.margin is None:
+            self.ops.matmul(dy, self.blobs[0].data, dx)  # (M, O) @ (O, K)
+            return
         at = self.place.data, self.chosen.data
-        length = self.lengths.data
-        length[...] = np.sqrt((x * x).sum(axis=1))
+        self.ops.matmul(self.by_label(dy), self.blobs[0].data, dx)
+        dx += bottom[0].data.reshape(dx.shape) * (dy[at] * self.by_x.data)[:, None]
+
+    def by_label(self, dy: Array) -> Array:
+        """Return dy (M, O), times by_weight at the labels."""
+        scaled: Array = self.scaled.data
+        self.ops.copy(dy, scaled)
+        scaled[self.place.data, self.chosen.data] *= self.by_weight.data
+        return scaled
+
+    def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
+        return self.inputs * tops[0]
+
+
+@layer("MarginInnerProduct", "AngularMargin")
+class MarginInnerProduct(_Margins):
+    """InnerProduct with a margin in the angle to the label (SphereFace: Liu et al. 2017).
+
+    Each forward pass divides the weight's rows by their norms; y = x @ w.T = |x| cos(a). The score
+    with a margin is |x| f(a), f(a) is cos(m a) with m 2 to 4 by `type`, folded so that it falls
+    from 0 to pi.
+
+    Gradients are the fork's: that of the weight knows neither margin nor norm, in dx the gradient
+    of |x| f(a) has the length 1.
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.settings = self.param.margin_inner_product_param
+        super().setup(bottom, top)
+        if self.margin:
+            log.info("%s: gradients of margins have the length 1, as SphereFace's", self.type)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, w = bottom[0].data.reshape(self.rows, self.inputs), self.blobs[0].data
+        y, share = top[0].data, self.weight_of_cosine(top)
+        norms = np.sqrt((w * w).sum(axis=1, keepdims=True))
+        np.divide(w, np.where(norms > 0, norms, 1), out=w)
+        self.ops.matmul(x, w.T, y)  # (M, K) @ (K, O)
+        if self.margin is None:
+            return
+        at = self.find_labels(bottom[1].data.reshape(-1))
+        length = np.sqrt((x * x).sum(axis=1))
         safe = np.where(length > 0, length, 1)
         cosine = y[at] / safe
         margin = self.margin(cosine)
@@ -277,22 +316,150 @@ class MarginInnerProduct(Layer):
         self.by_weight.data[...] = margin.by_weight / size + share / (1 + share)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """dw += dy.T @ x; dx = dy @ w, but for the label as the class says."""
+        """dw += dy.T @ x; dx as `input_gradient` says."""
+        self.refuse_constants(propagate_down)
+        if self.param_propagate_down[0]:
+            x = bottom[0].data.reshape(self.rows, self.inputs)
+            self.ops.matmul(top[0].diff.T, x, self.blobs[0].diff, True)  # (O, M) @ (M, K)
+        if propagate_down[0]:
+            self.input_gradient(top, bottom)
+
+
+@layer("LargeMarginInnerProduct")
+class LargeMarginInnerProduct(_Margins):
+    """InnerProduct with a margin in the angle to the label (L-Softmax: Liu et al. 2016).
+
+    y = x @ w.T = |x| |w| cos(a). The score with a margin is |x| |w| f(a), f(a) is cos(m a) with m 2
+    to 4 by `type`, folded so that it falls from 0 to pi. At a length of 0 the cosine counts as 0.
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.settings = self.param.largemargin_inner_product_param
+        super().setup(bottom, top)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        self.by_own = self.buffer([self.rows])
+        outputs = self.blobs[0].shape[0]
+        self.number = self.buffer([outputs, 1], np.int64)
+        self.number.host_data[:, 0] = np.arange(outputs)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, w = bottom[0].data.reshape(self.rows, self.inputs), self.blobs[0].data
+        y, share = top[0].data, self.weight_of_cosine(top)
+        self.ops.matmul(x, w.T, y)  # (M, K) @ (K, O)
+        if self.margin is None:
+            return
+        at = self.find_labels(bottom[1].data.reshape(-1))
+        of_x = np.sqrt((x * x).sum(axis=1))
+        of_w = np.sqrt((w * w).sum(axis=1))[at[1]]
+        both = of_x * of_w
+        margin = self.margin(y[at] / np.where(both > 0, both, 1))
+        y[at] = (share * y[at] + both * margin.score) / (1 + share)
+        self.by_weight.data[...] = (margin.by_weight + share) / (1 + share)
+        part = margin.by_x / (1 + share)
+        self.by_x.data[...] = part * of_w / np.where(of_x > 0, of_x, 1)
+        self.by_own.data[...] = part * of_x / np.where(of_w > 0, of_w, 1)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dw += dy.T @ x, but for the label dy * (by_weight * x + by_own * w), by_own being the
+        sum over its rows; dx as `input_gradient` says.
+        """
         self.refuse_constants(propagate_down)
         x, dy = bottom[0].data.reshape(self.rows, self.inputs), top[0].diff
         if self.param_propagate_down[0]:
-            self.ops.matmul(dy.T, x, self.blobs[0].diff, True)  # (O, M) @ (M, K)
-        if not propagate_down[0]:
-            return
-        dx = bottom[0].diff.reshape(self.rows, self.inputs)
-        if self.margin is None:
-            self.ops.matmul(dy, self.blobs[0].data, dx)  # (M, O) @ (O, K)
-            return
-        at, scaled = (self.place.data, self.chosen.data), self.scaled.data
-        self.ops.copy(dy, scaled)
-        scaled[at] *= self.by_weight.data
-        self.ops.matmul(scaled, self.blobs[0].data, dx)
-        dx += x * (dy[at] * self.by_x.data)[:, None]
+            w, dw = self.blobs[0].data, self.blobs[0].diff
+            given = dy if self.margin is None else self.by_label(dy)
+            self.ops.matmul(given.T, x, dw, True)  # (O, M) @ (M, K)
+            if self.margin is not None:
+                at = self.place.data, self.chosen.data
+                own = np.where(self.number.data == at[1], dy[at] * self.by_own.data, 0)  # (O, M)
+                dw += own.sum(axis=1, keepdims=True) * w
+        if propagate_down[0]:
+            self.input_gradient(top, bottom)
+
+
+@layer("InnerDistance")
+class InnerDistance(Layer):
+    """x (*outer, *inner) -> (*outer, O), the axes from `axis` on as one of size K: the distances
+    from the rows of a weight (O, K), a parameter or the second bottom (happynear's NormFace).
+
+    A distance is the sum of squares of the differences, or with distance_type "L1" of their sizes.
+    With `normalize` each forward pass divides the rows of a parameter by their norms. With
+    update_center_only, and labels (M) as the last bottom, a row of the weight gets its gradient
+    from the items of its own class only. The fork knows no bias and no `transpose`, either.
+    """
+
+    on_gpu = True
+    bottoms = (1, 3)
+    backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.inner_distance_param
+        if param.distance_type not in ("L1", "L2"):
+            raise ConfigError(f'distance_type is L1 or L2, not "{param.distance_type}"')
+        self.squared = param.distance_type == "L2"
+        self.has_labels = param.update_center_only
+        self.has_weight = len(bottom) == 1 + self.has_labels
+        if len(bottom) > 2 + self.has_labels:
+            raise ConfigError("a third bottom, of labels, goes with update_center_only: true")
+        if self.has_labels and len(bottom) < 2:
+            raise ConfigError("update_center_only needs labels as the last bottom")
+        self.axis = bottom[0].axis(param.axis)
+        self.inputs = prod(bottom[0].shape[self.axis :])
+        if self.has_weight:
+            if param.num_output < 1:
+                raise ConfigError("num_output must be 1 or more")
+            self.make_params({"weight": (param.num_output, self.inputs)}, [param.weight_filler])
+        if self.has_labels:
+            self.constant_bottoms = {len(bottom) - 1: _LABELS}
+
+    def weight(self, bottom: Blobs) -> Blob:
+        """The blob of the rows that distances are taken from."""
+        return self.blobs[0] if self.has_weight else bottom[1]
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape, weight = bottom[0].shape, self.weight(bottom).shape
+        self.rows, inputs = prod(shape[: self.axis]), prod(shape[self.axis :])
+        if inputs != self.inputs or prod(weight[1:]) != inputs:
+            raise ConfigError(
+                f"rows of {prod(weight[1:])} numbers have no distance from items of {inputs}"
+            )
+        self.outputs = weight[0]
+        top[0].reshape((*shape[: self.axis], self.outputs))
+        if self.has_labels and bottom[-1].count != self.rows:
+            raise ConfigError(f"{bottom[-1].count} labels do not fit {self.rows} rows")
+        self.number = self.buffer([self.outputs], np.int64)
+        self.number.host_data[...] = np.arange(self.outputs)
+
+    def matrices(self, bottom: Blobs) -> tuple[Array, Array]:
+        """View x as (M, K) and the weight as (O, K)."""
+        weight = self.weight(bottom).data
+        return bottom[0].data.reshape(self.rows, self.inputs), weight.reshape(self.outputs, -1)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, w = self.matrices(bottom)
+        if self.has_weight and self.param.inner_distance_param.normalize:
+            np.divide(w, np.sqrt((w * w).sum(axis=1, keepdims=True) + 1e-6), out=w)
+        y = top[0].data.reshape(self.rows, self.outputs)
+        self.ops.distances(x, w, y, self.squared)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = sum over o of dy * slope, dw = -sum over m of dy * slope; slope = 2 (x - w), or the
+        sign of x - w.
+        """
+        self.refuse_constants(propagate_down)
+        (x, w), dy = self.matrices(bottom), top[0].diff.reshape(self.rows, self.outputs)
+        if propagate_down[0]:
+            dx = bottom[0].diff.reshape(x.shape)
+            self.ops.distance_gradients(dy, x, w, dx, self.squared, False)
+        wanted = self.param_propagate_down[0] if self.has_weight else propagate_down[1]
+        if wanted:
+            dw = self.weight(bottom).diff.reshape(w.shape)
+            if self.has_labels:
+                labels = bottom[-1].data.reshape(-1, 1).astype(np.int64)
+                dy = np.where(labels == self.number.data, dy, 0)
+            self.ops.distance_gradients(dy.T, w, x, dw, self.squared, self.has_weight)
 
     def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
         return self.inputs * tops[0]

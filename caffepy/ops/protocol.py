@@ -472,6 +472,38 @@ class Ops(Protocol):
     ) -> None:
         """dw += products of dy and what the weights were multiplied with."""
 
+    # Deformable convolution of an image: x, dx (C, H, W), offsets, doffsets (G, kh kw, 2, Ho, Wo) =
+    # down, right, of G groups of channels, columns (C, kh kw, Ho, Wo); window = kernel, stride,
+    # pad, dilation, each (height, width)
+
+    def deformable_columns(
+        self, x: Array, offsets: Array, columns: Array, window: Sequence[Sizes]
+    ) -> None:
+        """Write columns: x where the offsets move each tap of the kernel, bilinear; 0 outside."""
+
+    def deformable_backward(
+        self,
+        dcolumns: Array,
+        x: Array,
+        offsets: Array,
+        dx: Maybe,
+        doffsets: Maybe,
+        window: Sequence[Sizes],
+    ) -> None:
+        """Write dx, the transpose of `deformable_columns`, and doffsets."""
+
+    # Distances of rows: x, dx (M, K), w (N, K), y, dy (M, N)
+
+    def distances(self, x: Array, w: Array, y: Array, squared: bool) -> None:
+        """y[m, n] = sum over k of (x[m, k] - w[n, k])^2, or of |x[m, k] - w[n, k]|."""
+
+    def distance_gradients(
+        self, dy: Array, x: Array, w: Array, dx: Array, squared: bool, accumulate: bool
+    ) -> None:
+        """Write dx, or add to it: sum over n of dy[m, n] 2 (x[m, k] - w[n, k]), or of dy[m, n]
+        sign(x[m, k] - w[n, k]). dy may be a transposed view.
+        """
+
     # Pooling: x, dx (N, C, H, W), y, dy, index (N, C, Ho, Wo)
 
     def pool_index_type(self, kernel: Pair) -> "np.dtype[Any]":

@@ -202,6 +202,11 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([(2, 3), (2, 3, 7, 5), (2, 3, 7, 5)], 1, ""),
         ([(2, 3, 1, 1), *[(2, 3, 4, 2)] * 2], 1, ""),
     ],
+    "ChannelScale": [
+        ([(2, 3, 4, 5), (2, 1, 4, 5)], 1, ""),
+        ([(2, 3, 4), (2, 1, 4)], 1, "channel_scale_param { do_forward: false }"),
+        ([(2, 3), (2, 1)], 1, "channel_scale_param { global_scale: true min_global_scale: 2 }"),
+    ],
     "ShuffleChannel": [
         ([IMAGE], 1, "shuffle_channel_param { group: 2 }"),
         ([(2, 6)], 1, "shuffle_channel_param { group: 3 }"),

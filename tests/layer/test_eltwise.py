@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import ConfigError
+from caffepy.proto.caffe_pb2 import TEST
 
 from .harness import Single, check_golden, check_gradient, random, seeded
 from .on_gpu import check_on_gpu, check_plain_on_gpu
@@ -130,3 +131,79 @@ def test_axpy_on_gpu(down):
 def test_axpy_of_wrong_shapes(a, y, message):
     with pytest.raises(ConfigError, match=message):
         Single('type: "Axpy"', random(*a), random(2, 3, 4, 5), random(*y))
+
+
+CHANNEL_SCALES = {
+    "both": "",
+    "fixed features": "do_backward_feature: false",
+    "fixed scale": "do_backward_scale: false",
+    "passed on": "do_forward: false",
+}
+
+
+def channel_scale(param):
+    return f'type: "ChannelScale" channel_scale_param {{ {param} }}'
+
+
+@pytest.mark.parametrize("rest", [(), (4, 5)])
+def test_channel_scale(rest):
+    x, scale = random(2, 3, *rest), random(2, 1, *rest, seed=2)
+    (y,) = Single(channel_scale(""), x, scale).forward()
+    np.testing.assert_allclose(y, x * scale)
+    check_gradient(channel_scale(""), x, scale)
+
+
+@pytest.mark.parametrize("case", CHANNEL_SCALES)
+def test_channel_scale_leaves_parts_out(case):
+    x, scale, dy = random(2, 3, 4), random(2, 1, 4, seed=2), random(2, 3, 4, seed=3)
+    single = Single(channel_scale(CHANNEL_SCALES[case]), x, scale)
+    (y,) = single.forward()
+    (dx, ds), _ = single.backward([dy])
+    np.testing.assert_allclose(y, x if case == "passed on" else x * scale)
+    np.testing.assert_allclose(dx, dy if case == "fixed features" else dy * scale)
+    want = 0 * scale if case == "fixed scale" else (x * dy).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(ds, want)
+
+
+def test_a_global_scale_follows_the_mean():
+    x, scale = random(2, 3, 4), random(2, 1, 4, seed=2)
+    text = channel_scale("global_scale: true max_global_scale: 1.5")
+    single = Single(text, x, scale, tops=2)
+    y, shown = single.forward()
+    mean = np.abs(scale).mean()
+    np.testing.assert_allclose(y, x * mean)
+    np.testing.assert_allclose(shown, [mean])
+    single.inputs[1] = scale * 3
+    np.testing.assert_allclose(single.forward()[1], [0.99 * mean + 0.03 * mean])
+    single.params[0][...] = 1.6
+    y, shown = single.forward()
+    np.testing.assert_allclose(shown, [1.5])
+    (dx, _), _ = single.backward([x, 0])
+    np.testing.assert_allclose(dx, x * scale * 3)  # as the fork: place by place
+    tested = Single(text, x, scale, tops=2, phase=TEST)
+    tested.params[0][...] = 0.7
+    np.testing.assert_allclose(tested.forward()[0], x * 0.7)
+    assert single.layer.param.param[0].lr_mult == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "message"),
+    [
+        ("", (2, 3, 4), "one number for each place of each image"),
+        ("global_scale: true } param { lr_mult: 1", (2, 1, 4), "its lr_mult must be 0"),
+    ],
+)
+def test_channel_scale_refused(text, shape, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(channel_scale(text), random(2, 3, 4), random(*shape))
+    with pytest.raises(ConfigError, match="goes with global_scale"):
+        Single(channel_scale(""), random(2, 3, 4), random(2, 1, 4), tops=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CHANNEL_SCALES)
+def test_channel_scale_on_gpu(case):
+    """ChannelScale, also with a global scale that a pass at its bound does not move."""
+    x, scale = random(2, 3, 4, 5), random(2, 1, 4, 5, seed=2)
+    for param in (CHANNEL_SCALES[case], "global_scale: true max_global_scale: 0.01"):
+        check_plain_on_gpu(channel_scale(param), x, scale, propagate_down=(True, True))

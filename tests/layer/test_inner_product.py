@@ -216,6 +216,136 @@ def test_a_resumed_run_goes_on_with_its_lambda():
     np.testing.assert_array_equal(resumed.forward()[1], first.forward()[1])
 
 
+def large_margin(kind, more=SCHEDULE):
+    text = margin(kind, more, "LargeMarginInnerProduct")
+    return text.replace("margin_inner", "largemargin_inner")
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_large_margin_inner_product_against_the_paper(kind):
+    x = random(5, 4)
+    single = Single(large_margin(kind), x, LABELS, tops=2)
+    single.params[0][...] = random(3, 4, seed=2)
+    y, weight = single.forward()
+    np.testing.assert_allclose(weight, [max(10 * (1 + 0.5 * 5) ** -2.0, 0.3)], rtol=1e-6)
+    w = random(3, 4, seed=2)
+    want = x @ w.T
+    for i, k in enumerate(LABELS.astype(int)):
+        length = np.linalg.norm(x[i]) * np.linalg.norm(w[k])
+        with_margin = length * folded(np.arccos(want[i, k] / length), TYPES[kind])
+        want[i, k] = (weight[0] * want[i, k] + with_margin) / (1 + weight[0])
+    np.testing.assert_allclose(y, want, rtol=1e-6)
+    assert single.forward()[1] < weight  # it counts its passes
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_large_margin_inner_product_gradient(kind):
+    """LargeMarginInnerProduct: lambda is the same in each pass, so that only x and w move."""
+    check_gradient(
+        large_margin(kind, "base: 0.7"), random(5, 4), LABELS, propagate_down=[True, False]
+    )
+
+
+def test_large_margin_of_nothing():
+    x = random(5, 4)
+    x[1] = 0
+    single = Single(large_margin("DOUBLE"), x, LABELS)
+    (y,) = single.forward()
+    (dx, _), (dw,) = single.backward([random(5, 3)], [True, False])
+    assert (y[1] == 0).all()
+    assert all(np.isfinite(array).all() for array in (y, dx, dw))
+
+
+DISTANCES = {
+    "squares": "",
+    "sizes": 'distance_type: "L1"',
+    "normalized": "normalize: true",
+}
+
+
+def inner_distance(case, more="num_output: 3"):
+    return (
+        f'type: "InnerDistance" inner_distance_param {{ {more} {DISTANCES[case]} '
+        'weight_filler { type: "gaussian" } }'
+    )
+
+
+def apart(x, w, case):
+    gaps = x[:, None] - w
+    return (np.abs(gaps) if case == "sizes" else gaps**2).sum(axis=2)
+
+
+@pytest.mark.parametrize("case", DISTANCES)
+def test_inner_distance_against_numpy(case):
+    x = random(5, 2, 2)
+    single = Single(inner_distance(case), x)
+    w = single.params[0].copy()
+    if case == "normalized":
+        w /= np.sqrt((w**2).sum(axis=1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(single.forward()[0], apart(x.reshape(5, 4), w, case))
+    np.testing.assert_array_equal(single.params[0], w)
+    w = random(3, 4, seed=2)
+    (y,) = Single(inner_distance(case, ""), x, w).forward()  # a bottom is not normalized
+    np.testing.assert_allclose(y, apart(x.reshape(5, 4), w, case))
+
+
+@pytest.mark.parametrize("case", ["squares", "sizes"])
+def test_inner_distance_gradient(case):
+    """InnerDistance."""
+    check_gradient(inner_distance(case), random(5, 4))
+    check_gradient(inner_distance(case, "axis: 2"), random(2, 2, 4), random(3, 4, seed=2))
+
+
+@pytest.mark.parametrize("case", ["squares", "sizes"])
+@pytest.mark.parametrize("of_bottom", [False, True])
+def test_centers_learn_from_their_own_class(case, of_bottom):
+    x, w = random(5, 4), random(3, 4, seed=2)
+    given = [x, w, LABELS] if of_bottom else [x, LABELS]
+    single = Single(inner_distance(case, "num_output: 3 update_center_only: true"), *given)
+    if not of_bottom:
+        single.params[0][...] = w
+    single.forward()
+    dy = random(5, 3, seed=4)
+    flags = [True] * (len(given) - 1) + [False]
+    (dx, *rest), params = single.backward([dy], flags)
+    slope = np.sign if case == "sizes" else lambda gap: 2 * gap
+    want = np.zeros_like(w)
+    for m, n in enumerate(LABELS.astype(int)):
+        want[n] += dy[m, n] * slope(w[n] - x[m])
+    np.testing.assert_allclose(rest[0] if of_bottom else params[0], want)
+    whole = Single(inner_distance(case, ""), x, w)
+    whole.forward()
+    np.testing.assert_allclose(dx, whole.backward([dy])[0][0])
+
+
+@pytest.mark.parametrize(
+    ("more", "shapes", "message"),
+    [
+        ("num_output: 3 distance_type: 'cosine'", [(5, 4)], 'L1 or L2, not "cosine"'),
+        ("", [(5, 4)], "num_output must be 1 or more"),
+        ("", [(5, 4), (3, 5)], "rows of 5 numbers have no distance from items of 4"),
+        ("", [(5, 4), (3, 4), (5,)], "goes with update_center_only"),
+        ("num_output: 3 update_center_only: true", [(5, 4)], "needs labels as the last bottom"),
+        ("num_output: 3 update_center_only: true", [(5, 4), (4,)], "4 labels do not fit 5 rows"),
+    ],
+)
+def test_no_distances(more, shapes, message):
+    text = inner_distance("squares", more)
+    with pytest.raises(ConfigError, match=message):
+        Single(text, *(random(*shape) for shape in shapes))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("case", DISTANCES)
+def test_inner_distance_on_gpu(case):
+    """InnerDistance."""
+    x, w, own = random(5, 4), random(3, 4, seed=2), "num_output: 3 update_center_only: true"
+    check_plain_on_gpu(inner_distance(case), x, propagate_down=[True])
+    check_plain_on_gpu(inner_distance(case, ""), x, w, propagate_down=[True, True])
+    check_plain_on_gpu(inner_distance(case, own), x, LABELS, propagate_down=[True, False])
+
+
 MATMUL = {
     "matrices": ("", [(4, 5), (5, 3)], "mk,kn->mn"),
     "many": ("", [(2, 3, 4, 5), (2, 3, 5, 2)], "abmk,abkn->abmn"),
@@ -278,7 +408,8 @@ def test_a_label_of_no_class_is_named():
 @pytest.mark.parametrize("kind", TYPES)
 def test_margin_inner_product_on_gpu(kind):
     """With a lambda that does not depend on the pass: a capture is one, too."""
-    check_plain_on_gpu(margin(kind, "base: 2"), random(5, 4), LABELS, propagate_down=[True, False])
+    for text in (margin(kind, "base: 2"), large_margin(kind, "base: 2")):
+        check_plain_on_gpu(text, random(5, 4), LABELS, propagate_down=[True, False])
 
 
 @pytest.mark.gpu

@@ -39,7 +39,13 @@ _SCORE = "optional float objectness_score 24"
 UNTABLED = {
     "refinedet": {"DetectionOutputParameter": _SCORE, "MultiBoxLossParameter": _SCORE},
     "openpose": {
-        "LayerParameter": "optional CPMTransformationParameter cpm_transform_param 147",
+        "LayerParameter": "optional CPMTransformationParameter cpm_transform_param 147, "
+        "optional ImResizeParameter imresize_param 148, optional NmsParameter nms_param 149",
+        "ImResizeParameter": "optional uint32 target_spatial_width 1, "
+        "optional uint32 target_spatial_height 2, optional float factor 3, "
+        "optional float start_scale 4, optional float scale_gap 5",
+        "NmsParameter": "optional float threshold 1, optional uint32 num_peak 2, "
+        "optional uint32 max_peaks 3, optional uint32 num_parts 4",
         "CPMTransformationParameter": "optional float scale 1, optional bool mirror 2, "
         "optional uint32 crop_size 3, optional string mean_file 4, repeated float mean_value 5, "
         "optional uint32 stride 6, optional float scale_cvg 7, optional uint32 max_cvg_len 8, "
@@ -56,6 +62,130 @@ UNTABLED = {
         "optional bool do_clahe 30, optional uint32 num_parts 31, "
         "optional uint32 num_total_augs 32, optional string aug_way 33, optional uint32 gray 34, "
         "optional uint32 np_in_lmdb 35, optional bool transform_body_joint 38",
+    },
+    "cascade-rcnn": {
+        "LayerParameter": "optional ROIPoolingParameter roi_pooling_param 147, optional "
+        "PSROIPoolingParameter "
+        "psroi_pooling_param 148, optional SmoothL1LossParameter smooth_l1_loss_param 149, "
+        "optional BBoxRegParameter bbox_reg_param 150, optional DetectionDataParameter "
+        "detection_data_param 151, optional EvalDataParameter eval_data_param 152, optional "
+        "HardMiningParameter hard_mining_param 153, optional ScaleRouteParameter "
+        "scale_route_param 154, optional DecodeBBoxParameter decode_bbox_param 155, "
+        "optional DetectionGroupLossParameter detection_group_loss_param 156, optional "
+        "DetectionGroupAccuracyParameter detection_group_accuracy_param 157, optional "
+        "BoxGroupOutputParameter box_group_output_param 158, optional "
+        "ProposalTargetParameter proposal_target_param 159, optional FrcnnOutputParameter "
+        "frcnn_output_param 160, optional DetectionEvaluateParameter "
+        "detection_evaluate_param 161",
+        "ROIPoolingParameter": "optional uint32 pooled_h 1, optional uint32 pooled_w 2, optional "
+        "float "
+        "spatial_scale 3, optional float pad_ratio 4",
+        "PSROIPoolingParameter": "optional float spatial_scale 1, optional int32 output_dim 2, "
+        "optional int32 "
+        "group_size 3",
+        "SmoothL1LossParameter": "optional float sigma 1",
+        "BBoxRegParameter": "repeated float bbox_mean 1, repeated float bbox_std 2, optional bool "
+        "cls_aware 3",
+        "DetectionDataParameter": "optional string source 1, optional float scale 2, optional "
+        "uint32 batch_size 3, "
+        "optional uint32 coord_num 4, repeated uint32 stride 5, repeated uint32 field_h 6, "
+        "repeated uint32 field_w 7, optional float fg_threshold 8, optional float "
+        "ignore_fg_threshold 9, optional uint32 resize_width 10, optional uint32 "
+        "resize_height 11, optional float resize_ratio 29, optional uint32 crop_width 12, "
+        "optional uint32 crop_height 13, optional float min_scale 14, optional float "
+        "max_scale 15, optional float low_scale_ratio 32, optional float high_scale_ratio "
+        "33, optional float multiscale_prob 16, optional float min_whaspect 17, optional "
+        "float max_whaspect 18, optional uint32 short_size 19, optional uint32 long_size "
+        "20, optional uint32 crop_short_size 30, optional uint32 crop_long_size 31, "
+        "repeated float template_ratio 38, optional float min_gt_width 21, optional float "
+        "min_gt_height 22, optional float anchor_ignore_margin_ratio 34, optional float "
+        "anchor_ignore_iou_thr 35, optional float pickup_iou_thr 36, optional string "
+        "shuffle 23, optional uint32 mix_group_size 37, optional bool output_gt_boxes 24, "
+        "optional bool cache_images 25, optional string root_folder 26, optional "
+        "DistortionParameter distort_param 27, optional ResizeParameter resize_param 28",
+        "EvalDataParameter": "optional string source 1, optional float scale 2, optional uint32 "
+        "batch_size 3, "
+        "optional uint32 resize_width 4, optional uint32 resize_height 5, optional uint32 "
+        "short_size 6, optional uint32 long_size 7, optional string root_folder 8",
+        "HardMiningParameter": "optional uint32 num_roi_per_image 1, optional uint32 num_image 2",
+        "ScaleRouteParameter": "optional float low_scale 1, optional float high_scale 2",
+        "DecodeBBoxParameter": "optional float gt_iou_thr 1",
+        "DetectionGroupLossParameter": "optional uint32 cls_num 1, optional float lambda 2, "
+        "repeated uint32 field_h 3, "
+        "repeated uint32 field_w 4, optional uint32 stride 5, optional float field_whr 6, "
+        "optional float field_xyr 7, optional float bg_threshold 8, optional uint32 "
+        "bg_multiple 9, optional string neg_mining_type 10, optional string "
+        "neg_ranking_type 11, optional uint32 min_num_neg 12, optional bool objectness 13, "
+        "optional int32 batch_size 14, optional bool pos_neg_weighted 15, optional string "
+        "bbox_loss_type 16",
+        "DetectionGroupAccuracyParameter": "optional uint32 cls_num 1, repeated uint32 field_h 2, "
+        "repeated uint32 field_w 3, "
+        "optional uint32 stride 4, optional float field_whr 5, optional float field_xyr 6, "
+        "optional float bg_threshold 7, optional bool objectness 8",
+        "BoxGroupOutputParameter": "optional float fg_thr 1, optional float iou_thr 2, optional "
+        "string nms_type 3, "
+        "repeated BoxGroupParameter box_group_param 4, optional float field_whr 5, optional "
+        "float field_xyr 6, optional uint32 max_nms_num 7, optional uint32 max_post_nms_num "
+        "8, optional float min_size 9",
+        "ProposalTargetParameter": "optional uint32 cls_num 1, optional int32 batch_size 2, "
+        "optional float fg_fraction "
+        "3, optional uint32 num_img_per_batch 4, optional float fg_thr 5, optional float "
+        "bg_thr_hg 6, optional float bg_thr_lw 7, optional uint32 img_width 8, optional "
+        "uint32 img_height 9, optional bool iou_weighted 10, optional float bbox_thr_lw 11, "
+        "optional float bbox_thr_hg 12, optional bool pickup_discard 13, optional bool "
+        "append_gtbox 14",
+        "FrcnnOutputParameter": "optional float conf_thr 1, optional float iou_thr 2, optional "
+        "string nms_type 3, "
+        "optional uint32 max_det_num 4, optional SaveOutputParameter save_output_param 5",
+        "DetectionEvaluateParameter": "optional uint32 num_classes 1, optional float "
+        "overlap_threshold 2, optional bool "
+        "evaluate_difficult_gt 3, optional string name_size_file 4",
+        "DistortionParameter": "optional float brightness_prob 1, optional float brightness_delta "
+        "2, optional "
+        "float contrast_prob 3, optional float contrast_lower 4, optional float "
+        "contrast_upper 5, optional float hue_prob 6, optional float hue_delta 7, optional "
+        "float saturation_prob 8, optional float saturation_lower 9, optional float "
+        "saturation_upper 10, optional float random_order_prob 11",
+        "ResizeParameter": "optional float prob 1, optional uint32 height 3, optional uint32 "
+        "width 4, optional "
+        "uint32 height_scale 8, optional uint32 width_scale 9, repeated float pad_value 6",
+        "BoxGroupParameter": "repeated uint32 field_h 1, repeated uint32 field_w 2, optional "
+        "uint32 stride 3",
+        "SaveOutputParameter": "optional string output_directory 1, optional string "
+        "output_name_prefix 2, optional "
+        "string output_format 3, optional string label_map_file 4, optional string "
+        "name_size_file 5, optional uint32 num_test_image 6",
+    },
+    "deformable": {
+        "LayerParameter": "optional DeformableConvolutionParameter deformable_convolution_param "
+        "999, optional "
+        "ROIPoolingParameter roi_pooling_param 8266711, optional SmoothL1LossParameter "
+        "smooth_l1_loss_param 8266712",
+        "DeformableConvolutionParameter": "optional uint32 num_output 1, optional bool bias_term "
+        "2, repeated uint32 pad 3, "
+        "repeated uint32 kernel_size 4, repeated uint32 stride 6, repeated uint32 dilation "
+        "18, optional uint32 pad_h 9, optional uint32 pad_w 10, optional uint32 kernel_h "
+        "11, optional uint32 kernel_w 12, optional uint32 stride_h 13, optional uint32 "
+        "stride_w 14, optional uint32 group 5, optional uint32 deformable_group 19, "
+        "optional FillerParameter weight_filler 7, optional FillerParameter bias_filler 8, "
+        "optional int32 axis 16, optional bool force_nd_im2col 17",
+        "ROIPoolingParameter": "optional uint32 pooled_h 1, optional uint32 pooled_w 2, optional "
+        "float "
+        "spatial_scale 3",
+        "SmoothL1LossParameter": "optional float sigma 1",
+        "DropoutParameter": "optional bool scale_train 2",
+    },
+    "l-softmax": {
+        "LayerParameter": "optional BNParameter bn_param 201, optional "
+        "LargeMarginInnerProductParameter "
+        "largemargin_inner_product_param 202",
+        "BNParameter": "optional FillerParameter slope_filler 1, optional FillerParameter "
+        "bias_filler 2, "
+        "optional float momentum 3, optional float eps 4, optional bool frozen 5",
+        "LargeMarginInnerProductParameter": "optional uint32 num_output 1, optional "
+        "FillerParameter weight_filler 3, optional "
+        "int32 axis 4, optional float base 5, optional float gamma 6, optional float power "
+        "7, optional int32 iteration 8, optional float lambda_min 9",
     },
 }
 """What forks have that the tables lack, beside Caffe's or those of their NAMES."""
@@ -252,6 +382,13 @@ TYPICAL = {
     "c3d": ("Convolution3D", "convolution3d_param", {"kernel_depth": 3}),
     "shufflenet": ("ShuffleChannel", "shuffle_channel_param", {"group": 3}),
     "openpose": ("CPMData", "cpm_transform_param", {"num_parts": 56, "do_clahe": True}),
+    "cascade-rcnn": ("DetectionGroupLoss", "detection_group_loss_param", {"field_w": [9, 18]}),
+    "deformable": (
+        "DeformableConvolution",
+        "deformable_convolution_param",
+        {"deformable_group": 2},
+    ),
+    "l-softmax": ("LargeMarginInnerProduct", "largemargin_inner_product_param", {"num_output": 9}),
 }
 
 

@@ -45,13 +45,11 @@ def test_look_ups() -> None:
 
 
 REFUSALS = {
-    'layer { type: "LargeMarginInnerProduct" }': "L-Softmax",
-    'layer { type: "DeformableConvolution" deformable_convolution_param { } }': "Deformable ConvNets",
+    'layer { type: "DeformablePSROIPooling" }': "Deformable ConvNets",
     'layer { type: "Tiling" tiling_param { } }': "VPGNet",
     'layer { type: "APL" apl_param { } }': "ducha-aiki's",
     'layer { type: "BoxFeatures" box_term_param { } }': "caffe-tvg",
     'layer { type: "DetectionLoss" detection_loss_param { side: 7 } }': "YOLO for Caffe",
-    'layer { type: "ProposalTarget" proposal_target_param { bbox_thr_lw: 1 } }': "Cascade R-CNN",
 }
 
 

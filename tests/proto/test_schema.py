@@ -222,7 +222,9 @@ OWN |= {
     for message, names in {
         "LayerParameter": "bbox_reg_param box_output_param box_group_output_param "
         "decode_bbox_param scale_route_param image_gt_data_param detection_loss_param "
-        "detection_accuracy_param proposal_target_param",
+        "detection_accuracy_param proposal_target_param detection_data_param eval_data_param "
+        "detection_group_loss_param detection_group_accuracy_param frcnn_output_param "
+        "hard_mining_param",
         "BBoxRegParameter": "bbox_mean bbox_std cls_aware",
         "BoxOutputParameter": "fg_thr iou_thr nms_type field_h field_w downsample_rate field_whr "
         "field_xyr max_nms_num max_post_nms_num min_size",
@@ -242,7 +244,24 @@ OWN |= {
         "DetectionAccuracyParameter": "cls_num coord_num field_h field_w downsample_rate top_k "
         "field_whr field_xyr bg_threshold objectness",
         "ProposalTargetParameter": "cls_num batch_size fg_fraction num_img_per_batch fg_thr "
-        "bg_thr_hg bg_thr_lw img_width img_height iou_weighted",
+        "bg_thr_hg bg_thr_lw img_width img_height iou_weighted bbox_thr_lw bbox_thr_hg "
+        "pickup_discard append_gtbox",
+        "DetectionDataParameter": "source scale batch_size coord_num stride field_h field_w "
+        "fg_threshold ignore_fg_threshold resize_width resize_height crop_width crop_height "
+        "min_scale max_scale multiscale_prob min_whaspect max_whaspect short_size long_size "
+        "min_gt_width min_gt_height shuffle output_gt_boxes cache_images root_folder "
+        "distort_param resize_param resize_ratio crop_short_size crop_long_size low_scale_ratio "
+        "high_scale_ratio anchor_ignore_margin_ratio anchor_ignore_iou_thr pickup_iou_thr "
+        "mix_group_size template_ratio",
+        "EvalDataParameter": "source scale batch_size resize_width resize_height short_size "
+        "long_size root_folder",
+        "DetectionGroupLossParameter": "cls_num lambda field_h field_w stride field_whr field_xyr "
+        "bg_threshold bg_multiple neg_mining_type neg_ranking_type min_num_neg objectness "
+        "batch_size pos_neg_weighted bbox_loss_type",
+        "DetectionGroupAccuracyParameter": "cls_num field_h field_w stride field_whr field_xyr "
+        "bg_threshold objectness",
+        "FrcnnOutputParameter": "conf_thr iou_thr nms_type max_det_num save_output_param",
+        "HardMiningParameter": "num_roi_per_image num_image",
     }.items()
     for name in names.split()
 }
@@ -250,7 +269,10 @@ OWN |= {
 OWN |= {
     (message, name)
     for message, names in {
-        "LayerParameter": "cpm_transform_param",
+        "LayerParameter": "cpm_transform_param imresize_param nms_param",
+        "ImResizeParameter": "target_spatial_width target_spatial_height factor start_scale "
+        "scale_gap",
+        "NmsParameter": "threshold num_peak max_peaks num_parts",
         "CPMTransformationParameter": "scale mirror crop_size mean_file mean_value stride scale_cvg "
         "max_cvg_len min_cvg_len opaque_coverage coverage flip_prob max_rotate_degree visualize "
         "crop_size_x crop_size_y scale_prob scale_min scale_max bbox_norm_factor img_header "
@@ -261,6 +283,17 @@ OWN |= {
     for name in names.split()
 }
 """Those of OpenPose."""
+OWN |= {
+    (message, name)
+    for message, names in {
+        "LayerParameter": "deformable_convolution_param",
+        "DeformableConvolutionParameter": "num_output bias_term pad kernel_size group stride "
+        "weight_filler bias_filler pad_h pad_w kernel_h kernel_w stride_h stride_w engine axis "
+        "force_nd_im2col dilation deformable_group",
+    }.items()
+    for name in names.split()
+}
+"""Those of Deformable ConvNets."""
 OWN |= {("ResizeParameter", name) for name in ("center_object", "max_angle", "multiscale")}
 OWN |= {("RReLUParameter", "lb"), ("RReLUParameter", "ub")}
 """ducha-aiki's."""
@@ -319,6 +352,8 @@ def test_enums_are_those_of_the_tables() -> None:
     unnumbered = {("VideoDataParameter.Modality", name) for name in ("RGB", "FLOW")}
     unnumbered |= {("UnpoolingParameter.UnpoolMethod", name) for name in ("MAX", "AVE", "TILE")}
     unnumbered |= {("MultiStageMeanfieldParameter.Mode", "POTTS")}
+    engine = "DeformableConvolutionParameter.Engine"
+    unnumbered |= {(engine, name) for name in ("DEFAULT", "CAFFE", "CUDNN")}
     own_types = ("UNPOOLING", "MULTI_STAGE_MEANFIELD", "CROP")
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in own_types}
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in C3D.split()}

@@ -34,6 +34,8 @@ from caffepy.ops.cuda.compiler import compile_ahead
 from caffepy.ops.cuda.convolution import Convolution
 from caffepy.ops.cuda.copies import convert, copy, cut, deal_channels, join
 from caffepy.ops.cuda.ctc import ctc_backward, ctc_forward
+from caffepy.ops.cuda.deformable import deformable_backward, deformable_columns
+from caffepy.ops.cuda.distances import distance_gradients, distances
 from caffepy.ops.cuda.elementwise import (
     add,
     axpy,

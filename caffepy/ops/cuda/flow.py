@@ -35,7 +35,7 @@ def flow_warp_backward(x: Array, flow: Array, dy: Array, dx: Array, dflow: Array
     sums.fill(0)
     given = x, flow, dy, dflow, sums, largest, *x.shape
     launch("flow", "warp_back", x, x.size // x.shape[1], *given)
-    launch("flow", "warp_sums", x, x.size, sums, largest, dx, x.size)
+    launch("flow", "take_sums", x, x.size, sums, largest, dx, x.size)
 
 
 def resample(

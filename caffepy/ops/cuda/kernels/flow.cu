@@ -4,6 +4,7 @@
 // In backward each element looks for the outputs that read it, so that sums have one order.
 
 #include "pack.cuh"
+#include "fixed_point.cuh"
 
 constexpr int CHUNK = 7;  // displacements of a thread, which share what it reads of a
 
@@ -112,15 +113,11 @@ __global__ void warp(const T* x, const T* flow, T* y, i64 images, i64 channels, 
   }
 }
 
-constexpr double ONE = 1ll << 40;  // of the sums, in units of the largest |dy|: 2^23 of these fit
-
-__device__ void add(unsigned long long* sum, double value) { atomicAdd(sum, (unsigned long long)__double2ll_rn(value)); }
-
 // dflow, and the sums of dx in whole numbers, whose order does not matter
 template <typename T>
 __global__ void warp_back(const T* x, const T* flow, const T* dy, T* dflow, unsigned long long* sums,
                           const double* largest, i64 images, i64 channels, i64 h, i64 w) {
-  const double unit = *largest > 0 ? ONE / *largest : 0;
+  const double unit = fixed_unit(largest);
   FOR_EACH(k, images * h * w) {
     const i64 j = k % w, i = k / w % h, n = k / w / h;
     const Target<T> to(flow, n, i, j, h, w);
@@ -141,11 +138,6 @@ __global__ void warp_back(const T* x, const T* flow, const T* dy, T* dflow, unsi
     dflow[(2 * n * h + i) * w + j] = T(across);
     dflow[((2 * n + 1) * h + i) * w + j] = T(down);
   }
-}
-
-template <typename T>
-__global__ void warp_sums(const long long* sums, const double* largest, T* dx, i64 count) {
-  FOR_EACH(k, count) dx[k] = T(double(sums[k]) * (*largest / ONE));
 }
 
 // y[i, j] = sum of down[i, a] across[j, b] x[rows[i] + a, columns[j] + b] / sum of the weights; with `skip` without the
