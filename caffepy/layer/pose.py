@@ -30,9 +30,9 @@ class ImResize(Layer):
         param, shape = self.param.imresize_param, bottom[0].shape
         if len(shape) != 4 or 0 in shape:
             raise ConfigError(f"ImResize needs (N, C, H, W), not {list(shape)}")
-        size = param.target_spatial_height, param.target_spatial_width
+        size = [param.target_spatial_height, param.target_spatial_width]
         if param.factor:
-            size = tuple(int(np.float32(param.factor) * n) for n in shape[2:])
+            size = [int(np.float32(param.factor) * n) for n in shape[2:]]
         if min(size) < 1:
             raise ConfigError(f"a top of {size[0]}x{size[1]} has no pixels")
         top[0].reshape((1, shape[1], *size))
