@@ -54,7 +54,7 @@ class AnnotatedData(Data):
     """
 
     def open(self) -> Loader:
-        from caffepy.data.annotated_loader import AnnotatedLoader  # here, since it loads numba
+        from caffepy.data.annotated_loader import AnnotatedLoader  # here, since it loads kernels
 
         assert isinstance(self._source, Database)
         return AnnotatedLoader(self._source, self.param, self.phase, self.device, self.path)
@@ -157,7 +157,7 @@ class VideoData(Prefetching):
     """
 
     def open(self) -> Loader:
-        from caffepy.data.annotated_loader import VideoLoader  # here, since it loads numba
+        from caffepy.data.annotated_loader import VideoLoader  # here, since it loads kernels
         from caffepy.data.sources.video import CameraFrames, VideoFrames
 
         param = self.param.video_data_param
