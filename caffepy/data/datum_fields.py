@@ -1,8 +1,11 @@
-"""Serialized Datums, looked through by Python without parsing them whole: what `datum_kernels` does
-by numba, which takes a third of a second to load.
+"""Serialized Datums, looked through without parsing them whole.
+
+The functions that walk over a record's fields serve Python, here, and numba (`datum_kernels`),
+whose code for them a process has only where it computes on the CPU.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -26,46 +29,64 @@ def find_encoded(content: Array, rows: Array) -> tuple[Array, Array]:
     images, labels = np.zeros((len(rows), 2), np.int64), np.zeros(len(rows), np.int64)
     view = content.data
     for i, (start, length) in enumerate(rows[:, 2:4].tolist()):
-        image, labels[i] = _find(view, start, start + length)
-        if image:
-            images[i] = image
+        *images[i], labels[i] = walk(view, start, start + length)
     return images, labels
 
 
-def _find(content: memoryview, at: int, end: int) -> tuple[tuple[int, int] | None, int]:
-    """Start and size of the image file in a record, None if there is none; the label."""
-    image, label, encoded = (0, 0), 0, False
+def walk(content: Any, at: int, end: int) -> tuple[int, int, int]:
+    """Start and size of the image file in a record, 0 if it is not one of an image file alone; the
+    label.
+    """
+    image = size = label = 0
+    encoded = False
     while 0 <= at < end:
         tag, start = content[at], at + 1
-        value, at = _varint(content, start, end)
+        value, at = varint(content, start, end)
         if at < 0:
             break
         if tag == DATA:
-            image = at, value
+            image, size = at, value
             at = at + value if at - start <= SIZE and value <= end - at else -1
         elif tag == LABEL:
-            label = _int32(value)
+            label = int32(value)
         elif tag == ENCODED:
             encoded = value != 0
         elif tag not in (CHANNELS, HEIGHT, WIDTH):
             at = -1
-    return image if at == end and encoded else None, label
+    if at != end or not encoded:
+        image = size = 0
+    return image, size, label
 
 
-def _varint(content: memoryview | bytes, at: int, end: int) -> tuple[int, int]:
-    """The varint at this place and the place after it, -1 if the varint does not end."""
+def label_behind(content: Any, at: int, end: int) -> tuple[int, bool]:
+    """The label in what is behind a raw image, and whether at most encoded = false is beside it."""
+    label = 0
+    while at < end:
+        tag = content[at]
+        value, at = varint(content, at + 1, end)
+        if at >= 0 and tag == LABEL:
+            label = int32(value)
+        elif at < 0 or tag != ENCODED or value != 0:
+            return 0, False
+    return label, True
+
+
+def varint(content: Any, at: int, end: int) -> tuple[int, int]:
+    """The varint at this place, its 64 bits, which are signed in numba; and the place after it, -1
+    if the varint does not end.
+    """
     value = shift = 0
     while at < end and shift <= 63:
         byte = content[at]
-        value |= (byte & 0x7F) << shift
+        value |= (byte & (0x7F if shift < 63 else 1)) << shift
         shift += 7
         at += 1
-        if not byte & 0x80:
-            return value % (1 << 64), at
+        if byte < 0x80:
+            return value, at
     return value, -1
 
 
-def _int32(value: int) -> int:
+def int32(value: int) -> int:
     """An int32, whose sign is extended to 64 bits."""
     return (value & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
 
@@ -86,8 +107,8 @@ def copy_images(content: Array, rows: Array, head: bytes, images: Array, labels:
             image, end = start + len(head), start + length
             if not 0 <= end - image - size <= TAIL or view[start:image] != head:
                 continue
-            label = _label_of(bytes(view[image + size : end]))
-            if label is not None:
+            label, is_alone = _label_behind(bytes(view[image + size : end]))
+            if is_alone:
                 labels[i], done[i] = label, True
                 flat[i] = content[image : image + size]
 
@@ -96,14 +117,5 @@ def copy_images(content: Array, rows: Array, head: bytes, images: Array, labels:
 
 
 @lru_cache(1 << 12)
-def _label_of(tail: bytes) -> int | None:
-    """The label in what is behind a raw image; None if more than encoded = false is beside it."""
-    at, label = 0, 0
-    while at < len(tail):
-        tag = tail[at]
-        value, at = _varint(tail, at + 1, len(tail))
-        if at >= 0 and tag == LABEL:
-            label = _int32(value)
-        elif at < 0 or tag != ENCODED or value:
-            return None
-    return label
+def _label_behind(tail: bytes) -> tuple[int, bool]:
+    return label_behind(tail, 0, len(tail))

@@ -155,7 +155,7 @@ def test_what_is_found_is_what_parsing_finds(loops, noise, lo, hi):
 
 def test_what_stands_behind_an_image_is_not_kept():
     more = Datum(float_data=range(1000)).SerializeToString()
-    before = datum_fields._label_of.cache_info()
+    before = datum_fields._label_behind.cache_info()
     done, _, _ = copy(datum_fields, [WHOLE + more])
     assert not done.any()
-    assert datum_fields._label_of.cache_info() == before
+    assert datum_fields._label_behind.cache_info() == before

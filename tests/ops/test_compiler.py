@@ -14,6 +14,7 @@ import pytest
 
 import caffepy.data
 import caffepy.ops.cpu
+from caffepy.data.datum_fields import int32
 from caffepy.ops.cpu import compiler, machine_code
 from caffepy.ops.cpu.compiler import Kernel, inlined, kernel
 
@@ -154,12 +155,14 @@ def double(x):
     return 2 * x
 
 
-def test_a_kernel_calls_functions_that_are_inlined():
+def test_a_kernel_calls_functions_of_ours():
+    """Those that are inlined, and plain ones of caffepy, which Python calls as they are."""
+
     @kernel
     def call(x):
-        return double(x)
+        return double(int32(x))
 
-    assert call(2) == 4 == double(2)
+    assert call((1 << 32) - 2) == -4 == double(int32((1 << 32) - 2))
 
 
 # files
