@@ -6,6 +6,7 @@ Every change of the view goes the same way, one at a time:
     choose    the ring of those that live says which ranges they own
     give      owners that lack a range, or later operations on it, get it from who has the most
     install   all servers take the new view and go on; calls by an older epoch are refused
+    tell      workers get it when they ask
 
 So no two servers are the primary of a range in one epoch, and an old primary cannot count: its
 replicas refuse what it sends.
@@ -70,6 +71,7 @@ class Coordinator:
         self._wanted, self._copies = servers, replicas
         self._deadline = deadline
         self.view = View()
+        self._installed = View()  # that all servers have
         self.lost: SyncError | None = None  # what made it impossible to go on
         self._changing = asyncio.Lock()
         self._spawned = 0
@@ -109,14 +111,16 @@ class Coordinator:
                 await self._servers.one(name, "keep", state)
             for name in names:
                 await self._servers.one(name, "install", view)
-            self.view = view
+            self.view = self._installed = view
         self._started.set()
 
     async def current(self) -> View:
-        """Return the view; SyncError if the run cannot go on."""
+        """Return the newest view that all servers have, so that it outlives this coordinator;
+        SyncError if the run cannot go on.
+        """
         if self.lost:
             raise self.lost
-        return self.view
+        return self._installed
 
     async def join(self, worker: int, share: int) -> tuple[View, object]:
         """Make a worker a member, which takes `share` batches a clock, from the next clock on;
@@ -342,6 +346,7 @@ class Coordinator:
                     self._dealer.leave(worker, view.left.get(worker, 0))
                 answers = await self._servers.each(servers, "install", view, seconds=TRANSFER)
                 if not any(isinstance(answer, Exception) for answer in answers.values()):
+                    self._installed = view
                     return
 
     def _next(

@@ -242,6 +242,25 @@ def test_a_coordinator_that_stops_for_a_while_leaves_nobody_out() -> None:
         np.testing.assert_array_equal(values(engine), 30)
 
 
+def test_no_view_is_told_that_may_die_with_the_coordinator() -> None:
+    with servers(Rule(2), watch=False) as engine:
+        old, stopped = view(engine), set[str]()
+
+        def stop(actor: str, method: str) -> None:
+            if method == "install":
+                engine.stop(actor)
+                stopped.add(actor)
+
+        engine.before = stop
+        join = engine.call(COORDINATOR, "join", 0, 1)
+        run([lambda: wait_for(lambda: stopped == set(old.servers))])
+        assert view(engine).epoch == old.epoch
+        for server in stopped:
+            engine.resume(server)
+        told, _ = join.result(10)
+        assert told.epoch == view(engine).epoch == old.epoch + 1
+
+
 def view(engine: ThreadsEngine) -> View:
     found: View = engine.call(COORDINATOR, "current").result(20)
     return found
