@@ -127,6 +127,7 @@ def ray(folder: str) -> Iterator[None]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": os.urandom(16).hex(),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_free_objects_period_milliseconds": "0",
         "RAY_worker_niceness": "0",
     }
     start = [os.path.join(os.path.dirname(sys.executable), "ray"), "start"]

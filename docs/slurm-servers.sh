@@ -22,7 +22,7 @@ export RAY_AUTH_TOKEN
 export RAY_USAGE_STATS_ENABLED=0
 export RAY_health_check_period_ms=1000 RAY_health_check_failure_threshold=3
 export RAY_grpc_client_keepalive_time_ms=1000 RAY_grpc_client_keepalive_timeout_ms=2000
-export RAY_worker_niceness=0
+export RAY_free_objects_period_milliseconds=0 RAY_worker_niceness=0
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from sbatch
 
 # This script runs on the first machine of the job. Ray and the run begin here, so that signals to

@@ -89,6 +89,19 @@ def write(packed: Packed, array: Array) -> None:
     array.reshape(-1, packed.row)[rows] = _values(packed).reshape(-1, packed.row)
 
 
+def differing_rows(rows: Array, others: Array) -> Array:
+    """Return of each row of a matrix whether it differs from that of another: where most rows do,
+    their first elements tell.
+    """
+    differ: Array = rows[:, 0] != others[:, 0]
+    if 2 * np.count_nonzero(differ) < differ.size:
+        whole: Array = (rows != others).any(axis=1)
+        return whole
+    same = np.flatnonzero(~differ)
+    differ[same] = (rows[same] != others[same]).any(axis=1)
+    return differ
+
+
 def pack(values: Array, row: int, rows: Array | None, bf16: bool) -> Payload:
     """Return a payload of rows of a flat array, all if `rows` is None or if that is smaller; it may
     be the array itself.
@@ -127,7 +140,7 @@ class Filters:
         if self.significant and lossy:
             payload = self._significant(i, array)
         else:
-            rows = np.flatnonzero(array.reshape(-1, row).any(axis=1)) if row else None
+            rows = np.flatnonzero(_used(array.reshape(-1, row))) if row else None
             payload = pack(array, row, rows, self.bf16 and lossy)
         if self.zlib:
             payload = _deflated(payload)
@@ -195,6 +208,11 @@ def _values(packed: Packed) -> Array:
     if values.dtype == np.uint8:
         values = _inflate(values, np.dtype(np.uint16 if packed.bf16 else np.float32))
     return from_bfloat16(values) if packed.bf16 else values
+
+
+def _used(rows: Array) -> Array:
+    """Return of each row of a matrix whether it has anything but zeros."""
+    return differing_rows(rows, np.broadcast_to(np.float32(0), rows.shape))
 
 
 def _gaps(rows: Array) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 
 from caffepy.core.errors import UsageError
 from caffepy.device.blob import Array
+from caffepy.parallel.parameter_server.filters import differing_rows
 from caffepy.parallel.parameter_server.messages import Push, Rule, ServerUpdate, View
 
 
@@ -101,7 +102,8 @@ class RangeState:
 
     def _set(self, values: Array) -> None:
         if self.row:
-            differ = (values != self.values).reshape(-1, self.row).any(axis=1)
+            rows, before = (array.reshape(-1, self.row) for array in (values, self.values))
+            differ = differing_rows(rows, before)
             self._changed = np.where(differ, self.version, self._changed)
         self.values = values
 

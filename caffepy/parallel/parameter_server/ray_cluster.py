@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "RAY_grpc_client_keepalive_time_ms": "1000",
     "RAY_grpc_client_keepalive_timeout_ms": "2000",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",  # of this process, which Ray ends after 60
+    "RAY_free_objects_period_milliseconds": "0",  # else the store takes new memory for a second
     "RAY_worker_niceness": "0",  # 15 by default: less CPU time for them than for the first worker
 }
 """What Ray reads from the environment; `ray start` needs the same on each host."""

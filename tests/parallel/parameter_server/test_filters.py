@@ -14,7 +14,7 @@ import pytest
 
 from caffepy.core.errors import UsageError
 from caffepy.parallel.parameter_server.client import Client
-from caffepy.parallel.parameter_server.filters import Filters, decode, nbytes, parse
+from caffepy.parallel.parameter_server.filters import Filters, decode, differing_rows, nbytes, parse
 from caffepy.parallel.parameter_server.messages import COORDINATOR, Nesterov, Push, Rule
 from caffepy.parallel.parameter_server.ranges import Blob, KeyRange, key_ranges
 from tests.parallel.parameter_server.threads_engine import ThreadsEngine, serving
@@ -140,6 +140,16 @@ def test_rows_that_are_zero_are_not_sent(text: str) -> None:
     np.testing.assert_allclose(decode(payload), array, rtol=2**-8 if "bf16" in text else 0)
     everywhere = noise()
     assert nbytes(Filters().encode(0, ROWS, everywhere)) == everywhere.nbytes
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.6, 1])
+def test_rows_that_differ_are_found_wherever_they_do(share: float) -> None:
+    rng = np.random.default_rng(0)
+    others = rng.standard_normal((200, 5)).astype(np.float32)
+    rows, differ = others.copy(), rng.random(200) < share
+    for k in np.flatnonzero(differ):
+        rows[k, rng.integers(5) if rng.random() < 0.5 else 0] += 1
+    np.testing.assert_array_equal(differing_rows(rows, others), differ)
 
 
 def test_rows_far_apart_find_their_places() -> None:

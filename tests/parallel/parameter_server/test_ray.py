@@ -106,6 +106,20 @@ class Notes:
     async def read(self) -> list[int]:
         return self.noted
 
+    async def zeros(self) -> np.ndarray:
+        return np.zeros(500_000, np.float32)
+
+
+def test_memory_of_answers_is_soon_used_again(cluster: RayEngine) -> None:
+    """New memory is slow: each of its pages must be made first."""
+    cluster.spawn("notes-3", Notes)
+    places = set[int]()
+    for _ in range(20):
+        places.add(cluster.call("notes-3", "zeros").result(60).ctypes.data)
+        time.sleep(0.02)
+    assert len(places) < 10
+    cluster.kill("notes-3")
+
 
 def test_calls_go_on_after_one_with_wrong_arguments(cluster: RayEngine) -> None:
     with pytest.raises(Exception, match="positional argument"):
