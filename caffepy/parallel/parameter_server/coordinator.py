@@ -39,7 +39,7 @@ from caffepy.parallel.parameter_server.messages import (
     View,
     total,
 )
-from caffepy.parallel.parameter_server.ranges import KeyRange, Ring
+from caffepy.parallel.parameter_server.ranges import KeyRange, owners
 from caffepy.parallel.parameter_server.server_calls import ANSWER, TRANSFER, ByRange, ServerCalls
 
 log = logging.getLogger(__name__)
@@ -101,11 +101,10 @@ class Coordinator:
             names = [self._new_name() for _ in range(self._wanted)]
             for name in names:
                 self._engine.spawn_server(name)
-            ring, copies = Ring(names), self._copies
-            owners = tuple(ring.owners(key_range.name, copies) for key_range in ranges)
-            view = View(1, tuple(names), owners, {}, tuple(ranges), rule)
+            of_ranges = owners(ranges, names, self._copies)
+            view = View(1, tuple(names), of_ranges, {}, tuple(ranges), rule)
             for name in names:
-                own = {i: values[i] for i in range(len(ranges)) if name in owners[i]}
+                own = {i: values[i] for i in range(len(ranges)) if name in of_ranges[i]}
                 kept = {i: update_states.get(ranges[i].name, {}) for i in own}
                 await self._servers.one(name, "begin", own, view, kept)
                 await self._servers.one(name, "keep", state)
@@ -357,8 +356,6 @@ class Coordinator:
         leaving: set[int],
     ) -> View:
         old = self.view
-        ring, copies = Ring(servers), self._copies
-        owners = tuple(ring.owners(key_range.name, copies) for key_range in old.ranges)
         for i, key_range in enumerate(old.ranges):
             if not any(i in states for states in held.values()):
                 raise SyncError(
@@ -378,7 +375,7 @@ class Coordinator:
             old,
             epoch=old.epoch + 1,
             servers=tuple(servers),
-            owners=owners,
+            owners=owners(old.ranges, servers, self._copies),
             members=members,
             left={w: c for w, c in {**old.left, **left}.items() if w not in members},
             of_left=old.of_left + of_left,

@@ -2,7 +2,7 @@
 
 The keys are the elements of one flat array: the parameters of all blobs and the running statistics.
 A range is a part of one blob. Its place on the ring is the hash of its name, so a server that comes
-or goes moves only the ranges next to it.
+or goes moves few ranges but those next to it.
 """
 
 import hashlib
@@ -15,6 +15,11 @@ LARGEST = 1 << 20
 
 POINTS = 64
 """Places of each server on the ring: more spread the ranges more evenly."""
+
+FULLEST = 1.1
+"""Elements of which a server may be the primary, as part of the mean of all: less moves more
+ranges when servers come and go.
+"""
 
 
 class KeyRange(NamedTuple):
@@ -61,22 +66,27 @@ def _place(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-class Ring:
-    """A consistent ring of these servers (Karger et al., 1997)."""
-
-    def __init__(self, servers: Sequence[str]) -> None:
-        self._servers = len(servers)
-        self._points = sorted((_place(f"{s}#{i}"), s) for s in servers for i in range(POINTS))
-
-    def owners(self, name: str, copies: int) -> tuple[str, ...]:
-        """Return the servers of a range: the primary, then its replicas; fewer servers than copies
-        hold one each. The owners that stay when one goes keep their order.
-        """
-        first, found = bisect(self._points, (_place(name), "")), list[str]()
-        for i in range(len(self._points)):
-            server = self._points[(first + i) % len(self._points)][1]
-            if server not in found:
-                found.append(server)
-                if len(found) == min(copies, self._servers):
-                    break
-        return tuple(found)
+def owners(
+    ranges: Sequence[KeyRange], servers: Sequence[str], copies: int
+) -> tuple[tuple[str, ...], ...]:
+    """Return the servers of each range: the primary, then its replicas; fewer servers than copies
+    hold one each. They are the next ones on a consistent ring (Karger et al., 1997) that have room:
+    no server is the primary of much more than others, or the first replica, and so on (consistent
+    hashing with bounded loads, Mirrokni et al., 2016), since workers wait for the slowest.
+    """
+    points = sorted((_place(f"{s}#{i}"), s) for s in servers for i in range(POINTS))
+    most = FULLEST * sum(r.stop - r.start for r in ranges) / max(len(servers), 1)
+    loads = [dict.fromkeys(servers, 0) for _ in range(min(copies, len(servers)))]
+    found = list[tuple[str, ...]]()
+    for key_range in ranges:
+        first, size = bisect(points, (_place(key_range.name), "")), key_range.stop - key_range.start
+        left = list(dict.fromkeys(server for _, server in points[first:] + points[:first]))
+        own = list[str]()
+        for load in loads:
+            room = (server for server in left if load[server] + size <= most)
+            server = next(room, min(left, key=load.__getitem__))
+            left.remove(server)
+            load[server] += size
+            own.append(server)
+        found.append(tuple(own))
+    return tuple(found)
