@@ -166,7 +166,9 @@ def replay_of_pass(
 
 def can_replay(net: Net, callbacks: Sequence[object]) -> bool:
     """True if passes of a net with these callbacks can be replayed: on the CPU, if all say
-    `replayable = True`, so that a replay calls them only before layers that read files.
+    `replayable = True`. Then a replay, which may be of many iterations, calls them only before it
+    reads batches from files: enough for signals and for a watch over waits, as `Heartbeat` needs.
+    Callbacks of scripts do not say so, and hear of each layer in each iteration.
     """
     if net.device.is_cuda or net.debug_info or net.recompute:
         return False

@@ -357,6 +357,43 @@ def test_callbacks_and_reporters_hear_of_each_iteration() -> None:
     assert not looped(solver)
 
 
+def test_callbacks_of_a_net_are_called_at_each_layer_also_between_calls_for_several() -> None:
+    solver = solver_of(SETTINGS, CONVOLUTIONS)
+    solver.step(20)
+    before, layers = looped(solver), list(range(len(solver.net.layers)))
+    assert before
+    seen = list[int]()
+    solver.net.after_forward.append(seen.append)
+    solver.step(5)
+    assert seen == 5 * layers
+    solver.net.after_forward.clear()
+    solver.step(5)
+    assert looped(solver) > before
+    assert seen == 5 * layers
+
+
+def test_a_callback_that_is_replayable_is_called_before_batches_are_read() -> None:
+    """As the class says: it need not know of each iteration, nor of layers that are replayed."""
+
+    class Watches:
+        replayable = True
+        seen: list[int]
+
+        def __call__(self, layer: int) -> None:
+            self.seen.append(layer)
+
+    solver = solver_of(SETTINGS, CONVOLUTIONS)
+    watches = Watches()
+    watches.seen = []
+    solver.net.before_forward.append(watches)
+    solver.step(20)
+    assert looped(solver)
+    watches.seen = []
+    solver.step(20)
+    assert set(watches.seen) == {0}
+    assert 1 <= len(watches.seen) < 20
+
+
 def test_a_signal_stops_it_with_a_snapshot(tmp_path: Path) -> None:
     settings = SETTINGS + f'snapshot: 1000000 snapshot_prefix: "{tmp_path}/s" '
     with Signals() as signals:
