@@ -213,7 +213,7 @@ def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -
         raise call.errors[min(call.errors)]
 
 
-_blas: list[Any] | None = None  # threadpoolctl's controllers of the libraries
+_blas: list[tuple[Any, Any]] | None = None  # how each library gets and sets its number of threads
 _blas_depth = 0
 _blas_before: list[int] = []  # the number of threads of each
 
@@ -225,18 +225,31 @@ class _BlasScope:
             _blas_depth += 1
             if _blas_depth == 1:
                 if _blas is None:
-                    _blas = ThreadpoolController().select(user_api="blas").lib_controllers
-                _blas_before = [library.get_num_threads() for library in _blas]
-                for library in _blas:
-                    library.set_num_threads(1)
+                    found = ThreadpoolController().select(user_api="blas")
+                    _blas = [_get_and_set(library) for library in found.lib_controllers]
+                _blas_before = [get() for get, _ in _blas]
+                for _, set_threads in _blas:
+                    set_threads(1)
 
     def __exit__(self, *_: object) -> None:
         global _blas_depth
         with _lock:
             _blas_depth -= 1
             if _blas_depth == 0:
-                for library, threads in zip(_blas or (), _blas_before, strict=True):
-                    library.set_num_threads(threads)
+                for (_, set_threads), threads in zip(_blas or (), _blas_before, strict=True):
+                    set_threads(threads)
+
+
+def _get_and_set(library: Any) -> tuple[Callable[[], int], Callable[[int], Any]]:
+    """Return the functions of a library that get and set its number of threads: OpenBLAS's own where
+    possible, since threadpoolctl looks for them in each call, 2 us of each pass.
+    """
+    find = getattr(library, "_get_symbol", None)
+    if find and library.internal_api == "openblas" and library.threading_layer == "pthreads":
+        own = find("openblas_get_num_threads"), find("openblas_set_num_threads")
+        if all(own):
+            return own
+    return library.get_num_threads, library.set_num_threads
 
 
 _BLAS_SCOPE = _BlasScope()

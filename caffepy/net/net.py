@@ -339,6 +339,8 @@ class Net:
 
     def loss(self, start: int = 0, end: int | None = None) -> float:
         """Return the loss of the last forward pass: the sum of data * diff over weighted tops."""
+        if not self._weighted:
+            return 0.0
         last = len(self.layers) - 1 if end is None else end
         tops = [top for i, node in self._weighted if start <= i <= last for top in node.losses]
         return float(sum(np.dot(t.host_data.reshape(-1), t.host_diff.reshape(-1)) for t in tops))

@@ -172,7 +172,7 @@ def can_replay(net: Net, callbacks: Sequence[object]) -> bool:
     """
     if net.device.is_cuda or net.debug_info or net.recompute:
         return False
-    return all(getattr(callback, "replayable", False) for callback in callbacks)
+    return not callbacks or all(getattr(callback, "replayable", False) for callback in callbacks)
 
 
 class Passes:
