@@ -3,7 +3,7 @@ benchmarks and tests.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from caffepy.core.errors import ConfigError
@@ -19,6 +19,8 @@ from caffepy.proto.text import read_net
 _SOURCES = {
     "Data": "data_param",
     "ImageData": "image_data_param",
+    "DetectionData": "detection_data_param",
+    "EvalData": "eval_data_param",
     "ImageGtData": "image_gt_data_param",
     "WindowData": "window_data_param",
     "HDF5Data": "hdf5_data_param",
@@ -44,6 +46,12 @@ _VOXELS = frozenset({"VideoSegmentationData", "VideoWithVoxelTruthData"})
 
 _WITH_MASKS = frozenset({43, 56})
 """The num_parts of CPMData whose records have masks."""
+
+_FIELDS: dict[str, Callable[[LayerParameter], Sequence[int]]] = {
+    "DetectionData": lambda layer: layer.detection_data_param.stride,
+    "ImageGtData": lambda layer: layer.image_gt_data_param.downsample_rate,
+}
+"""Those with maps of true boxes: by how much these are smaller than the images."""
 
 _FRAMES = 16
 """The length of volumes that a net does not state."""
@@ -103,6 +111,8 @@ def synthetic(
         reads = where or _is_python_source(layer, guess)
         if layer.type == "DetectionOutput":  # its files name the images of the data
             layer.detection_output_param.ClearField("save_output_param")
+        elif layer.type == "FrcnnOutput":
+            layer.frcnn_output_param.ClearField("save_output_param")
         elif layer.type == "DetectionEvaluate":
             layer.detection_evaluate_param.ClearField("name_size_file")
         if not reads:
@@ -115,13 +125,17 @@ def synthetic(
         size = (batch if where else 0) or getattr(source, "batch_size", 0) or 1
         shape = list(image or _image(layer, guess))
         for i, top in enumerate(layer.top):
-            dims = _boxes(net, top, size) if i and layer.type != "AnnotatedData" else None
+            own = layer.type in ("AnnotatedData", "EvalData", *_FIELDS)
+            dims = _boxes(net, top, size) if i and not own else None
             dims = dims or _top_shape(layer, i, size, shape, guess)
             dummy.shape.add(dim=dims)
             if i == 0 and not _is_label(net, top):
                 dummy.data_filler.add(type="gaussianstatic", std=1)
-            elif layer.type == "ImageGtData":  # background or class 1; no image of true boxes
-                dummy.data_filler.add(type="uniformstatic", min=0, max=1.99 if len(dims) > 2 else 1)
+            elif layer.type in _FIELDS:  # background or class 1; no image of true boxes
+                is_map = dims[-1] > 1 and len(dims) > 2
+                dummy.data_filler.add(type="uniformstatic", min=0, max=1.99 if is_map else 1)
+            elif layer.type == "EvalData" and i == 2:
+                dummy.data_filler.add(value=min(shape[-2:]))
             elif dims == _truths(size) or (layer.type == "Python" and top in _OF_ONE_IMAGE):
                 low, high = _true_classes(net, layer, top)
                 value = size if where else min(shape[-2:])
@@ -161,6 +175,7 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
     dense, resize = layer.dense_image_data_param, transform.resize_param
     video, memory = layer.video_data_param, layer.memory_data_param
     people, marked = layer.cpm_transform_param, layer.image_gt_data_param
+    cascade, evaluated = layer.detection_data_param, layer.eval_data_param
     grey = transform.force_gray or not files.is_color or memory.channels == 1
     channels = 3
     sizes = (
@@ -175,6 +190,12 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
         (memory.height, memory.width),
         (marked.crop_height, marked.crop_width),
         (marked.resize_height, marked.resize_width),
+        (cascade.crop_height, cascade.crop_width),
+        (cascade.resize_height, cascade.resize_width),
+        (cascade.crop_short_size, cascade.crop_long_size),
+        (cascade.short_size, cascade.long_size),
+        (evaluated.resize_height, evaluated.resize_width),
+        (evaluated.short_size, evaluated.long_size),
         *([(people.crop_size_y, people.crop_size_x)] if layer.type == "CPMData" else []),
     )
     height, width = next((size for size in sizes if all(size)), (0, 0))
@@ -219,10 +240,13 @@ def _top_shape(
         people = layer.cpm_transform_param
         height, width = (side // max(people.stride, 1) for side in inside)
         return [batch, 2 * (people.num_parts + 1), height, width]
-    if layer.type == "ImageGtData":
-        rates = layer.image_gt_data_param.downsample_rate
+    if layer.type in _FIELDS:
+        rates = _FIELDS[layer.type](layer)
         grid = [int(side / rates[i - 1] + 0.5) for side in inside] if i <= len(rates) else []
-        return [batch, 6, *grid] if grid else [_TRUTHS, 7]
+        of_cascade = layer.type == "DetectionData"
+        return [batch, 6, *grid] if grid else [_TRUTHS, 8, 1, 1] if of_cascade else [_TRUTHS, 7]
+    if layer.type == "EvalData":
+        return [_TRUTHS, 8, 1, 1] if i == 1 else [batch, 2, 1, 1]
     if layer.type in _DENSE and i == 2:
         return [batch, 1, 1, 2]
     if layer.type in _DENSE or (guess and guess.other_labels):

@@ -173,8 +173,6 @@ _LAYERS = {
     "GenerateAugmentationParameters",
     "MobileNet-YOLO": "AssistedExcitation SegmentationEvaluate YoloSeg",
     "Darknet's": "Mish",
-    "Cascade R-CNN": "DetectionData DetectionGroupAccuracy DetectionGroupLoss EvalData FrcnnOutput "
-    "HardMining",
     "MNC": "MaskPooling ROIWarping",
     "caffe-tvg": "BoxFeatures ChannelSelect ImageLabelData ImageLabelDataClass "
     "ImageLabelDataIndex ImageLabelDataIndexDet",

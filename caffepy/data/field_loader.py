@@ -35,7 +35,7 @@ ROWS = 6  # of a map: class, x, y of the centre, width, height, overlap
 NO_BOXES = [[0, 1, 1, 2, 2, 1, 1]]  # what stands for the boxes of a batch without any
 
 
-def _rounded(number: float) -> int:
+def rounded(number: float) -> int:
     """The nearest whole number, halves away from 0."""
     return int(np.floor(abs(number) + 0.5) * np.sign(number))
 
@@ -61,7 +61,7 @@ class Scene(NamedTuple):
     def scaled(self, factors: Array) -> "Scene":
         """The scene made so many times as large in x and y; DataError if nothing is left."""
         width, height = (
-            _rounded(side * factor)
+            rounded(side * factor)
             for side, factor in zip(self.image.shape[1::-1], factors, strict=True)
         )
         if (height, width) == self.image.shape[:2]:
@@ -122,7 +122,7 @@ class FieldLoader(JointLoader):
         return 3, *self._size
 
     def _grid(self, rate: int) -> tuple[int, int]:
-        height, width = (_rounded(side / rate) for side in self._size)
+        height, width = (rounded(side / rate) for side in self._size)
         return height, width
 
     def label_shapes(self) -> list[Shape]:
@@ -135,37 +135,22 @@ class FieldLoader(JointLoader):
         rng = np.random.Generator(np.random.PCG64(draws[-SEED_WORDS:].tolist()))
         marked = self.source.marked(item)
         image, boxes, regions = self.source.image(item), marked.boxes[:, 2:], marked.regions
-        if self._mirror and rng.integers(2):
-            image, width = np.ascontiguousarray(image[:, ::-1]), image.shape[1]
-            boxes, regions = (
-                np.stack([width - b[:, 2], b[:, 1], width - b[:, 0], b[:, 3]], axis=1)
-                for b in (boxes, regions)
-            )
         scene = Scene(image, boxes, regions, np.zeros(2))
+        if self._mirror and rng.integers(2):
+            scene = mirrored(scene)
         wanted = self._param.resize_width, self._param.resize_height
         if all(wanted):
             scene = scene.scaled(np.array(wanted) / image.shape[1::-1])
         chosen = scene.boxes[rng.integers(len(boxes))] if len(boxes) else None
-        scene = scene._replace(centre=self._centre(scene, chosen, rng))
+        scene = looked_at(scene, chosen, self._size, rng)
         if chosen is not None and self._sizes is not None and rng.integers(2):
             scene = enlarged(scene, self._factors(chosen, rng))
-        scene, seen = self._cut(scene, rng)
-        ignored = (marked.boxes[:, 1] != 0) | self._ignored(scene.boxes)
+        scene, seen = cut(scene, self._size, self.mean, rng)
+        least = self._param.min_gt_width, self._param.min_gt_height
+        ignored = (marked.boxes[:, 1] != 0) | lies_outside(scene.boxes, self._size, least)
         found = np.column_stack([scene.boxes, marked.boxes[:, 0], ignored]).astype(np.float32)
         maps = self._maps(found, scene.regions, seen)
         return scene.image.transpose(2, 0, 1), (maps, found)
-
-    def _centre(self, scene: Scene, chosen: Array | None, rng: np.random.Generator) -> Array:
-        """The place x, y to cut around: the centre of the chosen box, or any."""
-        if chosen is not None:
-            return (chosen[:2] + chosen[2:]) / 2
-        sides, cut = scene.image.shape[1::-1], self._size[::-1]
-        return np.array(
-            [
-                rng.integers(side - size + 1) + size / 2 if side >= size else side / 2
-                for side, size in zip(sides, cut, strict=True)
-            ]
-        )
 
     def _factors(self, box: Array, rng: np.random.Generator) -> Array:
         """By how much in x and y to scale so that a box gets another of the sizes, and maybe
@@ -186,37 +171,6 @@ class FieldLoader(JointLoader):
             factors[axis] = factor
         return factors
 
-    def _cut(self, scene: Scene, rng: np.random.Generator) -> tuple[Scene, Array]:
-        """The scene in an image of the layer's size, and the part of it that is seen, x1, y1, x2,
-        y2: the others have the mean's colour.
-        """
-        wanted, sides = np.array(self._size[::-1]), np.array(scene.image.shape[1::-1])
-        noise = rng.integers(-NOISE, NOISE, 2)
-        middle = np.array([_rounded(side / 2) for side in wanted])
-        spare = np.array([_rounded(side / 2) for side in np.maximum(wanted - sides, 0)])
-        to = np.clip(spare + noise, 0, np.maximum(wanted - sides, 0))
-        place = np.array([_rounded(number) for number in scene.centre])
-        start = np.clip(place + noise - middle, 0, np.maximum(sides - wanted, 0))
-        size = np.minimum(sides, wanted)
-        (x, y), (left, top), (w, h) = start, to, size
-        image = scene.image[y : y + h, x : x + w]
-        if (size < wanted).any():
-            means = np.zeros(1, np.uint8) if self.mean is None else self.mean[:, 0, 0]
-            canvas = np.empty((*self._size, 3), means.dtype)
-            canvas[...] = means
-            canvas[top : top + h, left : left + w] = image
-            image = canvas
-        scene = scene.moved(image, np.ones(2), to - start)
-        return scene, np.concatenate([to, to + size])
-
-    def _ignored(self, boxes: Array) -> Array:
-        """True for boxes whose centre lies outside, or that are too small."""
-        centre, sides = (boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2] + 1
-        least = self._param.min_gt_width, self._param.min_gt_height
-        inside = (centre >= 0) & (centre < self._size[::-1])
-        fits: Array = np.all(inside & (sides >= least), axis=1)
-        return ~fits
-
     def _maps(self, boxes: Array, regions: Array, seen: Array) -> list[Array]:
         """The maps (6, H, W) of boxes (n, 6) = x1, y1, x2, y2, class, ignored."""
         maps, best = [], np.zeros((len(self._fields), len(boxes)), np.float32)
@@ -229,9 +183,9 @@ class FieldLoader(JointLoader):
             fields = np.concatenate([(places + 0.5) * rate - sides / 2, sides], axis=-1)[
                 ..., None, :
             ]
-            low = [_rounded(side / rate) for side in seen[:2]]
+            low = [rounded(side / rate) for side in seen[:2]]
             high = [
-                a + _rounded(side / rate) for a, side in zip(low, seen[2:] - seen[:2], strict=True)
+                a + rounded(side / rate) for a, side in zip(low, seen[2:] - seen[:2], strict=True)
             ]
             heeded: Array = np.all((places >= low) & (places < high), axis=-1)
             if len(regions):
@@ -268,16 +222,77 @@ class FieldLoader(JointLoader):
         return packed
 
 
-def put(values: Array, places: Any, boxes: Array) -> None:
-    """Write class, centre and sides of boxes (..., 6) to places of a map (6, H, W)."""
+def mirrored(scene: Scene) -> Scene:
+    """The scene with left and right exchanged."""
+    image, width = np.ascontiguousarray(scene.image[:, ::-1]), scene.image.shape[1]
+    boxes, regions = (
+        np.stack([width - b[:, 2], b[:, 1], width - b[:, 0], b[:, 3]], axis=1)
+        for b in (scene.boxes, scene.regions)
+    )
+    return scene._replace(image=image, boxes=boxes, regions=regions)
+
+
+def looked_at(
+    scene: Scene, chosen: Array | None, size: tuple[int, int], rng: np.random.Generator
+) -> Scene:
+    """The scene with the place to cut an image of this height and width around: the centre of the
+    chosen box, or any.
+    """
+    if chosen is not None:
+        return scene._replace(centre=(chosen[:2] + chosen[2:]) / 2)
+    sides = zip(scene.image.shape[1::-1], size[::-1], strict=True)
+    centre = [
+        rng.integers(side - wanted + 1) + wanted / 2 if side >= wanted else side / 2
+        for side, wanted in sides
+    ]
+    return scene._replace(centre=np.array(centre))
+
+
+def cut(
+    scene: Scene, size: tuple[int, int], mean: Array | None, rng: np.random.Generator
+) -> tuple[Scene, Array]:
+    """The scene in an image of this height and width, and the part of it that is seen, x1, y1, x2,
+    y2: the others have the mean's colour (C, 1, 1).
+    """
+    wanted, sides = np.array(size[::-1]), np.array(scene.image.shape[1::-1])
+    noise = rng.integers(-NOISE, NOISE, 2)
+    middle = np.array([rounded(side / 2) for side in wanted])
+    spare = np.array([rounded(side / 2) for side in np.maximum(wanted - sides, 0)])
+    to = np.clip(spare + noise, 0, np.maximum(wanted - sides, 0))
+    place = np.array([rounded(number) for number in scene.centre])
+    start = np.clip(place + noise - middle, 0, np.maximum(sides - wanted, 0))
+    seen = np.minimum(sides, wanted)
+    (x, y), (left, top), (w, h) = start, to, seen
+    image = scene.image[y : y + h, x : x + w]
+    if (seen < wanted).any():
+        colour = np.zeros(1, np.uint8) if mean is None else mean[:, 0, 0]
+        canvas = np.empty((*size, 3), colour.dtype)
+        canvas[...] = colour
+        canvas[top : top + h, left : left + w] = image
+        image = canvas
+    scene = scene.moved(image, np.ones(2), to - start)
+    return scene, np.concatenate([to, to + seen])
+
+
+def lies_outside(boxes: Array, size: tuple[int, int], least: tuple[float, float]) -> Array:
+    """True for boxes whose centre lies outside an image of this height and width, or that are
+    smaller than the least width or height.
+    """
+    centre, sides = (boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2] + 1
+    fits: Array = np.all((centre >= 0) & (centre < size[::-1]) & (sides >= least), axis=1)
+    return ~fits
+
+
+def put(values: Array, places: Any, boxes: Array, unit: int = 0) -> None:
+    """Write class, centre and sides, x2 - x1 + unit, of boxes (..., 6) to a map's places."""
     boxes = boxes.T
     for row, value in enumerate(
         (
             np.where(boxes[5] == 0, boxes[4], 0),
             (boxes[0] + boxes[2]) / 2,
             (boxes[1] + boxes[3]) / 2,
-            boxes[2] - boxes[0],
-            boxes[3] - boxes[1],
+            boxes[2] - boxes[0] + unit,
+            boxes[3] - boxes[1] + unit,
         )
     ):
         values[row][places] = value
@@ -292,9 +307,9 @@ def enlarged(scene: Scene, factors: Array) -> Scene:
     """The scene made so many times as large in x and y, first cut if that is much."""
     if max(factors) > LARGE:
         sides = scene.image.shape[1::-1]
-        size = [min(_rounded(1.2 * side / f), side) for side, f in zip(sides, factors, strict=True)]
+        size = [min(rounded(1.2 * side / f), side) for side, f in zip(sides, factors, strict=True)]
         corner = [
-            min(max(_rounded(c - w * 0.5), 0), side - w)
+            min(max(rounded(c - w * 0.5), 0), side - w)
             for c, w, side in zip(scene.centre, size, sides, strict=True)
         ]
         (x, y), (w, h) = corner, size
@@ -329,7 +344,7 @@ def sizes_of(param: ImageGtDataParameter) -> Array | None:
     scales = param.HasField("min_scale") and param.HasField("max_scale")
     if not (param.do_multiple_scale and scales):
         return None
-    return np.arange(_rounded(OCTAVE * np.log2(param.max_scale / param.min_scale) + 1)) / OCTAVE
+    return np.arange(rounded(OCTAVE * np.log2(param.max_scale / param.min_scale) + 1)) / OCTAVE
 
 
 def aspects_of(param: ImageGtDataParameter) -> Array | None:
@@ -342,4 +357,4 @@ def aspects_of(param: ImageGtDataParameter) -> Array | None:
             "max_whaspect must be min_whaspect + 0.05 or more, and both above 0 and below "
             f"{MOST_ASPECTS * ASPECT_STEP:g}"
         )
-    return np.arange(_rounded(steps)) * ASPECT_STEP + param.min_whaspect
+    return np.arange(rounded(steps)) * ASPECT_STEP + param.min_whaspect

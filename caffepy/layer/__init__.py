@@ -16,6 +16,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     eltwise,
     field_loss,
     flow,
+    group_loss,
     hdf5_data,
     inner_product,
     loss,

@@ -5,6 +5,7 @@ Boxes are x1, y1, x2, y2 in pixels. All of it is computed on the host.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,13 @@ import numpy as np
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.layer.detection_files import ResultFiles
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
 NOTHING = [[0, 1, 1, 10, 10]]
 """The roi where nothing is proposed."""
+DETECTION = 7
+"""Columns of what FrcnnOutput finds."""
 
 
 def units_of(param: LayerParameter) -> tuple[Array, Array]:
@@ -77,6 +81,15 @@ def suppressed(corner: Array, size: Array, unit: float, mode: str, most: float) 
         with np.errstate(divide="ignore", invalid="ignore"):
             left = left[~(both / whole > np.float32(most))]
     return np.array(kept, np.intp)
+
+
+def moved(deltas: Array, boxes: Array) -> tuple[Array, Array]:
+    """Return first and last pixels (..., 2) of boxes (..., 4) that deltas (..., 4) moved."""
+    size = boxes[..., 2:] - boxes[..., :2] + 1
+    corner = deltas[..., :2] * size + (boxes[..., 2:] + boxes[..., :2]) / 2
+    size = size * np.exp(deltas[..., 2:])
+    corner = corner - (size - 1) / 2
+    return corner, corner + size - 1
 
 
 Boxes = tuple[Array, Array, Array]
@@ -281,11 +294,7 @@ class DecodeBBox(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         deltas = bottom[0].data.reshape(-1, 8)[:, 4:] * self.std + self.mean
         rois = bottom[1].data.reshape(-1, 5)
-        size = rois[:, 3:] - rois[:, 1:3] + 1
-        corner = deltas[:, :2] * size + (rois[:, 3:] + rois[:, 1:3]) / 2
-        size = size * np.exp(deltas[:, 2:])
-        corner = corner - (size - 1) / 2
-        end = corner + size - 1
+        corner, end = moved(deltas, rois[:, 1:])
         good = np.ones(len(rois), bool)
         if self.phase == TRAIN:
             good &= (corner <= end).all(axis=1)
@@ -295,9 +304,9 @@ class DecodeBBox(Layer):
         if not good.any():
             raise DataError(f"DecodeBBox: none of {len(rois)} boxes is left to learn from")
         self.started = True
-        moved = np.column_stack([rois[:, :1], corner, end])[good]
-        top[0].reshape((len(moved), 5, 1, 1))
-        top[0].data[..., 0, 0] = moved
+        boxes = np.column_stack([rois[:, :1], corner, end])[good]
+        top[0].reshape((len(boxes), 5, 1, 1))
+        top[0].data[..., 0, 0] = boxes
 
 
 @layer("ScaleRoute")
@@ -347,3 +356,126 @@ class ScaleRoute(Layer):
         for blob, source in zip(top, bottom, strict=True):
             blob.reshape((len(places), *source.shape[1:]))
             blob.data[...] = source.data[places]
+
+
+@layer("FrcnnOutput")
+class FrcnnOutput(Layer):
+    """Rows (D, 7, 1, 1) = image, x1, y1, x2, y2, class, score, by classes, the best first; the
+    first row is 0, -1, -1, ... (Cascade R-CNN).
+
+    Bottoms: probabilities (R, K), deltas (R, 4K), or (R, 8) with cls_aware: false, rois (R, 5 or 6)
+    of one image, and its height and width (1, 2). Of each class but the background the boxes of a
+    probability of conf_thr or more are taken in turn, cut to the image, unless they overlap a
+    better one by more than iou_thr; max_det_num stay. With save_output_param what is found is
+    written to files as well, see `ResultFiles`.
+    """
+
+    always_reshape = stops_gradient = True
+    bottoms = 4
+    files: ResultFiles | None = None
+    started = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.settings = self.param.frcnn_output_param
+        if param.nms_type not in ("IOU", "IOMU", "IOFU"):
+            raise ConfigError(f'nms_type is IOU, IOMU or IOFU, not "{param.nms_type}"')
+        self.mean, self.std = units_of(self.param)
+        saved = param.save_output_param
+        if saved.output_directory and saved.label_map_file and saved.name_size_file:
+            classes = prod(bottom[0].shape[1:])
+            self.files = ResultFiles(saved, list(range(1, classes)), self.path)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        rows = {tuple(blob.shape[:1]) for blob in bottom[:3]}
+        classes, deltas, numbers, sizes = (prod(blob.shape[1:]) for blob in bottom)
+        wanted = 4 * classes if self.param.bbox_reg_param.cls_aware else 8
+        if len(rows) > 1 or deltas != wanted or numbers not in (5, 6) or sizes != 2:
+            shapes = ", ".join(str(list(blob.shape)) for blob in bottom)
+            raise ConfigError(
+                f"FrcnnOutput needs probabilities (R, K), deltas (R, {wanted}), rois (R, 5 or 6) "
+                f"and a height and width (1, 2), not {shapes}"
+            )
+        if bottom[3].shape[0] != 1:
+            raise ConfigError(f"FrcnnOutput takes one image, not {bottom[3].shape[0]}")
+        self.classes = classes
+        if not self.started:
+            top[0].reshape((1, DETECTION, 1, 1))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        param, count = self.settings, bottom[0].shape[0]
+        scores = bottom[0].data.reshape(count, self.classes)
+        rois = bottom[2].data.reshape(count, -1)
+        if len(rois) and rois[:, 0].any():
+            raise DataError(f"FrcnnOutput: a roi of image {rois[:, 0].max():g}, of one image")
+        size = bottom[3].data.reshape(2)[::-1]  # width, height
+        deltas = bottom[1].data.reshape(count, -1, 4) * self.std + self.mean
+        low, high = moved(deltas, rois[:, None, 1:5])
+        low, high = np.maximum(low, 0), np.minimum(high, size)
+        found = [np.zeros((0, DETECTION), self.dtype)]
+        for c in range(1, self.classes):
+            own = np.flatnonzero(scores[:, c] >= np.float32(param.conf_thr))
+            own = own[np.argsort(-scores[own, c], kind="stable")]
+            which = c if self.param.bbox_reg_param.cls_aware else 1
+            corner, end = low[own, which], high[own, which]
+            kept = suppressed(corner, end - corner + 1, 1.0, param.nms_type, param.iou_thr)
+            label = np.full(len(kept), c)
+            places = own[kept]
+            columns = 0 * label, corner[kept], end[kept], label, scores[places, c]
+            found.append(np.column_stack(columns))
+        rows = np.concatenate(found)
+        if 0 < param.max_det_num < len(rows):
+            rows = rows[np.sort(np.argsort(-rows[:, 6], kind="stable")[: param.max_det_num])]
+        self.started = True
+        if self.files and self.device.writes_files:
+            shares = rows[:, 1:5] / np.tile(size, 2)
+            self.files.add([np.column_stack([rows[:, [0, 5, 6]], shares])])
+        top[0].reshape((1 + len(rows), DETECTION, 1, 1))
+        top[0].data.fill(-1)
+        top[0].data[0, 0] = 0
+        top[0].data[1:, :, 0, 0] = rows
+
+
+@layer("HardMining")
+class HardMining(Layer):
+    """Items (B, ...) of the bottoms (R, ...) behind the first, which has a score for each (R): the
+    num_roi_per_image hardest of each of num_image images, which the second bottom (R, 5), rois,
+    tells apart, in their order; others fill the batch (Cascade R-CNN).
+    """
+
+    stops_gradient = True
+    bottoms = (2, None)
+    tops = (1, None)
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.hard_mining_param
+        if len(top) != len(bottom) - 1:
+            raise ConfigError(f"{len(bottom)} bottoms need {len(bottom) - 1} tops, not {len(top)}")
+        if not param.num_roi_per_image or not param.num_image:
+            raise ConfigError("num_roi_per_image and num_image must be 1 or more")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param, count = self.param.hard_mining_param, bottom[0].count
+        if {blob.shape[0] for blob in bottom} != {count} or bottom[1].count != 5 * count:
+            shapes = ", ".join(str(list(blob.shape)) for blob in bottom)
+            raise ConfigError(
+                f"HardMining needs scores (R), rois (R, 5) and (R, ...), not {shapes}"
+            )
+        self.size = min(param.num_image * param.num_roi_per_image, count)
+        for blob, source in zip(top, bottom[1:], strict=True):
+            blob.reshape((self.size, *source.shape[1:]))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        param, scores = self.param.hard_mining_param, bottom[0].data.reshape(-1)
+        images = bottom[1].data.reshape(-1, 5)[:, 0].astype(np.int64)
+        if len(images) and not 0 <= images.min() <= images.max() < param.num_image:
+            raise DataError(f"HardMining: a roi of image {images.max()}, of {param.num_image}")
+        places = np.arange(len(scores))[::-1]  # of equal scores the last comes first
+        order = places[np.argsort(-scores[places], kind="stable")]
+        first = [
+            order[images[order] == i][: param.num_roi_per_image] for i in range(param.num_image)
+        ]
+        chosen = np.concatenate(first)
+        others = order[~np.isin(order, chosen)]
+        chosen = np.sort(np.concatenate([chosen, others[: self.size - len(chosen)]]))
+        for blob, source in zip(top, bottom[1:], strict=True):
+            blob.data[...] = source.data[chosen]

@@ -134,6 +134,42 @@ class ImageGtData(Prefetching):
         return FieldLoader(self.param, self.phase, self.device, self.path)
 
 
+@layer("DetectionData")
+class DetectionData(Prefetching):
+    """-> (N, 3, h, w), maps of true boxes (N, 6, h / stride, w / stride), one for each field, and
+    with output_gt_boxes the boxes (G, 8, 1, 1): image files of a list with boxes, of another size
+    in each batch (Cai and Vasconcelos 2018).
+    """
+
+    tops = (1, None)
+
+    def open(self) -> Loader:
+        from caffepy.data.cascade_loader import DetectionLoader  # here, since it loads OpenCV
+
+        param = self.param.detection_data_param
+        maps = len(param.stride) + param.output_gt_boxes
+        if len(self.param.top) != 1 + maps:
+            raise ConfigError(
+                f"DetectionData has a top of images and {maps} of its strides and true boxes, not "
+                f"{len(self.param.top)} in all"
+            )
+        return DetectionLoader(self.param, self.phase, self.device, self.path)
+
+
+@layer("EvalData")
+class EvalData(Prefetching):
+    """-> (N, 3, h, w), true boxes (G, 8, 1, 1) and, as an optional top 2, heights and widths of the
+    images (N, 2, 1, 1): image files of a list with boxes (Cai and Vasconcelos 2018).
+    """
+
+    tops = (2, 3)
+
+    def open(self) -> Loader:
+        from caffepy.data.cascade_loader import EvalLoader  # here, since it loads OpenCV
+
+        return EvalLoader(self.param, self.phase, self.device, self.path)
+
+
 @layer("DenseImageData")
 class DenseImageData(Prefetching):
     """-> (N, C, h, w) and labels (N, 1, h, w): image files of a list with label images

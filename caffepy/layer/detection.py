@@ -199,10 +199,14 @@ class DetectionEvaluate(Layer):
     instance, box, difficult, up to the first of image -1. A detection is true if the true box of
     its class that it overlaps most, by overlap_threshold or more, is no other's before, in the
     order of scores; neither true nor false if that is difficult and evaluate_difficult_gt is false.
+
+    With a third bottom, heights and widths (N, 2) of the images as the net saw them, detections (D,
+    7, 1, 1) are those of FrcnnOutput, true boxes (G, 8, 1, 1) those of EvalData, in its pixels
+    (Cascade R-CNN); the rows are (R, 5, 1, 1).
     """
 
     always_reshape = stops_gradient = True
-    bottoms = 2
+    bottoms = (2, 3)
     images: Images | None = None
     _sizes: Images | None = None
     coco_rows: Array | None = None
@@ -227,18 +231,47 @@ class DetectionEvaluate(Layer):
             self.images = Images(param.name_size_file, self.path)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        of_cascade = len(bottom) > 2
         for blob, columns, what in ((bottom[0], COLUMNS, "D"), (bottom[1], 8, "G")):
-            if blob.shape[-1:] != (columns,) or blob.count != columns * blob.shape[-2]:
-                raise ConfigError(
-                    f"DetectionEvaluate needs (1, 1, {what}, {columns}), not {list(blob.shape)}"
-                )
-        top[0].reshape((1, 1, self.settings.num_classes - 1 + bottom[0].shape[-2], 5))
+            count = blob.shape[0] if of_cascade else blob.shape[-2] if len(blob.shape) > 1 else -1
+            given = blob.shape[1:2] if of_cascade else blob.shape[-1:]
+            if given != (columns,) or blob.count != columns * count:
+                wanted = f"{what}, {columns}"
+                wanted = f"{wanted}, 1, 1" if of_cascade else f"1, 1, {wanted}"
+                raise ConfigError(f"DetectionEvaluate needs ({wanted}), not {list(blob.shape)}")
+        if of_cascade and bottom[2].count != 2 * bottom[2].shape[0]:
+            raise ConfigError(f"DetectionEvaluate needs sizes (N, 2), not {list(bottom[2].shape)}")
+        self.shape_top(top, self.settings.num_classes - 1 + bottom[0].count // COLUMNS, of_cascade)
+
+    def shape_top(self, top: Blobs, rows: int, of_cascade: bool) -> None:
+        top[0].reshape((rows, 5, 1, 1) if of_cascade else (1, 1, rows, 5))
+
+    def rows(self, bottom: Blobs) -> tuple[Array, Array]:
+        """Return detections (D, 7) and true boxes (G, 8) in SSD's form."""
+        found, truths = bottom[0].data.reshape(-1, COLUMNS), bottom[1].data.reshape(-1, 8)
+        if len(bottom) == 2:
+            ends = np.flatnonzero(truths[:, 0] < 0)
+            return found, truths[: ends[0] if len(ends) else None]
+        sizes, truths = bottom[2].data.reshape(-1, 2), truths[truths[:, 0] >= 0]
+        found = found[found[:, 0] >= 0]
+        images = [rows[:, 0].astype(np.int64) for rows in (found, truths)]
+        last = max(int(numbers.max(initial=-1)) for numbers in images)
+        if last >= len(sizes):
+            raise DataError(f"a box of image {last}, but there are sizes of {len(sizes)}")
+        scale = np.tile(sizes[:, ::-1], 2)  # width, height, width, height
+        ours, theirs = (
+            rows[:, 1:5] / scale[numbers]
+            for rows, numbers in zip((found, truths), images, strict=True)
+        )
+        instance = np.zeros(len(truths))
+        return (
+            np.column_stack([images[0], found[:, 5:], ours]),
+            np.column_stack([images[1], truths[:, 5], instance, theirs, truths[:, 7]]),
+        )
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param = self.settings
-        found = bottom[0].data.reshape(-1, COLUMNS)
-        truths = bottom[1].data.reshape(-1, 8)
-        truths = truths[: np.argmax(truths[:, 0] < 0) if np.any(truths[:, 0] < 0) else None]
+        found, truths = self.rows(bottom)
         self.check_labels(truths[:, 1])
         found = found[found[:, 0] >= 0]
         counted = truths if param.evaluate_difficult_gt else truths[truths[:, 7] == 0]
@@ -254,8 +287,8 @@ class DetectionEvaluate(Layer):
         if self.coco_rows is not None:
             self.coco_rows = self.match_as_coco(found, truths)
         all_rows = np.concatenate(rows)
-        top[0].reshape((1, 1, len(all_rows), 5))
-        top[0].data[0, 0] = all_rows
+        self.shape_top(top, len(all_rows), len(bottom) > 2)
+        top[0].data.reshape(all_rows.shape)[...] = all_rows
 
     def check_labels(self, labels: Array) -> None:
         """DataError for a true box of the background or of no class."""

@@ -1,5 +1,5 @@
-"""What MS-CNN learns by (Cai et al. 2016): losses and accuracies of maps of classes and deltas, and
-regions of interest with what they are to become.
+"""What MS-CNN learns by (Cai et al. 2016), and some of it Cascade R-CNN: losses and accuracies of
+maps of classes and deltas, and regions of interest with what they are to become.
 
 Maps (N, K + 4, H, W) have the scores of K classes, the first of them the background, and deltas
 from a field around each place; their labels (N, 6, H, W) are class, centre x, y, width, height and
@@ -308,13 +308,16 @@ def with_sides(boxes: Array) -> Array:
 @layer("ProposalTarget")
 class ProposalTarget(Layer):
     """Regions to learn from, of rois (R, 5) and true boxes (G, 7) = image, x1, y1, x2, y2, class,
-    ignored, which count as rois, too (MS-CNN).
+    ignored, which count as rois, too, unless append_gtbox is false (MS-CNN).
 
     Tops: rois (B, 5, 1, 1), classes (B, 1, 1, 1), deltas, inside and outside weights (B, 4K, 1, 1),
     or (B, 8, 1, 1) with cls_aware: false, true boxes (B, 6, 1, 1) = class, x1, y1, x2, y2, overlap,
     and as an optional top 6 weights of the rois. A share fg_fraction of batch_size has an overlap
-    of fg_thr or more, the others one of bg_thr_lw to bg_thr_hg; others fill the batch, and boxes
-    drawn in the image if there are too few. batch_size -1 takes all.
+    of fg_thr or more, the others one of bg_thr_lw to bg_thr_hg; others fill the batch, unless
+    pickup_discard is false, and boxes drawn in the image if there are too few. batch_size -1 takes
+    all. Deltas of an overlap outside bbox_thr_lw to bbox_thr_hg have no weight. Of true boxes (G,
+    8), the last column not read, those of image -1 do not count, and one box is drawn only where
+    none is left (Cascade R-CNN).
     """
 
     always_reshape = stops_gradient = True
@@ -339,9 +342,9 @@ class ProposalTarget(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         counts = [prod(blob.shape[1:]) for blob in bottom]
-        if counts != [5, 7]:
+        if counts[0] != 5 or counts[1] not in (7, 8):
             raise ConfigError(
-                f"ProposalTarget needs rois (R, 5) and true boxes (G, 7), not "
+                f"ProposalTarget needs rois (R, 5) and true boxes (G, 7) or (G, 8), not "
                 f"{list(bottom[0].shape)} and {list(bottom[1].shape)}"
             )
         if not self.started:
@@ -356,8 +359,13 @@ class ProposalTarget(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.proposal_target_param
         rng = np.random.default_rng(self.device.draw_seed())
-        truths = bottom[1].data.reshape(-1, 7)
-        rois = np.concatenate([bottom[0].data.reshape(-1, 5), truths[:, :5]])
+        truths = bottom[1].data.reshape(bottom[1].shape[0], -1)
+        of_cascade = truths.shape[1] > 7
+        if of_cascade:
+            truths = truths[truths[:, 0] != -1]
+        rois = bottom[0].data.reshape(-1, 5)
+        if param.append_gtbox:
+            rois = np.concatenate([rois, truths[:, :5]])
         if len(rois) and not (rois[:, 0].min() >= 0 and rois[:, 0].max() < param.num_img_per_batch):
             raise DataError(
                 f"ProposalTarget: a box of image {rois[:, 0].max():g}, but num_img_per_batch is "
@@ -379,8 +387,9 @@ class ProposalTarget(Layer):
             overlap = best[places[foreground]]
             true[foreground] = np.column_stack([found[:, 5], found[:, 1:5], overlap])
         rows = rois[places]
-        if len(rows) < param.batch_size:
-            drawn = self.drawn(param.batch_size - len(rows), truths, rng)
+        lacking = int(not len(rows)) if of_cascade else param.batch_size - len(rows)
+        if lacking > 0:
+            drawn = self.drawn(lacking, truths, rng)
             rows = np.concatenate([rows, drawn])
             true = np.concatenate([true, np.zeros((len(drawn), 6), true.dtype)])
             labels = np.concatenate([labels, np.zeros(len(drawn))])
@@ -406,7 +415,7 @@ class ProposalTarget(Layer):
         foreground = np.flatnonzero(is_foreground & (ignored == 0))
         is_background = (best >= np.float32(param.bg_thr_lw)) & (best < np.float32(param.bg_thr_hg))
         background = np.flatnonzero(~is_foreground & is_background)
-        others = np.flatnonzero(~is_foreground & ~is_background)
+        others = np.flatnonzero(~is_foreground & ~is_background & param.pickup_discard)
         if param.batch_size == -1:
             size, most = len(foreground) + len(background), len(foreground)
         else:
@@ -454,7 +463,11 @@ class ProposalTarget(Layer):
         own = labels[places].astype(np.int64)
         if not self.param.bbox_reg_param.cls_aware:
             own = np.minimum(own, 1)
-        for blob, values in zip(top[2:5], (deltas, 1, 1), strict=True):
+        param, overlap = self.param.proposal_target_param, true[places, 5]
+        weighs = overlap >= np.float32(param.bbox_thr_lw)
+        weighs &= overlap <= np.float32(param.bbox_thr_hg)
+        weight = weighs[:, None]
+        for blob, values in zip(top[2:5], (deltas, weight, weight), strict=True):
             blob.data.reshape(len(rows), -1, DELTAS)[places, own] = values
         for blob in top[6:]:
             blob.data[:, 0, 0, 0] = self.weights(labels > 0, true[:, 5])

@@ -109,13 +109,15 @@ class Softmax(SameShape):
 class SoftmaxWithLoss(ClassLoss):
     """-sum of log p(label) / divisor, p = softmax along `axis`; scores (N, C, ...) labels (N, ...).
 
-    p is no less than FLT_MIN, hence a loss of 87.3365 at most. An optional second top is p. With
+    p is no less than FLT_MIN, hence a loss of 87.3365 at most. An optional second top is p, a third
+    one the loss of each label, without a gradient (R-FCN's first program, Cascade R-CNN). With
     SegNet's `weight_by_label_freqs` a label's loss counts times the class_weighting of its class;
     the divisor does not.
     """
 
-    tops = (1, 2)
+    tops = (1, 3)
     weights: Blob | None = None  # (1, C, 1), of classes
+    tells_each = False  # the third top is there
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
@@ -126,12 +128,13 @@ class SoftmaxWithLoss(ClassLoss):
             weights = np.array(self.param.loss_param.class_weighting, self.dtype)
             self.weights = self.buffer((1, len(weights), 1))
             self.weights.host_data[0, :, 0] = weights
+        self.tells_each = len(top) > 2
         self.wrong = bad_labels(self, lambda: self.view[1])
         self.given_axis = self.param.softmax_param.axis
 
     @property
     def only_launches(self) -> bool:
-        return self.type == "SoftmaxWithLoss" and not self.weights
+        return self.type == "SoftmaxWithLoss" and not self.weights and not self.tells_each
 
     @property
     def can_replay(self) -> bool:  # type: ignore[override]
@@ -151,6 +154,8 @@ class SoftmaxWithLoss(ClassLoss):
         self.prob, self.norm = self.buffer(self.view), self.buffer((), np.float64)
         if len(top) > 1:
             top[1].reshape_like(bottom[0])
+        if self.tells_each:
+            top[2].reshape_like(bottom[1])
 
     def given(self, bottom: Blobs) -> tuple[Any, ...]:
         """The labels as (outer, inner), the label to ignore."""
@@ -170,6 +175,9 @@ class SoftmaxWithLoss(ClassLoss):
             top[0].data[...] = -np.sum(losses, dtype=np.float64) / self.norm.data
         if len(top) > 1:
             self.ops.copy(prob, top[1].data.reshape(self.view))
+        if self.tells_each:
+            _, counts, p = self.of_label(bottom)
+            np.multiply(np.log(p), -1 * counts, out=top[2].data.reshape(p.shape))
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = weight / divisor * (p - 1 at the label), 0 for ignored labels."""
@@ -204,6 +212,7 @@ class InfogainLoss(SoftmaxWithLoss):
     H (C, C) is bottom 2 or the BlobProto file `source`. An optional second top is p.
     """
 
+    tops = (1, 2)
     bottoms = (2, 3)
     constant_bottoms: Mapping[int, str] = {
         **LossLayer.constant_bottoms,

@@ -287,3 +287,134 @@ def test_no_box_is_left_to_learn_from():
     deltas = np.full((2, 8), -40.0)
     with pytest.raises(DataError, match="none of 2 boxes is left"):
         Single('type: "DecodeBBox"', deltas, ROIS[:2], phase=0).forward()
+
+
+def frcnn_output(settings, more=""):
+    return f'type: "FrcnnOutput" {UNITS.replace(" }", more + " }")} frcnn_output_param {{ {settings} }}'
+
+
+def detections(count=30, classes=4):
+    """Probabilities, deltas, rois of an image and its size."""
+    rng = seeded(3)
+    scores = rng.random((count, classes)) ** 2
+    corner = rng.uniform(0, 80, (count, 2))
+    rois = np.column_stack([np.zeros(count), corner, corner + rng.uniform(5, 60, (count, 2))])
+    return scores, random(count, 4 * classes, seed=4) / 2, rois, np.array([[90.0, 110]])
+
+
+def taken(scores, deltas, rois, size, *, mode, least, most, limit):
+    """Rows by classes, as the fork makes them."""
+    found = []
+    for c in range(1, scores.shape[1]):
+        boxes = []
+        for score, own, roi in zip(scores[:, c], deltas[:, 4 * c :], rois, strict=True):
+            if score < least:
+                continue
+            x1, y1, x2, y2 = roi[1:5]
+            w, h = x2 - x1 + 1, y2 - y1 + 1
+            d = own[:4] * STD + MEAN
+            x, y = d[0] * w + (x1 + x2) / 2, d[1] * h + (y1 + y2) / 2
+            w, h = w * exp(d[2]), h * exp(d[3])
+            x, y = x - (w - 1) / 2, y - (h - 1) / 2
+            left, up = max(x, 0), max(y, 0)
+            right, down = min(x + w - 1, size[0, 1]), min(y + h - 1, size[0, 0])
+            boxes.append((score, left, up, right - left + 1, down - up + 1))
+        boxes.sort(key=lambda box: -box[0])
+        kept = proposed(boxes, 1, mode, most, 0, 0)
+        found += [[0, *row[:4], c, row[4]] for row in kept]
+    if limit and len(found) > limit:
+        worst = sorted((row[6] for row in found), reverse=True)[limit]
+        found = [row for row in found if row[6] > worst]
+    return [[0, *[-1] * 6], *found]
+
+
+@pytest.mark.parametrize(("mode", "limit"), [("IOU", 0), ("IOMU", 9), ("IOFU", 500)])
+def test_frcnn_output(mode, limit):
+    bottoms = detections()
+    text = frcnn_output(f'conf_thr: 0.3 iou_thr: 0.4 nms_type: "{mode}" max_det_num: {limit}')
+    (top,) = Single(text, *bottoms).forward()
+    want = taken(*bottoms, mode=mode, least=0.3, most=0.4, limit=limit)
+    assert len(want) > 5
+    np.testing.assert_allclose(top[..., 0, 0], want, rtol=1e-5, atol=1e-4)
+
+
+def test_frcnn_output_of_any_class():
+    scores, deltas, rois, size = detections()
+    scored = np.column_stack([rois, scores[:, 1]])  # a sixth column is not read
+    text = frcnn_output("conf_thr: 0.3 iou_thr: 0.4", " cls_aware: false")
+    (top,) = Single(text, scores, deltas[:, :8], scored, size).forward()
+    deltas = np.tile(deltas[:, 4:8], 4)
+    want = taken(scores, deltas, rois, size, mode="IOU", least=0.3, most=0.4, limit=0)
+    np.testing.assert_allclose(top[..., 0, 0], want, rtol=1e-5, atol=1e-4)
+    nothing = frcnn_output("conf_thr: 2", " cls_aware: false")
+    (top,) = Single(nothing, scores, deltas[:, :8], rois, size).forward()
+    assert top.ravel().tolist() == [0, *[-1] * 6]
+
+
+def test_frcnn_output_writes_files(tmp_path):
+    scores, deltas, rois, size = detections()
+    (tmp_path / "names.txt").write_text("street 180 330\n")
+    items = "".join(f'item {{ name: "c{i}" label: {i} }} ' for i in range(4))
+    (tmp_path / "map.prototxt").write_text(items)
+    saved = (
+        f'save_output_param {{ output_directory: "{tmp_path}" output_name_prefix: "d_" '
+        f'output_format: "VOC" label_map_file: "{tmp_path}/map.prototxt" '
+        f'name_size_file: "{tmp_path}/names.txt" }}'
+    )
+    (top,) = Single(frcnn_output(f"conf_thr: 0.5 {saved}"), scores, deltas, rois, size).forward()
+    rows = top[1:, :, 0, 0]
+    lines = (tmp_path / "d_c2.txt").read_text().splitlines()
+    assert len(lines) == (rows[:, 5] == 2).sum() > 0
+    name, score, *box = lines[0].split()
+    first = rows[rows[:, 5] == 2][0]
+    assert (name, float(score)) == ("street", pytest.approx(first[6], rel=1e-4))
+    np.testing.assert_allclose([*map(int, box)], first[1:5] * [3, 2, 3, 2], atol=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shapes", "message"),
+    [
+        ("", [(3, 4), (3, 8), (3, 5), (1, 2)], r"deltas \(R, 16\)"),
+        ("", [(3, 4), (3, 16), (2, 5), (1, 2)], "needs probabilities"),
+        ("", [(3, 4), (3, 16), (3, 5), (2, 2)], "takes one image, not 2"),
+        ('nms_type: "X"', [(3, 4), (3, 16), (3, 5), (1, 2)], "IOU, IOMU or IOFU"),
+    ],
+)
+def test_frcnn_output_refused(settings, shapes, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(frcnn_output(settings), *(random(*shape) for shape in shapes))
+
+
+def test_frcnn_output_is_of_one_image():
+    scores, deltas, rois, size = detections()
+    rois[3, 0] = 1
+    with pytest.raises(DataError, match="a roi of image 1, of one image"):
+        Single(frcnn_output(""), scores, deltas, rois, size).forward()
+
+
+@pytest.mark.parametrize("each", [2, 4, 9])
+def test_hard_mining(each):
+    """Items of the hardest rois of each image; then the hardest of the others."""
+    rng = seeded(5)
+    scores = rng.integers(0, 6, 14).astype(float)
+    rois = np.column_stack([np.sort(rng.integers(0, 3, 14)), rng.random((14, 4))])
+    values = random(14, 2, 3)
+    text = f'type: "HardMining" hard_mining_param {{ num_roi_per_image: {each} num_image: 3 }}'
+    tops = Single(text, scores, rois, values, tops=2).forward()
+    order = sorted(range(14), key=lambda i: (-scores[i], -i))
+    chosen = [i for k in range(3) for i in [i for i in order if rois[i, 0] == k][:each]]
+    chosen += [i for i in order if i not in chosen][: max(0, min(3 * each, 14) - len(chosen))]
+    for top, source in zip(tops, (rois, values), strict=True):
+        np.testing.assert_array_equal(top, source[sorted(chosen)])
+
+
+def test_hard_mining_refused():
+    text = 'type: "HardMining" hard_mining_param { num_image: 1 }'
+    with pytest.raises(ConfigError, match="2 bottoms need 1 tops, not 2"):
+        Single(text, random(3), random(3, 5), tops=2)
+    with pytest.raises(ConfigError, match=r"needs scores \(R\), rois \(R, 5\)"):
+        Single(text, random(3), random(3, 4))
+    with pytest.raises(ConfigError, match="must be 1 or more"):
+        Single(text.replace("1", "0"), random(3), random(3, 5))
+    with pytest.raises(DataError, match="a roi of image 2, of 1"):
+        Single(text, random(3), np.full((3, 5), 2.0)).forward()

@@ -260,6 +260,47 @@ def test_what_is_found_is_judged(difficult: bool):
     np.testing.assert_allclose(top[0, 0], want)
 
 
+def of_cascade(found, truths, sizes):
+    """The rows of FrcnnOutput and EvalData, in pixels of images of sizes (height, width)."""
+    found, truths, sizes = found[0, 0], truths[0, 0, [0, 1, 2, 4]], np.array(sizes, float)
+    scale = np.tile(sizes[:, ::-1], 2)
+    ours = [[i, *(box * scale[int(i)]), label, score] for i, label, score, *box in found]
+    theirs = [
+        [i, *(np.array(box) * scale[int(i)]), label, 0, difficult]
+        for i, label, _, *box, difficult in truths
+    ]
+    return np.array([[0, *[-1] * 6], *ours]), np.array([*theirs, [-1] * 8]), sizes
+
+
+@pytest.mark.parametrize("difficult", [True, False])
+def test_what_cascade_finds_is_judged(difficult: bool, tmp_path: Path):
+    """DetectionEvaluate with three bottoms, in pixels of the images themselves."""
+    (tmp_path / "names.txt").write_text("a 900 1200\nb 500 300\n")
+    text = EVALUATE + (
+        f'evaluate_difficult_gt: {str(difficult).lower()} name_size_file: "{tmp_path}/names.txt" }}'
+    )
+    rows = of_cascade(FOUND, TRUE, [(300, 400), (640, 384)])
+    ours, theirs, sizes = (np.reshape(row, (*row.shape, 1, 1)) for row in rows)
+    (top,) = Single(text, ours, theirs, sizes).forward()
+    want = [
+        [-1, 1, 2, -1, -1],
+        [-1, 2, 1 + int(difficult), -1, -1],
+        [0, 1, 0.9, 1, 0],
+        [0, 1, 0.6, 0, 1],
+        [0, 2, 0.8, int(difficult), 0],
+        [1, 1, 0.7, 0, 1],
+        [1, 2, 0.5, 1, 0],
+    ]
+    assert top.shape == (7, 5, 1, 1)
+    np.testing.assert_allclose(top[..., 0, 0], want, rtol=1e-6)
+    with pytest.raises(DataError, match="a box of image 1, but there are sizes of 1"):
+        Single(text, ours, theirs, sizes[:1]).forward()
+    with pytest.raises(ConfigError, match=r"needs \(D, 7, 1, 1\)"):
+        Single(text, FOUND, theirs, sizes)
+    with pytest.raises(ConfigError, match=r"needs sizes \(N, 2\)"):
+        Single(text, ours, theirs, sizes[:, :1])
+
+
 @pytest.mark.parametrize("label", [0, 3, -1])
 def test_a_true_box_of_no_class_is_no_truth(label: int):
     wrong = TRUE.copy()

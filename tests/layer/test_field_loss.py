@@ -434,6 +434,55 @@ def test_an_image_without_boxes_has_background_alone():
     assert not tops[1].any()
 
 
+def of_cascade(truths):
+    """Cascade R-CNN's true boxes: with `difficult`, and one that stands for none."""
+    rows = np.column_stack([truths, np.zeros(len(truths))])
+    return np.concatenate([rows, np.full((1, 8), -1.0)])
+
+
+def test_proposal_target_of_cascade_does_not_fill_a_batch():
+    rois, truths = regions(count=3)
+    tops = Single(proposal_target("batch_size: 64"), rois, of_cascade(truths), tops=6).forward()
+    found = kinds(tops[0][..., 0, 0], truths)
+    known = kinds(np.concatenate([rois, truths[:, :5]]), truths)
+    assert found == {**known, "ignored": 0}
+    check_regions(tops, truths, 4)
+    text = proposal_target("batch_size: 64 pickup_discard: false append_gtbox: false")
+    rois, truths = regions()
+    tops = Single(text, rois, of_cascade(truths), tops=6).forward()
+    known = kinds(rois, truths)
+    assert known["other"] > 0
+    wanted = min(known["true"], 16)
+    assert kinds(tops[0][..., 0, 0], truths) == {
+        "true": wanted,
+        "background": min(known["background"], 64 - wanted),
+        "ignored": 0,
+        "other": 0,
+    }
+
+
+def test_proposal_target_of_cascade_draws_a_box_where_none_is_left():
+    rois, truths = regions(count=3)
+    rois[:, 1:] = 0, 0, 1, 1
+    text = proposal_target("batch_size: -1 append_gtbox: false")
+    (top, labels, *_) = Single(text, rois, of_cascade(truths), tops=6).forward()
+    assert (top.shape, labels.ravel().tolist()) == ((1, 5, 1, 1), [0])
+    assert ((top[0, 3:] - top[0, 1:3]) >= 31).all()
+
+
+def test_deltas_of_some_overlaps_have_no_weight():
+    rois, truths = regions()
+    text = proposal_target("batch_size: -1 bbox_thr_lw: 0.6 bbox_thr_hg: 0.9")
+    tops = Single(text, rois, of_cascade(truths), tops=6).forward()
+    _, labels, targets, inside, outside, boxes = (top[..., 0, 0] for top in tops)
+    overlap = boxes[:, 5]
+    weighs = (labels[:, 0] > 0) & (overlap >= 0.6) & (overlap <= 0.9)
+    assert 0 < weighs.sum() < (labels > 0).sum()
+    np.testing.assert_array_equal(inside.sum(axis=1), 4 * weighs)
+    np.testing.assert_array_equal(outside, inside)
+    assert targets[labels[:, 0] > 0].any(axis=1).all()
+
+
 REFUSED = {
     "DetectionLoss needs maps": (detection_loss(""), [(2, 8, 4, 5), (2, 6, 4, 5)]),
     "not [2, 7, 4, 0]": (detection_loss(""), [(2, 7, 4, 0), (2, 6, 4, 0)]),
@@ -445,7 +494,7 @@ REFUSED = {
         [(2, 7, 4, 5), (2, 6, 4, 5)],
     ),
     "above 0": (detection_loss("").replace("xyr: 3", "xyr: 0"), [(2, 7, 4, 5), (2, 6, 4, 5)]),
-    "rois (R, 5) and true boxes (G, 7)": (proposal_target(""), [(3, 5), (2, 8)]),
+    "rois (R, 5) and true boxes (G, 7)": (proposal_target(""), [(3, 5), (2, 9)]),
     "cls_num of 2": (proposal_target("").replace("cls_num: 4", "cls_num: 1"), [(3, 5), (2, 7)]),
     "batch_size must be": (proposal_target("batch_size: 0"), [(3, 5), (2, 7)]),
     "fg_thr must be": (proposal_target("").replace("hg: 0.45", "hg: 0.6"), [(3, 5), (2, 7)]),

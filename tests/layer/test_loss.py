@@ -183,6 +183,25 @@ def test_softmax_loss_against_a_loop(normalization):
     assert loss == pytest.approx(total / NORMALIZATIONS[normalization])
 
 
+def test_softmax_loss_of_each_label():
+    """The third top of SoftmaxWithLoss, which has no gradient."""
+    x, y = random(2, 3, 2, 2), np.array([0.0, 1, 2, 2, 1, 1, 0, 2]).reshape(2, 2, 2)
+    text = 'type: "SoftmaxWithLoss" loss_param { ignore_label: 1 }'
+    single = Single(f"{text} loss_weight: 1 loss_weight: 0 loss_weight: 0", x, y, tops=3)
+    loss, p, each = single.forward()
+    assert each.shape == y.shape
+    for n, h, w in np.ndindex(2, 2, 2):
+        k = int(y[n, h, w])
+        want = 0 if k == 1 else log(sum(exp(v) for v in x[n, :, h, w])) - x[n, k, h, w]
+        assert each[n, h, w] == pytest.approx(want)
+    np.testing.assert_allclose(loss, each.sum() / 5)
+    np.testing.assert_allclose(p.sum(axis=1), 1)
+    alone = Single(text, x, y)
+    alone.forward()
+    down = [True, False]
+    assert (single.backward([1, 0, 0], down)[0][0] == alone.backward([1], down)[0][0]).all()
+
+
 def test_softmax_loss_with_weights_of_classes():
     x, y, weights = random(4, 3), labels(4), [0.5, 3, 2]
     text = " ".join(f"class_weighting: {w}" for w in weights)

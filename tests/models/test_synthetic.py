@@ -7,7 +7,7 @@ from caffepy import models
 from caffepy.core.errors import ConfigError
 from caffepy.models.synthetic import Guess, image_shape, synthetic
 from caffepy.net import Net
-from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
 from caffepy.proto.text import parse
 from tests.nets import library
 
@@ -263,3 +263,51 @@ def test_maps_of_true_boxes() -> None:
     net = Net(param)
     net.forward()
     assert net.blobs["labels"].host_data.shape == (8, 1, 1, 1)
+
+
+CASCADE = """
+layer { name: "d" type: "DetectionData" top: "x" top: "y" top: "boxes" include { phase: TRAIN }
+  detection_data_param { batch_size: 2 short_size: 40 long_size: 48 stride: 8 field_w: 20
+    field_h: 20 output_gt_boxes: true } }
+layer { name: "e" type: "EvalData" top: "x" top: "boxes" top: "size" include { phase: TEST }
+  eval_data_param { batch_size: 1 short_size: 40 long_size: 48 } }
+layer { name: "c" type: "Convolution" bottom: "x" top: "c"
+  convolution_param { num_output: 2 kernel_size: 8 stride: 8 } }
+layer { name: "b" type: "Convolution" bottom: "x" top: "b"
+  convolution_param { num_output: 4 kernel_size: 8 stride: 8 } }
+layer { name: "l" type: "DetectionGroupLoss" bottom: "c" bottom: "b" bottom: "y" top: "l"
+  include { phase: TRAIN } propagate_down: true propagate_down: true propagate_down: false
+  detection_group_loss_param { cls_num: 2 field_w: 20 field_h: 20 stride: 8 objectness: true } }
+layer { name: "p" type: "Softmax" bottom: "c" top: "p" }
+layer { name: "o" type: "BoxGroupOutput" bottom: "p" bottom: "b" top: "rois"
+  box_group_output_param { min_size: 3 box_group_param { field_w: 20 field_h: 20 stride: 8 } } }
+layer { name: "t" type: "ProposalTarget" bottom: "rois" bottom: "boxes" top: "r" top: "labels"
+  top: "targets" top: "in" top: "out" top: "true" include { phase: TRAIN }
+  proposal_target_param { cls_num: 3 batch_size: 8 img_width: 48 img_height: 40 } }
+layer { name: "pool" type: "ROIPooling" bottom: "x" bottom: "rois" top: "pool"
+  include { phase: TEST } roi_pooling_param { pooled_w: 2 pooled_h: 2 } }
+layer { name: "s" type: "InnerProduct" bottom: "pool" top: "s" include { phase: TEST }
+  inner_product_param { num_output: 3 } }
+layer { name: "m" type: "InnerProduct" bottom: "pool" top: "m" include { phase: TEST }
+  inner_product_param { num_output: 12 } }
+layer { name: "f" type: "FrcnnOutput" bottom: "s" bottom: "m" bottom: "rois" bottom: "size"
+  top: "found" include { phase: TEST } frcnn_output_param { conf_thr: -9
+    save_output_param { output_directory: "none" label_map_file: "x" name_size_file: "x" } } }
+layer { name: "judge" type: "DetectionEvaluate" bottom: "found" bottom: "boxes" bottom: "size"
+  top: "judge" include { phase: TEST } detection_evaluate_param { num_classes: 3
+    name_size_file: "none" } }
+"""
+
+
+def test_nets_of_cascade() -> None:
+    param = synthetic(parse(CASCADE, NetParameter(), "net.prototxt"))
+    assert data_shapes(param) == [[2, 3, 40, 48], [2, 6, 5, 6], [8, 8, 1, 1]]
+    param.state.phase = TRAIN
+    net = Net(param)
+    net.forward()
+    net.backward()
+    assert np.isfinite(net.blobs["l"].host_data).all()
+    param.state.phase = TEST
+    tested = Net(param)
+    tested.forward()
+    assert tested.blobs["judge"].host_data.shape[1:] == (5, 1, 1)

@@ -1,4 +1,4 @@
-"""Images with true boxes and regions that say nothing: MS-CNN's window files."""
+"""Images with true boxes and regions that say nothing: window files of MS-CNN and Cascade R-CNN."""
 
 import logging
 from collections.abc import Iterator
@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 class MarkedImage(NamedTuple):
     """An image's path, its height and width as listed, boxes (n, 6) = class, ignored, x1, y1, x2,
-    y2, and regions of no interest (m, 4) = x1, y1, x2, y2, float32.
+    y2, or of Cascade R-CNN (n, 7) with `difficult` before the place, and regions of no interest (m,
+    4) = x1, y1, x2, y2, float32.
     """
 
     path: str
@@ -27,12 +28,13 @@ class MarkedImage(NamedTuple):
     regions: Array
 
 
-def read_marked(path: str) -> list[MarkedImage]:
+def read_marked(path: str, columns: int = 6) -> list[MarkedImage]:
     """The images of a file of blocks `# number`, image path, channels, height, width, count,
     `count` boxes, count, `count` regions.
 
-    A box is `class ignored x1 y1 x2 y2`, a region `x1 y1 x2 y2`. DataError: no such file, no
-    blocks, a block that is damaged, a box of no class.
+    A box is `class ignored x1 y1 x2 y2`, with 7 columns `class ignored difficult x1 y1 x2 y2`, a
+    region `x1 y1 x2 y2`. DataError: no such file, no blocks, a block that is damaged, a box of no
+    class.
     """
     found: list[MarkedImage] = []
     words = (word for line in lines_of(path) for word in line.split())
@@ -42,15 +44,15 @@ def read_marked(path: str) -> list[MarkedImage]:
             raise DataError(f'{path}: "{start[:80]}" where block {block} should start with "#"')
         try:
             _, image, _, *size = islice(words, 5)
-            boxes, regions = _rows(words, 6), _rows(words, 4)
+            boxes, regions = _rows(words, columns), _rows(words, 4)
             height, width = map(int, size)
             if min(height, width) < 1:
                 raise ValueError("an image without pixels")
         except ValueError:
             raise DataError(
                 f"{path}: block {block} is damaged: it needs a number, an image, its channels, "
-                "height and width, a number of boxes of 6 numbers each, and a number of regions of "
-                "4 numbers each"
+                f"height and width, a number of boxes of {columns} numbers each, and a number of "
+                "regions of 4 numbers each"
             ) from None
         if len(boxes) and boxes[:, 0].min() < 1:
             raise DataError(f"{path}: a box in block {block} needs a class of 1 or more")
@@ -84,10 +86,11 @@ class MarkedImages(NumberedSource):
         *,
         seed: int | None = None,
         multiple: int = 1,
+        columns: int = 6,
     ) -> None:
         log.info("Opening file %s", path)
         self._root_folder = root_folder
-        images = read_marked(path)
+        images = read_marked(path, columns)
         self.last_size = images[-1].size
         self._images = [
             image
@@ -129,3 +132,47 @@ class MarkedImages(NumberedSource):
 
     def place(self, items: Items, i: int) -> str:
         return f"image {1 + items[i]}"
+
+
+class CascadeImages(MarkedImages):
+    """Images with boxes that may be difficult, in order, or shuffled: "random", "random_aspect",
+    tall ones and wide ones one after the other, or "random_mix_aspect", in groups by turns.
+    """
+
+    kind = "window file of Cascade R-CNN"
+
+    def __init__(
+        self,
+        path: str,
+        root_folder: str = "",
+        beside: str | None = None,
+        *,
+        seed: int | None = None,
+        shuffle: str = "random",
+        group: int = 1,
+    ) -> None:
+        self._shuffle, self._group = shuffle, group
+        super().__init__(path, root_folder, beside, seed=seed, columns=7)
+
+    def _go(self, epoch: int, index: int) -> None:
+        super()._go(epoch, index)
+        if self._seed is None or self._shuffle == "random":
+            return
+        is_tall = np.array([height >= width for _, (height, width), *_ in self._images])
+        shapes = is_tall[self._order]
+        kinds = [self._order[shapes], self._order[~shapes]]
+        if np.random.Generator(np.random.MT19937([self._seed, epoch, 1])).integers(2):
+            kinds.reverse()
+        if self._shuffle == "random_mix_aspect":
+            kinds = list(self._mixed(*kinds))
+        self._order = np.concatenate(kinds)
+
+    def _mixed(self, first: Array, second: Array) -> Iterator[Array]:
+        """Groups of the one and of the other, until one of them is used up; then the rest."""
+        left = [first, second]
+        turn = 0
+        while all(map(len, left)):
+            yield left[turn][: self._group]
+            left[turn] = left[turn][self._group :]
+            turn = 1 - turn
+        yield from left
