@@ -36,14 +36,20 @@ _FIELDS = {
         "min_random_scale max_random_scale max_random_shift face_mirror face_point_num "
         "balance_class balance_by label_cut_start label_cut_end",
         "MemoryDataParameter": "transpose",
-        "ParameterParameter": "blob_filler",
         "PoolingParameter": "blobs_lr blobs_a_min",
         "SoftmaxParameter": "hard_ratio class_weight hard_mining_label cutting_point "
-        "normalize_type label_smooth_factor",
+        "label_smooth_factor",
         "SolverParameter": "clamp_weights_lower clamp_weights_upper clip_weights",
         "TransformationParameter": "center_crop erase_ratio scale_min scale_max aspect_min "
         "aspect_max",
     },
+    "caffe_ocr": {"LayerParameter": "denseblock_param"},
+    "channel-pruning": {"ImageDataParameter": "new_dim"},
+    "DeepSkeleton": {"LayerParameter": "rescale_param"},
+    "Force regularization": {"LayerParameter": "sparsify_param"},
+    "HashNet": {"ImageDataParameter": "label_dim"},
+    "naibaf7's": {"ConvolutionParameter": "fuse_type"},
+    "video_triplet": {"ImageDataParameter": "pair_size"},
     "PSPNet": {
         "BatchNormParameter": "update_global_stats",
         "ImageDataParameter": "ignore_label label_type",
@@ -144,7 +150,7 @@ _HEEDED = {
 _IGNORED = {
     "BatchNormParameter": "use_weight_bias bias_term filler",
     "ConcatParameter": "engine per_fla_fuse",
-    "ConvolutionParameter": "conv_algorithm",
+    "ConvolutionParameter": "conv_algorithm conv_mode",
     "DataParameter": "disk_reader_threads verbose huge_video_dataset",
     "EltwiseParameter": "engine",
     "InnerProductParameter": "engine",
@@ -153,9 +159,12 @@ _IGNORED = {
     "NetParameter": "engine compile_net_state multinode bn_stats_batch_size mem_param",
     "LabelMapItem": "label_id r g b",
     "MemoryDataParameter": "share_in_parallel",
+    "ParamSpec": "breadth_decay_mult kernel_shape_decay_mult block_group_lasso "
+    "force_mult force_regularize",
     "ReLUParameter": "fuse",
     "ResizeParameter": "center_object max_angle multiscale",
-    "SolverParameter": "engine group_id richness",
+    "SolverParameter": "engine group_id richness measure_threshold force_type force_decay_type "
+    "force_iter max_threshold_factor",
     "TransformationParameter": "debug_params",
 }
 """Fields of forks that say nothing here: engines, quantization for deployment, tuning."""
@@ -184,13 +193,18 @@ _LAYERS = {
     "Frcnn": "FrcnnProposal",
     "CaffeOnSpark": "CoSData",
     "SSD with focal loss": "MultiBoxFocalLoss",
+    "caffe_ocr": "DenseBlock",
+    "DeepSkeleton": "Rescale",
+    "Force regularization": "Sparsify",
+    "SkimCaffe": "ConvolutionReLU ConvolutionReLUPool ConvolutionReLUPoolLRN "
+    "InnerProductReLUDropout",
     "Temporal Segment Networks": "BatchReduction Scatter SegData SyncBN",
 }
 
 _FILLERS = {
     "Intel Caffe": "gabor",
     "FlowNet2 or Synopsys": "diagonal",
-    "happynear": "gaussian_unitball identity",
+    "happynear": "identity",
     "Spatial Transformer": "file",
     "caffe-tvg": "multicubic multilinear",
 }

@@ -135,8 +135,13 @@ _SOLVER_TYPES = {
 
 
 def needs_upgrade(net: NetParameter) -> bool:
-    """True if the net has `layers`, inputs outside of a layer, or old BatchNorm layers."""
-    return bool(net.layers or net.input or _old_batch_norms(net))
+    """True if the net has `layers`, inputs outside of a layer, old BatchNorm or AutoCrop layers."""
+    return bool(net.layers or net.input or _old_batch_norms(net) or _auto_crops(net))
+
+
+def _auto_crops(net: NetParameter) -> list[int]:
+    """The numbers of the layers that find the place of their crop by themselves, as V1's do."""
+    return [i for i, layer in enumerate(net.layer) if layer.type == "AutoCrop"]
 
 
 def _old_batch_norms(net: NetParameter) -> list[LayerParameter]:
@@ -194,6 +199,14 @@ def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
             _upgrade_input(upgraded)
             _upgraded("input fields.")
             _note("input layers and not input fields.")
+        if crops := _auto_crops(upgraded):
+            log.info(
+                "Attempting to upgrade AutoCrop layers to Crop layers: %s", path or "(no file)"
+            )
+            for number in crops:
+                upgraded.layer[number].type = "Crop"
+                align_crop(upgraded.layer, number)
+            log.info("Successfully upgraded AutoCrop layers.")
         if old := _old_batch_norms(upgraded):
             what = "batch norm layers using deprecated params"
             log.info("Attempting to upgrade %s: %s", what, path or "(no file)")

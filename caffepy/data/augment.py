@@ -76,7 +76,14 @@ def check_distortion(param: DistortionParameter) -> None:
 def distort(image: Array, param: DistortionParameter, rng: Rng) -> Array:
     """Change brightness, contrast, saturation, hue and the order of channels, each with its
     probability; contrast comes second or fourth. Grey images have no saturation, hue or order.
+
+    With deepdetect's `prob` that is the probability of all that are on.
     """
+
+    def chance(name: str) -> float:
+        if not param.HasField("prob"):
+            return float(getattr(param, f"{name}_prob"))
+        return param.prob if getattr(param, name) or param.all_effects else 0.0
 
     def brightness(x: Array) -> Array:
         delta = param.brightness_delta
@@ -97,14 +104,14 @@ def distort(image: Array, param: DistortionParameter, rng: Rng) -> Array:
         return np.ascontiguousarray(x[..., rng.permutation(3)])
 
     Step = tuple[float, Callable[[Array], Array], bool]
-    second: Step = (param.contrast_prob, contrast, False)
+    second: Step = (chance("contrast"), contrast, False)
     colours: list[Step] = [
-        (param.saturation_prob, saturation, True),
-        (param.hue_prob, hue, True),
+        (chance("saturation"), saturation, True),
+        (chance("hue"), hue, True),
     ]
     middle = [second, *colours] if rng.random() > 0.5 else [*colours, second]
-    first: Step = (param.brightness_prob, brightness, False)
-    for probability, step, needs_colour in (first, *middle, (param.random_order_prob, order, True)):
+    first: Step = (chance("brightness"), brightness, False)
+    for probability, step, needs_colour in (first, *middle, (chance("random_order"), order, True)):
         if rng.random() < probability and (channels_of(image) == 3 or not needs_colour):
             image = step(image)
     return image
@@ -212,6 +219,13 @@ def _each_channel(values: Sequence[float], image: Array, name: str) -> list[floa
     return list(values) if len(values) == count else [values[0] if values else 0.0] * count
 
 
+_EFFECTS = (
+    *("decolorize", "gauss_blur", "hist_eq", "clahe", "erode", "posterize", "inverse"),
+    *("saltpepper", "convert_to_hsv"),
+)
+"""The fields of noise_param that are on or off."""
+
+
 def check_noise(param: NoiseParameter) -> None:
     """ConfigError for noise that cannot be made."""
     if param.convert_to_lab:
@@ -227,8 +241,10 @@ def check_noise(param: NoiseParameter) -> None:
 
 def noisy(image: Array, param: NoiseParameter, rng: Rng) -> Array:
     """The image after those steps of noise_param that are on, always (its prob has no effect, as in
-    the fork).
+    the fork); with `all_effects` after each that can be made with the probability `prob`.
     """
+    if param.all_effects:
+        param = _drawn(param, rng)
     colour = channels_of(image) == 3
     if param.decolorize and colour:
         image = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_BGR2GRAY), cv2.COLOR_GRAY2BGR)
@@ -258,6 +274,20 @@ def noisy(image: Array, param: NoiseParameter, rng: Rng) -> Array:
     if param.convert_to_hsv and colour:
         image = cv2.cvtColor(image, cv2.COLOR_BGR2HSV)
     return image
+
+
+def _drawn(param: NoiseParameter, rng: Rng) -> NoiseParameter:
+    """The noise with each effect on or off by its `prob`, as deepdetect's; salt and pepper need a
+    value, and Lab is none (see `check_noise`).
+    """
+    drawn = NoiseParameter()
+    drawn.CopyFrom(param)
+    for name in _EFFECTS:
+        chosen = rng.random() < param.prob
+        setattr(
+            drawn, name, chosen and (name != "saltpepper" or bool(param.saltpepper_param.value))
+        )
+    return drawn
 
 
 def _in_luma(image: Array, change: Callable[[Array], Array]) -> Array:

@@ -220,14 +220,15 @@ class DetectionLoader(CascadeLoader):
         """By how much in x and y to scale, so that a box gets a size of min_scale to max_scale, and
         maybe another aspect ratio. Without a box images become twice as large, as in the fork.
         """
-        param, bounds = self.settings, self._octaves
-        assert bounds
+        param, octaves = self.settings, self._octaves
+        assert octaves
+        low, high = octaves
         if param.HasField("min_scale"):
-            bounds = (1.0, 1.0)
+            low = high = 1.0
             if box is not None:
                 area = float(np.prod(np.maximum(box[2:] - box[:2] + 1, 1)))
-                bounds = tuple(edge - np.log2(area) / 2 for edge in self._octaves or ())
-        factors = np.full(2, 2.0 ** rng.uniform(*bounds))
+                low, high = (float(edge - np.log2(area) / 2) for edge in octaves)
+        factors = np.full(2, 2.0 ** rng.uniform(low, high))
         if param.HasField("min_whaspect") and param.HasField("max_whaspect"):
             aspect = 2 ** rng.uniform(np.log2(param.min_whaspect), np.log2(param.max_whaspect))
             factors *= np.sqrt([aspect, 1 / aspect])
@@ -330,7 +331,8 @@ class EvalLoader(CascadeLoader):
         return height, width
 
     def label_shapes(self) -> list[Shape]:
-        return [(1, TRUTH, 1, 1), (self.batch_size, 2, 1, 1)][: 1 + self._has_sizes]
+        shapes: list[Shape] = [(1, TRUTH, 1, 1), (self.batch_size, 2, 1, 1)]
+        return shapes[: 1 + self._has_sizes]
 
     def make(self, item: Any, draws: Array, first: Array) -> tuple[Array, Any]:
         item, _ = item

@@ -35,7 +35,7 @@ ROWS = 6  # of a map: class, x, y of the centre, width, height, overlap
 NO_BOXES = [[0, 1, 1, 2, 2, 1, 1]]  # what stands for the boxes of a batch without any
 
 
-def rounded(number: float) -> int:
+def rounded(number: Any) -> int:
     """The nearest whole number, halves away from 0."""
     return int(np.floor(abs(number) + 0.5) * np.sign(number))
 

@@ -167,6 +167,11 @@ class Convolution(_Filtering):
     def can_replay(self) -> bool:  # type: ignore[override]
         return self.conv.can_replay
 
+    @property
+    def weight(self) -> Array:
+        """w, as forward multiplies by it."""
+        return self.blobs[0].data
+
     def weight_shape(self) -> tuple[int, ...]:
         return (self.outputs, self.channels // self.group, *self.window.kernel)
 
@@ -194,7 +199,7 @@ class Convolution(_Filtering):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         for x, y in zip(self.whole(bottom), top, strict=True):
-            self.conv.forward(x.data, self.blobs[0].data, self.bias, y.data)
+            self.conv.forward(x.data, self.weight, self.bias, y.data)
 
     def forward_prepare(self, bottom: Blob, top: Blob, preparation: Preparation) -> None:
         """Forward of one bottom, and the numbers of a BatchNorm of its top."""
@@ -211,7 +216,7 @@ class Convolution(_Filtering):
         dw = self.weight_diff
         beside = self.side_stream(propagate_down)
         if propagate_down:  # enqueued first, since others wait for it
-            self.conv.backward_data(dy, self.blobs[0].data, copy.diff)
+            self.conv.backward_data(dy, self.weight, copy.diff)
             if copy is not x:
                 self.ops.copy(copy.diff[self.inside], x.diff)
         if dw is not None or db is not None:

@@ -296,6 +296,40 @@ class CTCGreedyDecoder(Layer):
                 blob.diff.fill(0)
 
 
+@layer("LabelsequenceAccuracy")
+class LabelsequenceAccuracy(Layer):
+    """Scores (N, T, C), labels (N, L) -> the share of items whose labels, without the blank, are
+    what the likeliest class of each step says, without blanks and repetitions (crnn.caffe).
+    """
+
+    on_gpu = True
+    bottoms = 2
+    stops_gradient = True
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        x, labels = bottom[0].shape, bottom[1].shape
+        fits = len(x) >= 3 and bottom[0].count == x[0] * x[1] * x[2] and bottom[0].count
+        if not fits or labels[:1] != x[:1] or len(labels) < 2:
+            raise ConfigError(
+                f"LabelsequenceAccuracy needs scores (N, T, C) and labels (N, L), not {list(x)} "
+                f"and {list(labels)}"
+            )
+        self.view = x[:3]
+        top[0].reshape(())
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        blank = self.param.labelsequence_accuracy_param.blank_label
+        best = bottom[0].data.reshape(self.view).argmax(axis=2)
+        labels = bottom[1].data.reshape(self.view[0], -1)
+        says, counts = best != blank, labels != blank
+        says[:, 1:] &= best[:, 1:] != best[:, :-1]
+        same_place = says.cumsum(axis=1)[:, :, None] == counts.cumsum(axis=1)[:, None]
+        meet = same_place & says[:, :, None] & counts[:, None]  # (N, T, L)
+        differ = meet & (best[:, :, None] != np.trunc(labels)[:, None])
+        right = (says.sum(axis=1) == counts.sum(axis=1)) & ~differ.any(axis=(1, 2))
+        np.mean(right.astype(self.dtype), out=top[0].data)
+
+
 def edit_distance(a: Array, b: Array) -> int:
     """Return how many labels are to be put in, left out or changed to make b of a."""
     places = np.arange(len(b) + 1)

@@ -87,6 +87,8 @@ class DetectionOutput(Layer):
         if self.classes < 1:
             raise ConfigError("detection_output_param needs num_classes, the background included")
         nms = param.nms_param
+        if nms.soft_nms:
+            raise ConfigError("nms_param: soft_nms, a field of deepdetect, is not supported")
         if nms.nms_threshold < 0 or not 0 < nms.eta <= 1:
             raise ConfigError(
                 "detection_output_param: nms_threshold must be 0 or more and eta above 0, at most "

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer
 from caffepy.layer.loss import ClassLoss, SoftmaxWithLoss, around
 
@@ -41,6 +41,14 @@ def smooth_l1_slope(d: Array, square: float) -> Array:
     return np.where(np.abs(d) < 1 / square, square * d, np.sign(d))
 
 
+def _shape_of_sums(x: Blob) -> tuple[int, ...]:
+    """Return (N, 1, ...) of (N, C, ...), with two axes at the end at least."""
+    if len(x.shape) < 2:
+        raise ConfigError(f"sums over channels need (N, C, ...), not {list(x.shape)}")
+    n, _, *places = x.shape
+    return (n, 1, *places, *[1] * (2 - len(places)))
+
+
 @layer("SmoothL1Loss")
 class SmoothL1Loss(LossLayer):
     """Sum of f(d) / N, f = `smooth_l1`, N the size of the first axis.
@@ -48,9 +56,13 @@ class SmoothL1Loss(LossLayer):
     Fast R-CNN's, told by four bottoms or smooth_l1_loss_param: d = inside * (a - b), f with sigma
     and times `outside`; its loss weight is 0 unless given. SSD's, with two or three bottoms: d =
     (a - b) * w, whose gradient lacks the factor w, as in SSD: right for weights of 0 and 1.
+
+    An optional top 1 is the sum over the channels, (N, 1, ...) with the further axes, two at least;
+    it has no gradient (Cascade R-CNN).
     """
 
     bottoms = (2, 4)
+    tops = (1, 2)
     constant_bottoms: Mapping[int, str] = {}
 
     @property
@@ -71,6 +83,8 @@ class SmoothL1Loss(LossLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         check_shapes(bottom)
         top[0].reshape(())
+        if len(top) > 1:
+            top[1].reshape(_shape_of_sums(bottom[0]))
         self.difference = self.buffer(bottom[0].shape)
         self.items = max((1, *bottom[0].shape[:1]))
 
@@ -85,6 +99,10 @@ class SmoothL1Loss(LossLayer):
             losses = losses * weights[1]
         np.sum(losses, out=top[0].data)
         np.divide(top[0].data, self.items, out=top[0].data)
+        if len(top) > 1:
+            outer, channels, inner = around(bottom[0], 1)
+            sums = top[1].data.reshape(outer, inner)
+            np.sum(losses.reshape(outer, channels, inner), axis=1, out=sums)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """da = weight / N * f'(d) * inside * outside, db = -da."""
@@ -121,8 +139,7 @@ class SmoothL1LossOHEM(ClassLoss):
         self.difference = self.buffer(self.view)
         top[0].reshape(())
         if len(top) > 1:
-            n, _, *places = bottom[0].shape
-            top[1].reshape((n, 1, *places, *[1] * (2 - len(places))))
+            top[1].reshape(_shape_of_sums(bottom[0]))
         outer, _, inner = self.view
         found = self.divisor(outer, inner)
         self.count = max(1, outer * inner) if found is None else found

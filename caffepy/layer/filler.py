@@ -106,6 +106,14 @@ def positive_unitball(array: Array, param: FillerParameter, rng: np.random.Gener
     rows /= rows.sum(axis=1, keepdims=True)
 
 
+@fillers("gaussian_unitball")
+def gaussian_unitball(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
+    """N(0, 1), then each row (first axis) divided by its length (happynear)."""
+    _gaussian(array, 0.0, 1.0, rng)
+    rows = array.reshape(_rows(array), -1)
+    rows /= np.sqrt((rows * rows).sum(axis=1, keepdims=True) + 1e-12)
+
+
 @fillers("xavier", "xavierstatic")
 def xavier(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
     """U(-s, s), s = sqrt(3 / n), n by variance_norm (Glorot and Bengio 2010)."""

@@ -82,6 +82,11 @@ class InnerProduct(Weighted):
     def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
         return self.inputs * tops[0]
 
+    @property
+    def weight(self) -> Array:
+        """w, as forward multiplies by it."""
+        return self.blobs[0].data
+
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         y = self.product(bottom[0], top[0])
         if (b := self.bias) is not None:
@@ -89,7 +94,7 @@ class InnerProduct(Weighted):
 
     def product(self, bottom: Blob, top: Blob) -> Array:
         """Write x @ w.T into the top; returns it as (M, O)."""
-        x, w = bottom.data.reshape(self.rows, self.inputs), self.blobs[0].data
+        x, w = bottom.data.reshape(self.rows, self.inputs), self.weight
         y: Array = top.data.reshape(self.rows, self.outputs)
         if self.normalizes and not self.recomputes:
             squares = (w * w).sum(axis=0 if self.transposed else 1, keepdims=True)
@@ -108,7 +113,7 @@ class InnerProduct(Weighted):
     def gradients(self, dy: Array, db: Array | None, bottom: Blob, down: bool) -> None:
         """dw += dy.T @ x, db += column sums of dy (M, O) unless None, dx = dy @ w with `down`."""
         x = bottom.data.reshape(self.rows, self.inputs)
-        w = self.blobs[0].data
+        w = self.weight
         if dy.dtype != x.dtype:
             narrow = self.narrow_dy.data
             if db is None:

@@ -122,6 +122,8 @@ class SoftmaxWithLoss(ClassLoss):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
         log.info("Creating layer %s", self.param.name)  # Caffe's softmax within
+        if (kind := self.param.softmax_param.normalize_type) != "Softmax":
+            raise ConfigError(f'normalize_type "{kind}" of happynear\'s fork is not supported')
         if self.param.loss_param.weight_by_label_freqs:
             if self.type != "SoftmaxWithLoss":
                 raise ConfigError("weight_by_label_freqs is for SoftmaxWithLoss")

@@ -327,17 +327,21 @@ class LSTMUnit(Layer):
 @layer("ContinuationIndicator")
 class ContinuationIndicator(Layer):
     """The top (time_step, batch_size) is 0 in the first step and 1 in the others: each item of a
-    batch is a sequence of its own (crnn.caffe).
+    batch is a sequence of its own (crnn.caffe). With a bottom its `axis` gives the batch_size
+    (deepdetect).
     """
 
     on_gpu = True
-    bottoms = 0
+    bottoms = (0, 1)
+    reads_shapes_only = True
+    stops_gradient = True
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.continuation_indicator_param
-        if not param.time_step or not param.batch_size:
+        items = bottom[0].shape[bottom[0].axis(param.axis)] if bottom else param.batch_size
+        if not param.time_step or not (bottom or items):
             raise ConfigError("continuation_indicator_param needs a time_step and a batch_size")
-        top[0].reshape((param.time_step, param.batch_size))
+        top[0].reshape((param.time_step, items))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         top[0].data[:1] = 0

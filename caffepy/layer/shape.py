@@ -398,14 +398,19 @@ class Input(Layer):
 
 @layer("Parameter")
 class Parameter(Layer):
-    """The top is a learnable parameter of the given shape, initially 0."""
+    """The top is a learnable parameter of the given shape, initially 0 or what its blob_filler says
+    (happynear's).
+    """
 
     on_gpu = True
     bottoms = 0
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        if not self.blobs:
-            self.add_blob(self.param.parameter_param.shape.dim)
+        param = self.param.parameter_param
+        if param.HasField("blob_filler"):
+            self.make_params({"parameter": param.shape.dim}, [param.blob_filler])
+        elif not self.blobs:
+            self.add_blob(param.shape.dim)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Share the data; the diff is the top's own, so that it can be added."""

@@ -17,7 +17,7 @@ from caffepy.core.files import temporary_name
 from caffepy.core.registry import Registry
 from caffepy.net import Net
 from caffepy.net.weights import MAX_BINARY, check_names
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.proto.caffe_pb2 import LayerParameter, SolverParameter
 from caffepy.proto.text import locate_field
 from caffepy.solver.policy import FIELDS, policies
 from caffepy.solver.snapshot import Files, clean
@@ -32,6 +32,11 @@ _WITHOUT_EFFECT = (
     *("local_lr_auto", "local_gw_ratio"),
 )
 """Fields of NVCaffe, and the last two of Intel Caffe, that would train otherwise."""
+
+_OF_SSL = dict.fromkeys(
+    ("breadth_decay", "kernel_shape_decay", "block_group_decay", "force_decay"), "SSL's decays"
+) | {"prune_threshold": "SkimCaffe's prunings", "winograd_sparsity_factor": "SkimCaffe's prunings"}
+"""Fields that train otherwise unless they are 0."""
 
 MIB = 1 << 20
 SLACK = 4 << 20
@@ -81,6 +86,12 @@ def check_param(param: SolverParameter, path: str | None) -> None:
             f'unknown regularization_type "{param.regularization_type}" (known: L1, L2)',
             at_field(path, "regularization_type"),
         )
+    for field in _OF_SSL:
+        if param.HasField(field) and getattr(param, field):
+            raise ConfigError(
+                f"{field} is one of {_OF_SSL[field]}, which caffepy does not have",
+                at_field(path, field),
+            )
     for field, message in rules[param.type].problems(param):
         raise ConfigError(message, at_field(path, field))
     without = [field for field in _WITHOUT_EFFECT if param.HasField(field)]
@@ -128,6 +139,26 @@ def check_snapshots(
     last = Files.of(param.snapshot_prefix, max(param.max_iter, 0), hdf5)
     check_prefix(param, path, max(model, history), model + history + SLACK, last)
     clean(param.snapshot_prefix)
+
+
+def check_specs(param: SolverParameter, net: Net) -> None:
+    """ConfigError if a parameter asks for what SSL's solver does and caffepy's does not."""
+    for node in net.nodes:
+        if node.layer.param.connectivity_mode:
+            kind = LayerParameter.ConnectivityMode.Name(node.layer.param.connectivity_mode)
+            told = f"connectivity_mode: {kind}, a field of SSL, is not supported in training"
+            raise ConfigError(f'layer "{node.name}" ({node.layer.type}): {told}', net.path)
+        for spec in node.layer.param.param:
+            given = spec.regularization_type
+            if (
+                given not in ("", param.regularization_type)
+                and param.weight_decay * spec.decay_mult
+            ):
+                told = (
+                    f'regularization_type "{given}" of one parameter, a field of SSL, is not '
+                    f'supported beside the solver\'s "{param.regularization_type}"'
+                )
+                raise ConfigError(f'layer "{node.name}" ({node.layer.type}): {told}', net.path)
 
 
 def check_layers(param: SolverParameter, net: Net) -> None:

@@ -21,7 +21,13 @@ from caffepy.ops.objects import PhaseTimer
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import format as format_text
-from caffepy.solver.check import check_layers, check_param, check_prefix, check_snapshots
+from caffepy.solver.check import (
+    check_layers,
+    check_param,
+    check_prefix,
+    check_snapshots,
+    check_specs,
+)
 from caffepy.solver.faults import saving_what_was_learned, stopping_workers
 from caffepy.solver.identity import identity
 from caffepy.solver.iteration import Iterations, due
@@ -104,6 +110,7 @@ class Solver:
         ops.set_precision(self.device, choose_precision(source.param, precision))
         net = build_train_net(source, self.device, root.net if root else None, batch_parts)
         self.net: Net = finetune(net, files)
+        check_specs(param, net)
         if rank > 0 and not self.device.follows:
             check_shared(net, root is not None)
         self.test_nets: list[Net] = []

@@ -15,6 +15,8 @@ from .models import answers, compare, inputs, model_of, onnx, written
 
 OTHERWISE = {
     "BboxAccuracy": "judges what was found",
+    "BinaryConvolution": "rounds its weights when it runs",
+    "BinaryInnerProduct": "rounds its weights when it runs",
     "BoxAnnotatorOHEM": "chooses boxes to learn from",
     "BoxGroupOutput": "gives as many boxes as its data say",
     "BoxOutput": "gives as many boxes as its data say",
@@ -34,6 +36,9 @@ OTHERWISE = {
     "Downsample": "has no operator that skips NaNs",
     "ImResize": "has no operator with its borders",
     "InnerDistance": "makes what NormFace learns by",
+    "LabelSpecificAdd": "adds a margin at the labels, for training",
+    "LabelsequenceAccuracy": "judges what was found",
+    "Quant": "has no operator",
     "LargeMarginInnerProduct": "adds a margin at the labels, for training",
     "Nms": "has no operator",
     "FlowWarp": "has no operator with its borders",

@@ -231,6 +231,42 @@ def test_noise(field, folder):
         assert np.abs(noisy - plain).mean() > 1
 
 
+def test_noise_of_all_kinds_has_one_probability(folder):
+    """deepdetect's: of 1 all that can be made, of 0 none."""
+    pepper = "saltpepper_param { fraction: 0.25 value: 7 }"
+    plain, never, always, named = (
+        feed(folder, SIZE + more).forward()[0]
+        for more in (
+            *("", "noise_param { all_effects: true }"),
+            f"noise_param {{ all_effects: true prob: 1 {pepper} }}",
+            "noise_param { decolorize: true gauss_blur: true hist_eq: true clahe: true erode: true "
+            f"posterize: true inverse: true convert_to_hsv: true saltpepper: true {pepper} }}",
+        )
+    )
+    np.testing.assert_array_equal(never, plain)
+    assert np.abs(always - plain).mean() > 1
+    np.testing.assert_allclose((always == named).mean(), 1, atol=0.3)  # other pixels are peppered
+    without = feed(folder, SIZE + "noise_param { all_effects: true prob: 1 }").forward()[0]
+    assert np.abs(without - plain).mean() > 1
+
+
+def test_distortion_of_all_kinds_has_one_probability(folder):
+    """deepdetect's `prob` is that of what is on."""
+    bounds = "brightness_delta: 32 contrast_lower: 0.5 contrast_upper: 1.5 hue_delta: 18"
+    plain, none, off, on = (
+        feed(folder, SIZE + f"distort_param {{ {more} {bounds} }}").forward()[0]
+        for more in (
+            *("", "prob: 1", "brightness: true prob: 0"),
+            "prob: 1 brightness: true contrast: true hue: true",
+        )
+    )
+    np.testing.assert_array_equal(none, plain)
+    np.testing.assert_array_equal(off, plain)
+    assert np.abs(on - plain).mean() > 1
+    all_on = f"distort_param {{ prob: 1 all_effects: true saturation_upper: 1 {bounds} }}"
+    assert np.abs(feed(folder, SIZE + all_on).forward()[0] - plain).mean() > 1
+
+
 @pytest.mark.gpu
 def test_boxes_of_batches_have_one_shape_on_a_gpu(folder):
     made = feed(folder, SIZE, "batch_sampler { max_sample: 1 }", device=CudaDevice())

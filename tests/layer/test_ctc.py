@@ -202,3 +202,51 @@ def test_on_gpu(text):
         bottoms[2] = np.array([2, 2, 1.0])
         bottoms[-1] = np.abs(bottoms[-1])
     check_plain_on_gpu(text, *bottoms, propagate_down=[True] + [False] * (len(bottoms) - 1))
+
+
+def whole(scores, labels, blank):
+    """The share of items that are read as their labels, by a loop."""
+    right = 0
+    for item, truth in zip(scores, labels, strict=True):
+        read, before = [], blank
+        for step in item:
+            best = int(np.argmax(step))
+            if best not in (before, blank):
+                read.append(best)
+            before = best
+        right += read == [int(label) for label in truth if label != blank]
+    return right / len(scores)
+
+
+def whole_case(blank):
+    """Some items that read as their labels, others not."""
+    read = np.array(
+        [[0, 0, 1, 1, 0, 1], [2, 2, 2, 2, 2, 2], [0, 2, 1, 0, 0, 0], [1, 1, 0, 1, 2, 2]]
+    )
+    scores = 0.1 * random(4, 6, 3) + 5 * np.eye(3)[read]
+    labels = np.full((4, 4), float(blank))
+    for row, truth in zip(labels, [[1, 1], [2], [2, 1], [1, 2, 1]], strict=True):
+        row[: len(truth)] = truth
+    return scores, labels
+
+
+@pytest.mark.parametrize("blank", [0, 1, 2, 7])
+def test_whole_labels_against_a_loop(blank):
+    text = f'type: "LabelsequenceAccuracy" labelsequence_accuracy_param {{ blank_label: {blank} }}'
+    scores, labels = whole_case(blank)
+    (accuracy,) = Single(text, scores, labels).forward()
+    assert accuracy == whole(scores, labels, blank)
+    assert blank or accuracy == 0.75
+    assert Single(text, scores[:, :, :, None], labels).forward()[0] == accuracy
+
+
+def test_whole_labels_of_other_shapes():
+    with pytest.raises(ConfigError, match=r"\(N, T, C\) and labels \(N, L\), not"):
+        Single('type: "LabelsequenceAccuracy"', random(4, 6, 3), np.zeros((6, 4)))
+
+
+@pytest.mark.gpu
+def test_whole_labels_on_gpu():
+    check_plain_on_gpu(
+        'type: "LabelsequenceAccuracy"', *whole_case(0), propagate_down=[False, False]
+    )

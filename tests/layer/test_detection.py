@@ -334,6 +334,7 @@ def test_boxes_are_compared_in_pixels_of_their_images(tmp_path: Path):
     [
         ("", "needs num_classes"),
         ("num_classes: 5", "need 2 x 150 scores"),
+        ("num_classes: 4 nms_param { soft_nms: true }", "soft_nms, a field of deepdetect"),
         ("num_classes: 4 nms_param { nms_threshold: -1 }", "nms_threshold must be 0 or more"),
         ("num_classes: 4 nms_param { eta: 0 }", "eta above 0"),
     ],

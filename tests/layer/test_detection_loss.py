@@ -59,6 +59,39 @@ def test_smooth_l1_loss_against_a_loop():
     assert loss == pytest.approx(0.5 * smooth((A - B) * INSIDE, 1.5) / 4)
 
 
+@pytest.mark.parametrize("shape", [(8, 6), (4, 6, 2), (2, 3, 4, 2)])
+def test_second_top_is_the_sum_over_channels(shape):
+    """Without a gradient of its own: what the bottoms get is that of the loss."""
+    rest = (*shape[2:], 1, 1)[: max(2, len(shape) - 2)]
+    both = [x.reshape(shape) for x in (A, B, INSIDE, OUTSIDE)]
+    loss, sums = Single(RCNN + " loss_weight: 0", *both, tops=2).forward()
+    assert sums.shape == (shape[0], 1, *rest)
+    places = [np.moveaxis(x, 1, -1).reshape(-1, shape[1]) for x in both]
+    expected = [
+        sum(o * smooth(w * (a - b), 1.5) for a, b, w, o in zip(*rows, strict=True))
+        for rows in zip(*places, strict=True)
+    ]
+    np.testing.assert_allclose(sums.reshape(-1), expected)
+    np.testing.assert_allclose(loss, sums.sum() / shape[0])
+    single = Single(RCNN + " loss_weight: 0", *both, tops=2)
+    single.forward()
+    (da, *_), _ = single.backward([2.0, np.ones(sums.shape)], [True, True, False, False])
+    alone = Single(RCNN, *both)
+    alone.forward()
+    (wanted, *_), _ = alone.backward([2.0], [True, True, False, False])
+    np.testing.assert_array_equal(da, wanted)
+
+
+@pytest.mark.gpu
+def test_second_top_on_gpu():
+    check_plain_on_gpu(
+        RCNN + " loss_weight: 0",
+        *(A, B, INSIDE, OUTSIDE),
+        tops=2,
+        propagate_down=[True, True, False, False],
+    )
+
+
 def test_smooth_l1_loss_of_fast_rcnn_has_weight_0_unless_told():
     assert Single('type: "SmoothL1Loss"', A, B).weights == [1]
     assert Single('type: "SmoothL1Loss" smooth_l1_loss_param { }', A, B).weights == [0]

@@ -85,6 +85,12 @@ def test_positive_unitball_rows_sum_to_one():
     np.testing.assert_allclose(w.sum((1, 2)), 1, rtol=1e-6)
 
 
+def test_gaussian_unitball_rows_have_length_one():
+    w = filled('type: "gaussian_unitball"', 4, 30, 50)
+    np.testing.assert_allclose((w * w).sum((1, 2)), 1, rtol=1e-5)
+    assert abs(w.mean()) < 1e-3 < w.std()
+
+
 FANS = {"": 600, "FAN_IN": 600, "FAN_OUT": 800, "AVERAGE": 700}
 
 

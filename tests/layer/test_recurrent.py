@@ -390,6 +390,12 @@ def test_indicators_of_whole_sequences():
         Single(INDICATORS % "")
 
 
+def test_indicators_of_as_many_sequences_as_a_bottom_has():
+    param = "continuation_indicator_param { time_step: 3 axis: 1 }"
+    (y,) = Single(f'type: "ContinuationIndicator" {param}', np.zeros((5, 2, 4))).forward()
+    np.testing.assert_array_equal(y, [[0, 0], [1, 1], [1, 1]])
+
+
 @pytest.mark.gpu
 def test_indicators_on_gpu():
     check_plain_on_gpu(INDICATORS % "time_step: 3", propagate_down=[])

@@ -189,6 +189,12 @@ def test_parameter_is_its_top_and_adds_its_gradient():
         np.testing.assert_array_equal(gradient, 2)
 
 
+def test_parameter_is_filled_where_its_fork_says_so():
+    filler = 'blob_filler { type: "constant" value: 3 }'
+    text = f'type: "Parameter" parameter_param {{ shape {{ dim: 2 dim: 3 }} {filler} }}'
+    np.testing.assert_array_equal(Single(text).forward()[0], np.full((2, 3), 3.0))
+
+
 def test_empty_blobs_pass():
     assert Single('type: "Concat"', random(0, 3), random(0, 2)).forward()[0].shape == (0, 5)
     assert [y.shape for y in Single('type: "Slice"', random(0, 4), tops=2).forward()] == [

@@ -104,6 +104,14 @@ def test_a_crop_is_found_through_another() -> None:
     assert offsets(text) == {"a": (2, [4, 4]), "b": (2, [2, 2])}
 
 
+def test_crops_that_find_their_place_in_new_nets() -> None:
+    """RCF's AutoCrop, also where two stand one behind the other."""
+    text = convolution("c", "data", 1, "pad: 4") + crop("a", "c", "data")
+    text = text.replace("layers", "layer").replace("CONVOLUTION", '"Convolution"')
+    text = text.replace("type: CROP", 'type: "AutoCrop"')
+    assert offsets(text) == {"a": (2, [4, 4])}
+
+
 REFUSED = {
     "no whole offset aligns them": pooling("p", "data") + crop("crop", "p", "data"),
     'lies at 1 x -0.5 of "data"': convolution("c", "data", 2) + crop("crop", "c", "data"),

@@ -294,6 +294,30 @@ OWN |= {
     for name in names.split()
 }
 """Those of Deformable ConvNets."""
+OWN |= {
+    (message, name)
+    for message, names in {
+        "LayerParameter": "quant_param binary_convolution_param binary_inner_product_param "
+        "labelsequence_accuracy_param connectivity_mode",
+        "QuantParameter": "forward_func backward_func clip_thr negative_slope thrs centers",
+        "BinaryWeightParameter": "use_alpha use_binarization",
+        "LabelsequenceAccuracyParameter": "blank_label",
+        "ContinuationIndicatorParameter": "axis",
+        "NoiseParameter": "all_effects",
+        "DistortionParameter": "prob brightness contrast hue saturation random_order all_effects",
+        "NonMaximumSuppressionParameter": "soft_nms theta",
+        "ConvolutionParameter": "conv_mode",
+        "ParamSpec": "regularization_type breadth_decay_mult kernel_shape_decay_mult "
+        "block_group_lasso force_mult force_regularize",
+        "BlockGroupLassoSpec": "xdimen ydimen block_decay_mult",
+        "ForceRegular": "xdim ydim multi",
+        "SolverParameter": "breadth_decay kernel_shape_decay block_group_decay prune_threshold "
+        "force_decay force_type force_decay_type force_iter measure_threshold "
+        "max_threshold_factor winograd_sparsity_factor",
+    }.items()
+    for name in names.split()
+}
+"""Those of HWGQ, crnn.caffe, deepdetect, SSL and SkimCaffe."""
 OWN |= {("ResizeParameter", name) for name in ("center_object", "max_angle", "multiscale")}
 OWN |= {("RReLUParameter", "lb"), ("RReLUParameter", "ub")}
 """ducha-aiki's."""
@@ -354,6 +378,12 @@ def test_enums_are_those_of_the_tables() -> None:
     unnumbered |= {("MultiStageMeanfieldParameter.Mode", "POTTS")}
     engine = "DeformableConvolutionParameter.Engine"
     unnumbered |= {(engine, name) for name in ("DEFAULT", "CAFFE", "CUDNN")}
+    mode = "LayerParameter.ConnectivityMode"
+    kinds = ("CONNECTED", "DISCONNECTED_ELTWISE", "DISCONNECTED_GRPWISE")
+    unnumbered |= {(mode, name) for name in kinds}
+    mode = "ConvolutionParameter.ConvMode"
+    kinds = ("LOWERED_GEMM", "LOWERED_CCNMM", "DIRECT_SCONV", "DIRECT_DCONV")
+    unnumbered |= {(mode, name) for name in kinds}
     own_types = ("UNPOOLING", "MULTI_STAGE_MEANFIELD", "CROP")
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in own_types}
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in C3D.split()}

@@ -4,7 +4,10 @@ from math import exp, inf, isclose
 import pytest
 
 from caffepy.core.errors import ConfigError
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.net import Net
+from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
+from caffepy.proto.text import parse
+from caffepy.solver import Solver
 from caffepy.solver.check import check_param
 from caffepy.solver.policy import FIELDS, advance, policies, rate
 
@@ -138,3 +141,38 @@ def test_steps_wait_for_the_end_of_the_warm_up() -> None:
 def test_settings_of_forks_without_effect_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     check_param(param("fixed", larc=True, momentum_policy="poly"), None)
     assert caplog.messages == ["momentum_policy, larc: of a fork of Caffe, without effect here"]
+
+
+@pytest.mark.parametrize("field", ["breadth_decay", "force_decay", "prune_threshold"])
+def test_decays_of_ssl_are_refused_unless_they_are_0(field):
+    check_param(param("fixed", **{field: 0}), None)
+    with pytest.raises(ConfigError, match=f"{field} is one of S.*, which caffepy does not have"):
+        check_param(param("fixed", **{field: 0.01}), None)
+
+
+WEIGHTS = """layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "y" %s
+  inner_product_param { num_output: 1 weight_filler { type: "xavier" } } }"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("connectivity_mode: DISCONNECTED_ELTWISE", "DISCONNECTED_ELTWISE, a field of SSL"),
+        ('param { regularization_type: "L1" }', 'regularization_type "L1" of one parameter'),
+    ],
+)
+def test_what_ssl_says_of_layers_is_refused_in_training(setting, message):
+    net = parse(WEIGHTS % setting, NetParameter())
+    Net(net).forward()
+    with pytest.raises(ConfigError, match=message):
+        Solver(param("fixed", train_net_param=net, weight_decay=0.1))
+
+
+def test_a_kind_of_decay_that_is_the_solvers_says_nothing():
+    setting = 'connectivity_mode: CONNECTED param { regularization_type: "L2" }'
+    net = parse(WEIGHTS % setting, NetParameter())
+    Solver(param("fixed", train_net_param=net, weight_decay=0.1))
+    setting = 'param { regularization_type: "L1" decay_mult: 0 }'
+    net = parse(WEIGHTS % setting, NetParameter())
+    Solver(param("fixed", train_net_param=net, weight_decay=0.1))
