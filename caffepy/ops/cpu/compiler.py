@@ -139,8 +139,8 @@ class Kernel:
         """numba's function, which compiles for each list of types, and which only kernels call."""
         import numba
 
-        calls_of_numbas = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        return numba.njit(**self.options, **calls_of_numbas)(self._for_numba())
+        options = {**self.options, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        return numba.njit(**options)(self._for_numba())
 
     @cached_property
     def _kept_by_numba(self) -> Any:
