@@ -190,16 +190,14 @@ class Solver:
     def save_memory(
         self, recompute: Recompute = 1, room: int | None = None, solvers: int = 1
     ) -> None:
-        """Let the blobs of all nets share memory from now on: on a GPU, and with `recompute` on the
-        CPU too.
+        """Let the blobs of all nets share memory from now on, if they take so much that it is worth
+        it, or with `recompute`.
 
         The train net is cut into `recompute` segments, whose data, but for the last, are computed
         again before backward (`caffepy.net.recompute`). "auto": only if that is needed, and for as
         few layers as can be, to fit into `room` bytes, by default this solver's part of the
         device's free memory, which so many `solvers` share, less what is needed beside blobs.
         """
-        if not self.device.is_cuda and recompute == 1:
-            return
         train = memory.Usage(self.net, self._step.graphs.steps, True)
         tests = [memory.Usage(p.net, p.graphs.steps, False) for p in self._test_passes]
         if recompute == AUTO and room is None:
@@ -209,8 +207,8 @@ class Solver:
             room = max(0, self.device.free_memory // solvers - later)
         self.recompute = recompute, room
         least = memory.WORTH if recompute == 1 else 0
-        memory.save_memory([choose(train, tests, recompute, room or 0), *tests], least)
-        self._step.saves_memory = True
+        usages = [choose(train, tests, recompute, room or 0), *tests]
+        self._step.saves_memory = memory.save_memory(usages, least) > 0
 
     def run_eagerly(self, reason: str) -> None:
         """Run each layer by itself from now on; the log says why."""

@@ -2,6 +2,7 @@
 on the CPU, and captured on a GPU.
 """
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +13,7 @@ from caffepy.device import math_mode
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.layer.base import Drawing
-from caffepy.net import Net
+from caffepy.net import Net, memory
 from caffepy.net.memory import Usage, lifetimes
 from caffepy.net.recompute import OVERHEAD_OF_HOST, arena, recomputed_layers
 from caffepy.parallel.manager import SyncOptions, p2p_manager
@@ -106,6 +107,21 @@ def test_training_is_the_same(device: Callable[[], Device], fuse: bool, settings
     assert heard[0].losses == heard[1].losses
     if saving.device.is_cuda:
         assert saving.iterations.step.graphs._replayed > 0
+
+
+def test_blobs_that_take_much_share_memory_without_recomputation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, small, saving = (solver_of(Device(seed=1)) for _ in range(3))
+    with caplog.at_level(logging.INFO, "caffepy"):
+        small.save_memory()
+        assert not small.saves_memory
+        assert not caplog.messages
+        monkeypatch.setattr(memory, "WORTH", 1)
+        saving.save_memory()
+    assert saving.saves_memory
+    assert "each by itself share" in caplog.text
+    assert_same(trained(saving), trained(plain))
 
 
 @pytest.mark.gpu
