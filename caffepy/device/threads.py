@@ -241,7 +241,7 @@ class _BlasScope:
 
 
 def _get_and_set(library: Any) -> tuple[Callable[[], int], Callable[[int], Any]]:
-    """Return the functions of a library that get and set its number of threads: OpenBLAS's own where
+    """Return what gets and sets a library's number of threads: OpenBLAS's own functions where
     possible, since threadpoolctl looks for them in each call, 2 us of each pass.
     """
     find = getattr(library, "_get_symbol", None)
