@@ -64,7 +64,7 @@ Kinds = tuple[object, ...]
 
 
 def describe(args: Sequence[Any], kinds: list[object], words: list[Any]) -> None:
-    """Append the kinds of arguments, and their words for `Convention.pack`."""
+    """Append the kinds of arguments, and their words for `Entry.pack`."""
     for arg in args:
         kind = type(arg)
         if kind is np.ndarray or isinstance(arg, np.ndarray):
