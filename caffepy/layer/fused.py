@@ -20,7 +20,7 @@ from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.scale import Scale
 from caffepy.layer.shape import Split
-from caffepy.ops.objects import NormForward, NormSums
+from caffepy.ops.objects import Maxima, NormForward, NormSums
 from caffepy.ops.protocol import Window
 from caffepy.proto.caffe_pb2 import PoolingParameter
 
@@ -153,6 +153,55 @@ class ConvolutionPooling(_BehindReLU):
         window = pooling.kernel, pooling.stride, pooling.pad
         pooling.ops.max_pool_backward(dy, pooling.index.data, gradient, window)
         self.gradients(gradient)
+
+
+class PooledConvolution:
+    """top = maxima of w * bottom + b [, then ReLU, in place or not, with a slope of 0].
+
+    The convolution's output is a buffer of the group's own, which a kernel may leave out. Backward
+    writes its gradient over it where the bottom's needs it.
+    """
+
+    sums_for: "NormGroup | None" = None
+    own_diffs: Sequence[Blob] = ()
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        convolution, pooling, *relu = members
+        assert isinstance(convolution.layer, Convolution)
+        assert isinstance(pooling.layer, Pooling)
+        assert all(member.layer.can_fuse for member in relu)
+        self.layer, self.pooling, self.relu = convolution.layer, pooling.layer, bool(relu)
+        (self.bottom,), (self.convolved,) = convolution.bottoms, convolution.tops
+        (self.top,), (self.propagate_down,) = members[-1].tops, convolution.propagate_down
+        self.output = self.layer.buffer_like(self.convolved)
+
+    @property
+    def buffers(self) -> Sequence[Blob]:
+        """The convolution's output and the places of the maxima."""
+        return [self.output, *self.pooling.buffers]
+
+    def _maxima(self, values: Array) -> Maxima:
+        pooling = self.pooling
+        window = pooling.kernel, pooling.stride, pooling.pad
+        return Maxima(values, pooling.index.data, window, self.relu)
+
+    def forward(self) -> None:
+        layer, output = self.layer, self.output
+        output.reshape_like(self.convolved)
+        (x,) = layer.whole([self.bottom])
+        given = x.data, layer.blobs[0].data, layer.bias, output.data
+        layer.conv.forward_maxima(*given, self._maxima(self.top.data))
+
+    def backward(self) -> None:
+        """The gradients; a maximum that is not above 0 has no index."""
+        layer, maxima, gradient = self.layer, self._maxima(self.top.diff), self.output.data
+        (x,) = layer.copies or [self.bottom]
+        dw, db = layer.weight_diff, layer.bias_diff
+        if self.propagate_down:
+            layer.ops.max_pool_backward(maxima.y, maxima.where, gradient, maxima.window)
+            layer.gradients(gradient, db, self.bottom, x, True)
+        elif dw is not None or db is not None:
+            layer.conv.backward_weight_maxima(x.data, gradient, maxima, dw, db)
 
 
 class ConvolutionLRN(_BehindReLU):
@@ -575,6 +624,7 @@ PATTERNS = (
     Pattern((Convolution, BatchNorm), NORM),
     Pattern((Convolution, ReLU, LRN), ()),
     Pattern((Convolution, ReLU, Pooling), ()),
+    Pattern((Convolution, Pooling), (ReLU,)),
     Pattern((Convolution,), (ReLU,)),
     Pattern((BatchNorm,), NORM),
     Pattern((InnerProduct,), (ReLU, Dropout)),
@@ -599,5 +649,7 @@ def make_group(members: Sequence[Member], learns: bool, has_gradient: Sequence[b
         if isinstance(members[-1].layer, Pooling):
             return NormPooling(members, learns)
         return NormGroup(members, learns, has_gradient)
-    first, *_, last = (type(member.layer) for member in members)
-    return GROUPS[first, last](members)
+    kinds = [type(member.layer) for member in members]
+    if kinds[:2] == [Convolution, Pooling]:
+        return PooledConvolution(members)
+    return GROUPS[kinds[0], kinds[-1]](members)

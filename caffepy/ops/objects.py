@@ -42,6 +42,17 @@ class NormForward(NamedTuple):
     bits: Array | None
 
 
+class Maxima(NamedTuple):
+    """`Ops.max_pool_forward` of a convolution's output, or the gradient of that: y, or dy in its
+    place, the index of each, and the windows. Zero instead of what is not above 0 with `relu`.
+    """
+
+    y: Array
+    where: Array
+    window: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+    relu: bool
+
+
 class NormSums(NamedTuple):
     """The first half of `Ops.norm_backward`, for a sum of the gradient g that a convolution gives
     and, if there is one, of `more`.
@@ -90,6 +101,11 @@ class Convolution(Protocol):
     ) -> None:
         """Write y = w * x + b, then `Ops.batch_norm_prepare` of y, whose channels are axis 1."""
 
+    def forward_maxima(
+        self, x: Array, w: Array, b: Array | None, output: Array, maxima: Maxima
+    ) -> None:
+        """Write the maxima of w * x + b, and their index; the output need not be written."""
+
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         """Write dx."""
 
@@ -103,6 +119,13 @@ class Convolution(Protocol):
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw and db."""
+
+    def backward_weight_maxima(
+        self, x: Array, output: Array, maxima: Maxima, dw: Array | None, db: Array | None
+    ) -> None:
+        """Add to dw and db, from the gradient of the maxima; that of the output need not be
+        written.
+        """
 
     def skips_output(self, layout: Layout) -> bool:
         """Return True if the methods below save passes over arrays of this layout."""

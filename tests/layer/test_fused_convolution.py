@@ -11,7 +11,13 @@ from caffepy.device.blob import PLAIN, Blob, Layout
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
-from caffepy.layer.fused import ConvolutionLRN, ConvolutionPooling, ConvolutionReLU, Member
+from caffepy.layer.fused import (
+    ConvolutionLRN,
+    ConvolutionPooling,
+    ConvolutionReLU,
+    Member,
+    PooledConvolution,
+)
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 from tests.layer.harness import random
 
@@ -215,6 +221,91 @@ def test_what_knows_the_mask_on_a_gpu(case, behind, layout):
     wanted = [True, True]
     want = Behind(case, behind, wanted).one_by_one(True)
     on_gpu = Behind(case, behind, wanted, CudaDevice(seed=1), layout).together(True)
+    agree(on_gpu, want, tolerance)
+
+
+class Pooled(Pair):
+    """A Convolution, MAX Pooling and perhaps a ReLU, and their group."""
+
+    def __init__(self, case, window, relu, wanted, device=None, layout=None):
+        super().__init__(case, True, wanted, device, layout)
+        text = POOLING % WINDOWS[window]
+        with self.device.scope():
+            self.pool = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, self.device)
+            self.y = Blob(device=self.device)
+            if layout:
+                self.y.set_layout(layout)
+            self.pool.setup([self.middle], [self.y])
+            self.pool.reshape([self.middle], [self.y])
+            self.relu.reshape([self.y], [self.y])
+        self.rectifies = relu
+
+    def one_by_one(self, down):
+        with self.device.scope():
+            self.conv.forward([self.x], [self.middle])
+            self.pool.forward([self.middle], [self.y])
+            if self.rectifies:
+                self.relu.forward([self.y], [self.y])
+            self.y.host_diff[...] = quarters(random(*self.y.shape, seed=1))
+            if self.rectifies:
+                self.relu.backward([self.y], [True], [self.y])
+            self.pool.backward([self.y], [True], [self.middle])
+            self.conv.backward([self.middle], [down], [self.x])
+        return self.results()
+
+    def together(self, down):
+        members = [
+            Member(self.conv, [self.x], [self.middle], [down]),
+            Member(self.pool, [self.middle], [self.y], [True]),
+            Member(self.relu, [self.y], [self.y], [True]),
+        ]
+        group = PooledConvolution(members if self.rectifies else members[:2])
+        with self.device.scope():
+            for _ in range(2):  # nothing is left of the pass before
+                for blob in self.conv.blobs:
+                    blob.host_diff.fill(1)
+                group.forward()
+                self.y.host_diff[...] = quarters(random(*self.y.shape, seed=1))
+                group.backward()
+        return self.results()
+
+
+WINDOWS = {
+    "overlapping": "kernel_size: 3 stride: 2 pad: 1",
+    "touching": "kernel_size: 2 stride: 2",
+    "apart": "kernel_size: 2 stride: 3",
+}
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("case", IMAGES)
+def test_maxima_as_the_layers_one_by_one(case, window, relu):
+    for down, *wanted in (
+        (True, True, True),
+        (False, True, True),
+        (False, True, False),
+        (False, False, True),
+        (True, False, True),
+    ):
+        apart = Pooled(case, window, relu, wanted).one_by_one(down)
+        together = Pooled(case, window, relu, wanted).together(down)
+        assert any(np.count_nonzero(a) for a in apart)
+        agree(together, apart, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("down", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("case", IMAGES)
+def test_maxima_on_a_gpu(case, window, down, layout):
+    layout, tolerance = LAYOUTS[layout]
+    if case in NO_FORMAT:
+        layout = PLAIN
+    wanted = [True, True]
+    want = Pooled(case, window, True, wanted).one_by_one(down)
+    on_gpu = Pooled(case, window, True, wanted, CudaDevice(seed=1), layout).together(down)
     agree(on_gpu, want, tolerance)
 
 

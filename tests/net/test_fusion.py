@@ -145,10 +145,14 @@ NETS = {
     + on("ReLU", "r", "c")
     + on("LRN", "n", "c", LRN.replace("alpha", "norm_region: WITHIN_CHANNEL alpha"), "last"),
     "conv, norm": conv("c", "data") + on("LRN", "n", "c", LRN, "last"),
-    "max pooling": conv("c", "data")
+    "conv, max pooling, relu": conv("c", "data")
     + on("Pooling", "m", "c", POOL, "last")
     + on("ReLU", "r", "last"),
-    "max pooling, overwritten": (
+    "max pooling": conv("c", "data")
+    + on("Sigmoid", "s", "c")
+    + on("Pooling", "m", "c", POOL, "last")
+    + on("ReLU", "r", "last"),
+    "conv, max pooling, relu, overwritten": (
         conv("c", "data")
         + on("Pooling", "m", "c", POOL, "x")
         + on("ReLU", "r", "x")
@@ -205,15 +209,16 @@ GROUPS = {
     "conv relu not in place, max pooling": [["c", "r", "m"]],
     "conv relu, max pooling, overwritten": [["c", "r"]],
     "conv relu, mean": [["c", "r"]],
-    "conv, max pooling": [],
+    "conv, max pooling": [["c", "m"]],
     "conv relu, norm, max pooling": [["c", "r", "n"]],
     "conv relu not in place, norm": [["c", "r", "n"]],
     "conv relu, norm, overwritten": [["c", "r", "n"]],
     "conv relu, norm in place": [["c", "r"]],
     "conv relu, norm within channels": [["c", "r"]],
     "conv, norm": [],
+    "conv, max pooling, relu": [["c", "m", "r"]],
+    "conv, max pooling, relu, overwritten": [["c", "m", "r"]],
     "max pooling": [["m", "r"]],
-    "max pooling, overwritten": [["m", "r"]],
     "norm and max pooling": [["c", "bn_c", "scale_c", "r", "m"]],
     "norm and maxima that are overwritten": [["c", "bn_c", "scale_c", "r", "m"]],
     "norm and mean": [["c", "bn_c", "scale_c", "r"]],

@@ -7,7 +7,7 @@ import pytest
 
 from caffepy.device.threads import num_threads
 from caffepy.ops import cpu
-from caffepy.ops.objects import NormSums
+from caffepy.ops.objects import Maxima, NormSums
 
 
 def naive(x, w, stride, pad, dilation, group):
@@ -182,6 +182,32 @@ def test_numbers_of_a_normalization_after_it():
             conv.forward(x, w, None, y)
             cpu.batch_norm_prepare(y.reshape(2, 6, -1), *preparation)
         answers.append([y, *running, numbers])
+    for a, b in zip(*answers, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_maxima_of_its_output(relu):
+    """forward_maxima and backward_weight_maxima are the passes one after the other."""
+    x, w, b = data((2, 3, 7, 6), 0), data((4, 3, 3, 3), 1), data(4, 2)
+    conv = cpu.Convolution(x.shape, w.shape, ((1, 1), (1, 1), (1, 1)), 1, np.float64)
+    window, answers = ((3, 3), (2, 2), (0, 0)), []
+    for together in (True, False):
+        output, y = np.empty(conv.y_shape), np.empty((2, 4, 3, 3))
+        index, dy, dw, db = np.empty(y.shape, np.int32), data(y.shape, 3), data(w.shape, 4), b * 2
+        maxima = Maxima(y, index, window, relu)
+        if together:
+            conv.forward_maxima(x, w, b, output, maxima)
+            conv.backward_weight_maxima(x, output, maxima._replace(y=dy), dw, db)
+        else:
+            conv.forward(x, w, b, output)
+            cpu.max_pool_forward(output, y, index, window)
+            if relu:
+                index[y <= 0] = -1
+                y = np.maximum(y, 0)
+            cpu.max_pool_backward(dy, index, output, window)
+            conv.backward_weight(x, output, dw, db)
+        answers.append([y, index, dw, db])
     for a, b in zip(*answers, strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -40,6 +40,7 @@ from caffepy.ops.cpu.normalization import (
 )
 from caffepy.ops.cpu.pointwise import Pointwise
 from caffepy.ops.cpu.pointwise import suits as is_pointwise
+from caffepy.ops.cpu.pooling import max_pool_backward, max_pool_forward
 from caffepy.ops.cpu.tile import (
     Schedule,
     accumulate_by,
@@ -50,7 +51,7 @@ from caffepy.ops.cpu.tile import (
 )
 from caffepy.ops.cpu.winograd import Winograd
 from caffepy.ops.cpu.winograd import suits as is_winograd
-from caffepy.ops.objects import NormForward, NormSums, Preparation
+from caffepy.ops.objects import Maxima, NormForward, NormSums, Preparation
 
 Sizes = Sequence[int]
 
@@ -515,6 +516,12 @@ class Convolution:
         self.forward(x, w, b, y)
         batch_norm_prepare(_planes(y), *preparation)
 
+    def forward_maxima(
+        self, x: Array, w: Array, b: Array | None, output: Array, maxima: Maxima
+    ) -> None:
+        self.forward(x, w, b, output)
+        max_pool_forward(output, *maxima)
+
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         plan = self.data_plan
         if not dx.size:
@@ -552,6 +559,12 @@ class Convolution:
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         if dy.size:
             self.plan.backward_weight(x, dy, dw, db)
+
+    def backward_weight_maxima(
+        self, x: Array, output: Array, maxima: Maxima, dw: Array | None, db: Array | None
+    ) -> None:
+        max_pool_backward(maxima.y, maxima.where, output, maxima.window)
+        self.backward_weight(x, output, dw, db)
 
     def skips_output(self, layout: Layout) -> bool:
         return False

@@ -47,6 +47,7 @@ from caffepy.ops.cuda import (
     depthwise,
     graphs,
     pointwise,
+    pooled_convolution,
     small_convolution,
 )
 from caffepy.ops.cuda.autotune import Make, Run
@@ -71,7 +72,8 @@ from caffepy.ops.cuda.normalization import (
     what_follows,
 )
 from caffepy.ops.cuda.pointwise import Variant
-from caffepy.ops.objects import NormForward, NormSums, Preparation
+from caffepy.ops.cuda.pooling import max_pool_backward, max_pool_forward
+from caffepy.ops.objects import Maxima, NormForward, NormSums, Preparation
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +138,18 @@ class Convolution:
         else:
             prepare_from(partial, planes, preparation)
 
+    def forward_maxima(
+        self, x: Array, w: Array, b: Array | None, output: Array, maxima: Maxima
+    ) -> None:
+        if not maxima.y.size:
+            return
+        made = self._for(x, output)
+        if isinstance(made, _ChannelsLast):
+            made.forward_maxima(x, w, b, output, maxima)
+        else:
+            made.forward(x, w, b, output, False)
+            max_pool_forward(output, *maxima)
+
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         if not dx.size:
             return
@@ -189,6 +203,18 @@ class Convolution:
             self._for(x, dy).backward_weight(x, dy, dw, db)
         elif db is not None:
             relu_bias_backward(None, dy, db)
+
+    def backward_weight_maxima(
+        self, x: Array, output: Array, maxima: Maxima, dw: Array | None, db: Array | None
+    ) -> None:
+        if not maxima.y.size:
+            return
+        made = self._for(x, output)
+        if dw is not None and isinstance(made, _ChannelsLast):
+            made.backward_weight_maxima(x, output, maxima, dw, db)
+        else:
+            max_pool_backward(maxima.y, maxima.where, output, maxima.window)
+            self.backward_weight(x, output, dw, db)
 
     def _shaped(self, y: Array) -> Array:
         """Return y in its usual shape: its first axes may be several in place of N, and the last
@@ -382,6 +408,44 @@ class _ChannelsLast:
         self._last_forward = None
         _run(self._runs, ("forward", b is not None, relu), make, arrays)
 
+    def forward_maxima(
+        self, x: Array, w: Array, b: Array | None, output: Array, maxima: Maxima
+    ) -> None:
+        """Compute the maxima of windows over y, which lies in `output` if it is written."""
+
+        def apart(x: Array, w: Array, b: Array | None, output: Array, maxima: Maxima) -> None:
+            self.forward(x, w, b, output, False)
+            max_pool_forward(output, *maxima)
+
+        own = partial(pooled_convolution.forward, self.geometry, maxima, self.dtype)
+        name = f"forward maxima {maxima.window} {maxima.relu} {self.geometry}"
+        key, arrays = ("maxima", b is not None, maxima.relu), (x, w, b, output, maxima)
+        self._last_forward = None
+        self._apart_or_at_once(key, name, apart, own, arrays, lambda: arrays)
+
+    def _apart_or_at_once(
+        self,
+        key: Any,
+        name: str,
+        apart: Run,
+        own: Callable[[], list[Make]],
+        arrays: Sequence[Any],
+        scratch: Callable[[], Sequence[Any]],
+    ) -> None:
+        """Run the faster of `apart` and our own candidates, timed with arrays of `scratch`."""
+
+        def make() -> Run | None:
+            at_once, given = own(), scratch()
+            if at_once or looks_ahead():
+                apart(*given)  # chooses its plans before others are timed
+            if not at_once:
+                return apart
+            candidates: list[Make] = [lambda: apart, *at_once]
+            found = autotune.fastest(name, self.dtype, candidates, given, LAUNCHES)
+            return found and found[1]
+
+        _run(self._runs, key, make, arrays)
+
     def forward_moments(
         self, x: Array, w: Array, b: Array | None, y: Array, planes: Array
     ) -> tuple[Array, int]:
@@ -545,11 +609,26 @@ class _ChannelsLast:
 
         def make() -> Run | None:
             own = self._own_way("backward_weight")
-            scratch = [a if a is None or looks_ahead() else cupy.zeros_like(a) for a in (dw, db)]
             cudnn = partial(self._cudnn_backward_weight, x, dy)
-            return self._cudnn_or_own(what, cudnn, own, (x, dy, *scratch))
+            return self._cudnn_or_own(what, cudnn, own, (x, dy, *_scratch(dw, db)))
 
         _run(self._runs, what, make, (x, dy, dw, db))
+
+    def backward_weight_maxima(
+        self, x: Array, output: Array, maxima: Maxima, dw: Array, db: Array | None
+    ) -> None:
+        def apart(x: Array, output: Array, maxima: Maxima, dw: Array, db: Array | None) -> None:
+            max_pool_backward(maxima.y, maxima.where, output, maxima.window)
+            self.backward_weight(x, output, dw, db)
+
+        own = partial(pooled_convolution.backward_weight, self.geometry, maxima, self.dtype)
+        name = f"backward_weight maxima {maxima.window} {self.geometry}"
+        key, given = ("maxima gradient", db is not None), (x, output, maxima)
+
+        def scratch() -> Sequence[Any]:
+            return *given, *_scratch(dw, db)
+
+        self._apart_or_at_once(key, name, apart, own, (*given, dw, db), scratch)
 
     def _own_way(self, what: str) -> Callable[..., list[Make]] | None:
         """Return what lists our own candidates for a pass; None without any."""
@@ -664,6 +743,11 @@ class _ChannelsLast:
                 relu_bias_backward(None, dy, db)
 
         return run
+
+
+def _scratch(*gradients: Array | None) -> list[Array | None]:
+    """Return arrays like these, to be added to while candidates are timed; ahead these."""
+    return [a if a is None or looks_ahead() else cupy.zeros_like(a) for a in gradients]
 
 
 def _variant(norm: NormSums) -> Variant:

@@ -5,6 +5,7 @@
 #include "reduce.cuh"
 #include "random.cuh"
 #include "windows.cuh"
+#include "pairs.cuh"
 
 // y = the first largest element, index = where; of a window without numbers above -inf its first element.
 // R: 0 instead of what is not above 0, which is nowhere. NORM: elements are x * factor + shift, rounded, with a number of
@@ -72,29 +73,6 @@ __global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* 
   }
 }
 
-// Two numbers of 16 bits in a word: the larger ones; all bits of those that are equal, or not above.
-template <typename T> struct Pair;
-#define PAIR(type, name)                                                                 \
-  template <> struct Pair<type> {                                                        \
-    static __device__ unsigned largest(unsigned a, unsigned b) {                         \
-      unsigned c;                                                                        \
-      asm("max." name " %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));                        \
-      return c;                                                                          \
-    }                                                                                    \
-    static __device__ unsigned equal(unsigned a, unsigned b) {                           \
-      unsigned c;                                                                        \
-      asm("set.eq.u32." name " %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));                 \
-      return c;                                                                          \
-    }                                                                                    \
-    static __device__ unsigned at_most(unsigned a, unsigned b) {                         \
-      unsigned c;                                                                        \
-      asm("set.le.u32." name " %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));                 \
-      return c;                                                                          \
-    }                                                                                    \
-  };
-PAIR(bf16_t, "bf16x2")
-PAIR(half_t, "f16x2")
-
 // max_pool_forward for numbers of 16 bits (compute capability 9.0), index in bytes, windows of K x K with stride S and
 // padding P, none of which begins beyond the plane. A thread takes 8 channels of NEXT neighbours of a row, loads each
 // element under them once, two channels to a word; then it looks where the maxima came from, last element first.
@@ -103,7 +81,6 @@ __global__ void max_pool_forward_tiles(const T* __restrict__ x, T* __restrict__ 
                                        WINDOWS) {
   constexpr int V = 8, WORDS = 4, NEXT = 4 / S, COLUMNS = (NEXT - 1) * S + K;
   using Words = Pack<unsigned, WORDS>;
-  const unsigned bits = T(-__int_as_float(0x7f800000)).bits, least = bits << 16 | bits;
   const Windows s = NUMBERS;
   const int tiles = (s.wo + NEXT - 1) / NEXT;
   FOR_EACH(e, images * s.ho * tiles * s.packs) {
@@ -116,58 +93,18 @@ __global__ void max_pool_forward_tiles(const T* __restrict__ x, T* __restrict__ 
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
         const int row = top + r, column = left + c;
-        if (row >= 0 && row < s.h && column >= 0 && column < s.w) {
-          taken[r][c] = image[(row * s.w + column) * s.packs];
-        } else {
-#pragma unroll
-          for (int w = 0; w < WORDS; ++w) taken[r][c].v[w] = least;
-        }
+        const bool inside = row >= 0 && row < s.h && column >= 0 && column < s.w;
+        taken[r][c] = inside ? image[(row * s.w + column) * s.packs] : lowest<T, WORDS>();
       }
     const i64 first = at.image * s.small() + (i64(at.row) * s.wo + at.column * NEXT) * s.packs + at.pack;
 #pragma unroll
     for (int u = 0; u < NEXT; ++u) {
       if (at.column * NEXT + u >= s.wo) break;
-      const unsigned corner = max(-top, 0) * K + max(-left - u * S, 0);
-      Words largest, where;
-      unsigned odd = 0;
-#pragma unroll
-      for (int w = 0; w < WORDS; ++w) {
-        unsigned best = taken[0][u * S].v[w], place = corner << 16 | corner;
-#pragma unroll
-        for (int r = 0; r < K; ++r)
-#pragma unroll
-          for (int c = 0; c < K; ++c) best = Pair<T>::largest(best, taken[r][u * S + c].v[w]);
-#pragma unroll
-        for (int r = K - 1; r >= 0; --r)
-#pragma unroll
-          for (int c = K - 1; c >= 0; --c) {
-            const unsigned here = Pair<T>::equal(taken[r][u * S + c].v[w], best);
-            place = (here & (r * K + c) * 0x10001u) | (~here & place);
-          }
-        odd |= Pair<T>::equal(best, least);
-        largest.v[w] = best;
-        where.v[w] = place;
-      }
-      if (odd) {  // no number above -inf: the first element of the plane
-        const Words start = image[(max(top, 0) * s.w + max(left + u * S, 0)) * s.packs];
-#pragma unroll
-        for (int w = 0; w < WORDS; ++w) {
-          const unsigned none = Pair<T>::equal(largest.v[w], least);
-          largest.v[w] = (none & start.v[w]) | (~none & largest.v[w]);
-          where.v[w] = (none & (corner << 16 | corner)) | (~none & where.v[w]);
-        }
-      }
-      if (R) {
-#pragma unroll
-        for (int w = 0; w < WORDS; ++w) {
-          const unsigned none = Pair<T>::at_most(largest.v[w], 0);
-          largest.v[w] &= ~none;
-          where.v[w] |= none;
-        }
-      }
+      const auto of_window = [&](int r, int c) { return taken[r][u * S + c]; };
+      const auto of_plane = [&](int row, int column) { return image[(row * s.w + column) * s.packs]; };
+      Words largest;
       Pack<unsigned char, V> places;
-#pragma unroll
-      for (int v = 0; v < V; ++v) places.v[v] = (unsigned char)(where.v[v / 2] >> 16 * (v % 2));
+      find_largest<T, K, K, R>(of_window, of_plane, top, left + u * S, largest, places);
       reinterpret_cast<Words*>(y)[first + u * s.packs] = largest;
       reinterpret_cast<Pack<unsigned char, V>*>(index)[first + u * s.packs] = places;
     }

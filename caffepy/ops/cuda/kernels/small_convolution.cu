@@ -7,6 +7,7 @@
 
 #include "pack.cuh"
 #include "mma.cuh"
+#include "shares.cuh"
 
 constexpr int MOST_THREADS = 512;
 constexpr int AT_ONCE = 8;  // loads under way in a thread
@@ -422,21 +423,13 @@ small_gradient(const T* x, const T* dy, float* part, int number, int channels, i
   }
 }
 
-// dw += sums of what small_gradient made, db likewise unless there is none. A block of 256 threads takes 32 sums, a warp
-// every eighth share of each. m, n, groups and down (gridDim.y) as they were there.
+// dw += sums of what small_gradient made, db likewise unless there is none. m, n, groups and down (gridDim.y) as they were
+// there.
 __global__ void add_gradient(const float* part, float* dw, float* db, int shares, int sums, int length, int outputs,
                              int m, int n, int groups, int down) {
-  __shared__ float partial[8][32];
-  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, i = blockIdx.x * 32 + lane_id;
-  float sum = 0;
-  if (i < sums) {
-#pragma unroll 8
-    for (int k = warp; k < shares; k += 8) sum += part[i64(k) * sums + i];
-  }
-  partial[warp][lane_id] = sum;
-  __syncthreads();
-  if (warp > 0 || i >= sums) return;
-  for (int k = 1; k < 8; ++k) sum += partial[k][lane_id];
+  const int i = blockIdx.x * 32 + threadIdx.x % 32;
+  const float sum = sum_of_shares(part, shares, sums, i < sums);
+  if (threadIdx.x >= 32 || i >= sums) return;
   const int all = db ? sums - outputs : sums;
   if (i >= all) {
     db[i - all] += sum;
