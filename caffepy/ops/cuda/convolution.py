@@ -5,6 +5,7 @@ With the channels last, the levels of candidates of a forward are:
     Convolution.forward                            key in the tuned plans
     +- "... small", "... depthwise", "... pointwise": cuDNN, or something of our own
        +- small_convolution: the best tilings by estimated cycles
+       +- small_images: likewise, beside it, but for the weights
        +- depthwise: each channel by itself
        +- pointwise: the gradient of the weights as one product
        +- cuDNN, "... ways": how weights and image are arranged for it (filters.py)
@@ -49,6 +50,7 @@ from caffepy.ops.cuda import (
     pointwise,
     pooled_convolution,
     small_convolution,
+    small_images,
 )
 from caffepy.ops.cuda.autotune import Make, Run
 from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
@@ -380,8 +382,10 @@ class _ChannelsLast:
             (pointwise, "pointwise"),
         )
         suiting = (each for each in own if each[0].suits(geometry, dtype))
-        self._own: ModuleType | None
-        self._own, self._kind = next(suiting, (None, "small"))
+        self._own: list[ModuleType]
+        self._own, self._kind = next((([module], kind) for module, kind in suiting), ([], "small"))
+        if small_images.suits(geometry, dtype):
+            self._own.append(small_images)
         self._begin_to_compile()
         self._used: list[_Arrangement] = []
         self._runs: dict[Any, Run] = {}
@@ -417,7 +421,10 @@ class _ChannelsLast:
             self.forward(x, w, b, output, False)
             max_pool_forward(output, *maxima)
 
-        own = partial(pooled_convolution.forward, self.geometry, maxima, self.dtype)
+        def own() -> list[Make]:
+            given = self.geometry, maxima, self.dtype
+            return [*pooled_convolution.forward(*given), *small_images.forward_maxima(*given)]
+
         name = f"forward maxima {maxima.window} {maxima.relu} {self.geometry}"
         key, arrays = ("maxima", b is not None, maxima.relu), (x, w, b, output, maxima)
         self._last_forward = None
@@ -632,7 +639,12 @@ class _ChannelsLast:
 
     def _own_way(self, what: str) -> Callable[..., list[Make]] | None:
         """Return what lists our own candidates for a pass; None without any."""
-        return getattr(self._own, what, None)
+        listed = [getattr(module, what) for module in self._own if hasattr(module, what)]
+
+        def all_of(*given: Any, **how: Any) -> list[Make]:
+            return [make for each in listed for make in each(*given, **how)]
+
+        return all_of if listed else None
 
     def _cudnn_or_own(
         self,

@@ -18,6 +18,7 @@ from caffepy.ops.cuda import (  # noqa: E402
     filters,
     plans,
     small_convolution,
+    small_images,
 )
 from caffepy.ops.cuda.context import context  # noqa: E402
 from tests.ops.test_convolution import CASES as CPU_CASES  # noqa: E402
@@ -214,7 +215,8 @@ def test_the_other_way(case, kind, monkeypatch):
         return found[-1] if found else None
 
     monkeypatch.setattr(autotune, "fastest", last)
-    monkeypatch.setattr(small_convolution, "suits", lambda *arguments: False)
+    for module in (small_convolution, small_images):
+        monkeypatch.setattr(module, "suits", lambda *arguments: False)
     check(CASES[case], KINDS[kind])
 
 
