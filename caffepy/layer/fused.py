@@ -117,10 +117,10 @@ class _BehindReLU:
         layer.conv.forward(x.data, layer.blobs[0].data, layer.bias, y.data, relu=True)
         return y.data
 
-    def gradients(self, dy: Array) -> None:
-        """The gradients of the convolution but for that of its bias."""
+    def gradients(self, dy: Array, db: Array | None = None) -> None:
+        """The gradients of the convolution, that of its bias if it is given."""
         (x,) = self.layer.copies or [self.bottom]
-        self.layer.gradients(dy, None, self.bottom, x, self.propagate_down)
+        self.layer.gradients(dy, db, self.bottom, x, self.propagate_down)
 
 
 class ConvolutionPooling(_BehindReLU):
@@ -153,6 +153,32 @@ class ConvolutionPooling(_BehindReLU):
         window = pooling.kernel, pooling.stride, pooling.pad
         pooling.ops.max_pool_backward(dy, pooling.index.data, gradient, window)
         self.gradients(gradient)
+
+
+class ConvolutionMeans(_BehindReLU):
+    """top = means of relu(w * bottom + b) over windows."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        super().__init__(members)
+        pooling = members[-1].layer
+        assert isinstance(pooling, Pooling)
+        self.pooling = pooling
+        self.own_diffs = [self.output]
+
+    @property
+    def buffers(self) -> Sequence[Blob]:
+        """The convolution's output."""
+        return [self.output]
+
+    def forward(self) -> None:
+        self.convolve()
+        self.pooling.forward([self.output], [self.top])
+
+    def backward(self) -> None:
+        pooling, output = self.pooling, self.output
+        window = pooling.kernel, pooling.stride, pooling.pad
+        pooling.ops.ave_pool_backward(self.top.diff, output.diff, window, x=output.data)
+        self.gradients(output.diff, self.layer.bias_diff)
 
 
 class PooledConvolution:
@@ -652,4 +678,7 @@ def make_group(members: Sequence[Member], learns: bool, has_gradient: Sequence[b
     kinds = [type(member.layer) for member in members]
     if kinds[:2] == [Convolution, Pooling]:
         return PooledConvolution(members)
+    last = members[-1].layer
+    if kinds[0] is Convolution and isinstance(last, Pooling) and not last.takes_maxima:
+        return ConvolutionMeans(members)
     return GROUPS[kinds[0], kinds[-1]](members)

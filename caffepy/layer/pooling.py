@@ -137,6 +137,11 @@ class Pooling(Drawing):
             self.index = self.buffer(top[0].shape, kind)
 
     @property
+    def takes_maxima(self) -> bool:
+        """True for MAX."""
+        return bool(self.method == PoolingParameter.MAX)
+
+    @property
     def buffers(self) -> Blobs:
         return [self.index] if self.method == PoolingParameter.MAX or self.draws else []
 

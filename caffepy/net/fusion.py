@@ -16,7 +16,6 @@ from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.shape import Split
 from caffepy.net.node import Node
-from caffepy.proto.caffe_pb2 import PoolingParameter
 
 
 class Step(NamedTuple):
@@ -196,13 +195,14 @@ def _groups_from(nodes: Sequence[Node], start: int, taken: Container[int]) -> It
                 yield group
 
 
-def _tells_mask(first: Layer, node: Node) -> bool:
-    """True if the gradient of this LRN or Pooling tells that of a ReLU before it, in a group that
-    begins with this layer.
+def _takes_mask(before: Sequence[Layer], node: Node) -> bool:
+    """True if the gradient of this LRN or Pooling behind these layers of a group tells that of a
+    ReLU before it, or of means takes it in.
     """
-    means = isinstance(node.layer, Pooling) and node.layer.method != PoolingParameter.MAX
-    over_channels = not isinstance(first, Convolution) or first.axis == 1
-    return over_channels and not means and node.tops[0] is not node.bottoms[0]
+    means = isinstance(node.layer, Pooling) and not node.layer.takes_maxima
+    over_channels = not isinstance(before[0], Convolution) or before[0].axis == 1
+    takes = not means or [type(layer) for layer in before] == [Convolution, ReLU]
+    return over_channels and takes and node.tops[0] is not node.bottoms[0]
 
 
 def _extend(nodes: Sequence[Node], group: list[int], index: int | None, kind: type[Layer]) -> bool:
@@ -223,7 +223,7 @@ def _extend(nodes: Sequence[Node], group: list[int], index: int | None, kind: ty
         others = [b for b in node.bottoms if b is not mine]
         fits = len(others) == 1 and others[0] is not node.tops[0]
     if fits and group and isinstance(node.layer, LRN | Pooling):
-        fits = _tells_mask(first.layer, node)
+        fits = _takes_mask([nodes[i].layer for i in group], node)
     if fits:
         group.append(index)
     return fits

@@ -548,8 +548,12 @@ class Ops(Protocol):
         The divisor counts elements of the padding, but none beyond it.
         """
 
-    def ave_pool_backward(self, dy: Array, dx: Array, window: Window, y: Maybe = None) -> None:
-        """Write dx: each dy divided evenly over its window; with y, only dy whose y > 0."""
+    def ave_pool_backward(
+        self, dy: Array, dx: Array, window: Window, y: Maybe = None, x: Maybe = None
+    ) -> None:
+        """Write dx: each dy divided evenly over its window; with y, only dy whose y > 0, or with x
+        only for elements whose x > 0.
+        """
 
     def stochastic_pool_forward(
         self,

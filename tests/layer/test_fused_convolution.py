@@ -13,6 +13,7 @@ from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
 from caffepy.layer.fused import (
     ConvolutionLRN,
+    ConvolutionMeans,
     ConvolutionPooling,
     ConvolutionReLU,
     Member,
@@ -195,6 +196,7 @@ BEHIND = {
     "touching maxima": (ConvolutionPooling, POOLING % "kernel_size: 2 stride: 2"),
     "maxima apart": (ConvolutionPooling, POOLING % "kernel_size: 2 stride: 3"),
     "LRN": (ConvolutionLRN, LRN % "local_size: 3 beta: 0.75"),
+    "means": (ConvolutionMeans, POOLING % "pool: AVE kernel_size: 3 stride: 2 pad: 1"),
     "wide LRN": (ConvolutionLRN, LRN % "local_size: 11 beta: 0.6"),
 }
 IMAGES = [case for case, (shape, _) in CASES.items() if len(shape) == 4]
@@ -212,7 +214,7 @@ def test_what_knows_the_mask_as_the_layers_one_by_one(case, behind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("behind", ["overlapping maxima", "LRN", "wide LRN"])
+@pytest.mark.parametrize("behind", ["overlapping maxima", "means", "LRN", "wide LRN"])
 @pytest.mark.parametrize("case", IMAGES)
 def test_what_knows_the_mask_on_a_gpu(case, behind, layout):
     layout, tolerance = LAYOUTS[layout]

@@ -208,7 +208,7 @@ GROUPS = {
     "conv relu, max pooling": [["c", "r", "m"]],
     "conv relu not in place, max pooling": [["c", "r", "m"]],
     "conv relu, max pooling, overwritten": [["c", "r"]],
-    "conv relu, mean": [["c", "r"]],
+    "conv relu, mean": [["c", "r", "m"]],
     "conv, max pooling": [["c", "m"]],
     "conv relu, norm, max pooling": [["c", "r", "n"]],
     "conv relu not in place, norm": [["c", "r", "n"]],

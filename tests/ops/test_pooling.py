@@ -169,6 +169,11 @@ def test_relu_with_the_pooling_is_that_after_it(case, dtype):
     np.testing.assert_array_equal(fused, y)
     np.testing.assert_array_equal(dx_fused, dx)
 
+    cpu.ave_pool_backward(dy, dx, how)
+    cpu.relu_backward(x, dx, dx, 0)
+    cpu.ave_pool_backward(dy, dx_fused, how, x=x)
+    np.testing.assert_array_equal(dx_fused, dx)
+
 
 def test_stochastic_takes_each_element_by_its_share():
     x = np.random.default_rng(0).integers(0, 4, (2, 3, 7, 7)).astype(np.float32)

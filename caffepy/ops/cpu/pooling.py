@@ -139,13 +139,22 @@ def _ave_forward(x: Array, y: Array, layout: _Layout, relu: bool, lo: int, hi: i
 
 @kernel
 def _ave_backward(
-    dy: Array, dx: Array, y: Array, layout: _Layout, masked: bool, lo: int, hi: int
+    dy: Array,
+    dx: Array,
+    y: Array,
+    x: Array,
+    layout: _Layout,
+    masked: tuple[bool, bool],
+    lo: int,
+    hi: int,
 ) -> None:
+    """Of windows whose y, or for elements whose x, is above 0, if masked so."""
+    by_y, by_x = masked
     buffer, share = np.empty(layout.size, dy.dtype), np.zeros(layout.windows, dy.dtype)
     for n in range(lo, hi):
         for o in range(layout.number.size):
             share[np.uint32(layout.number[o])] = (
-                0 if masked and y[n, o] <= 0 else dy[n, o] / layout.area[o]
+                0 if by_y and y[n, o] <= 0 else dy[n, o] / layout.area[o]
             )
         buffer[:] = 0
         for t in range(layout.taps.shape[0]):
@@ -153,7 +162,7 @@ def _ave_backward(
             for q in range(layout.windows):
                 to[q] += share[q]
         for e in range(layout.place.size):
-            dx[n, e] = buffer[np.uint32(layout.place[e])]
+            dx[n, e] = 0 if by_x and x[n, e] <= 0 else buffer[np.uint32(layout.place[e])]
 
 
 @partial(kernel, fastmath=EXACT)
@@ -204,7 +213,7 @@ def _planes(*arrays: Array) -> list[Array]:
     return [a.reshape(a.shape[0] * a.shape[1], prod(a.shape[2:])) for a in arrays]
 
 
-def _share(loop: Any, layout: _Layout, relu: bool, *arrays: Array) -> None:
+def _share(loop: Any, layout: _Layout, relu: Any, *arrays: Array) -> None:
     planes = _planes(*arrays)
     run = partial(loop, *planes, layout, relu)
     parallel(run, len(planes[0]), 1 + 20_000 // layout.size)
@@ -252,9 +261,12 @@ def ave_pool_forward(x: Array, y: Array, window: Window, relu: bool = False) -> 
     _share(_ave_forward, _layout(x.shape[2:], y.shape[2:], window), relu, x, y)
 
 
-def ave_pool_backward(dy: Array, dx: Array, window: Window, y: Array | None = None) -> None:
+def ave_pool_backward(
+    dy: Array, dx: Array, window: Window, y: Array | None = None, x: Array | None = None
+) -> None:
     layout = _layout(dx.shape[2:], dy.shape[2:], window)
-    _share(_ave_backward, layout, y is not None, dy, dx, dy if y is None else y)
+    masks = dy if y is None else y, dx if x is None else x
+    _share(_ave_backward, layout, (y is not None, x is not None), dy, dx, *masks)
 
 
 def stochastic_pool_forward(

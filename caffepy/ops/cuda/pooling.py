@@ -175,11 +175,15 @@ def ave_pool_forward(x: Array, y: Array, window: Window, relu: bool = False) -> 
     _pool("ave_pool_forward", y, x, y, (x, y), window, flags=(relu,))
 
 
-def ave_pool_backward(dy: Array, dx: Array, window: Window, y: Array | None = None) -> None:
-    if y is not None:
-        channels_last(dy, y)  # raises if their layouts differ
-    arrays = (dy, dx, dy if y is None else y)
-    _pool("ave_pool_backward", dx, dx, dy, arrays, window, flags=(y is not None,))
+def ave_pool_backward(
+    dy: Array, dx: Array, window: Window, y: Array | None = None, x: Array | None = None
+) -> None:
+    assert y is None or x is None
+    mask = y if x is None else x
+    if mask is not None:
+        channels_last(dy, mask)  # raises if their layouts differ
+    arrays = (dy, dx, dy if mask is None else mask)
+    _pool("ave_pool_backward", dx, dx, dy, arrays, window, flags=(y is not None, x is not None))
 
 
 def stochastic_pool_forward(

@@ -182,6 +182,9 @@ def test_relu_in_types_and_orders(case, kind, last, sizes, busy, monkeypatch):
             cpu.ave_pool_backward(dy, dx, how, y=loaded(v).astype(dy.dtype))
             twice(stream, partial(cuda.ave_pool_backward, y=v), dv, du, how)
             np.testing.assert_allclose(loaded(du), dx, *TOLERANCE[kind])
+            cpu.ave_pool_backward(dy, dx, how, x=loaded(u).astype(dy.dtype))
+            twice(stream, partial(cuda.ave_pool_backward, x=u), dv, du, how)
+            np.testing.assert_allclose(loaded(du), dx, *TOLERANCE[kind])
 
 
 NORMALIZED = [

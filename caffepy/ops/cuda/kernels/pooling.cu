@@ -228,8 +228,9 @@ __global__ void ave_pool_forward_wide(const T* __restrict__ x, T* __restrict__ y
   }
 }
 
-// dx = sum over the windows that hold an element of dy / area; R: of those windows whose y is above 0
-template <typename T, int V, int W, bool R>
+// dx = sum over the windows that hold an element of dy / area; R: of those windows whose y is above 0. X: y is an array
+// like dx; of the elements whose y is above 0
+template <typename T, int V, int W, bool R, bool X>
 __global__ void ave_pool_backward(const T* __restrict__ dy, T* __restrict__ dx, const T* __restrict__ y, WINDOWS) {
   using A = Wide<T>;
   const Windows s = NUMBERS;
@@ -260,9 +261,10 @@ __global__ void ave_pool_backward(const T* __restrict__ dy, T* __restrict__ dx, 
           }
       }
     }
-    Pack<T, V> total;
+    Pack<T, V> total, mask;
+    if (X) mask = reinterpret_cast<const Pack<T, V>*>(y)[e];
 #pragma unroll
-    for (int v = 0; v < V; ++v) total.v[v] = T(sum[v]);
+    for (int v = 0; v < V; ++v) total.v[v] = T(X && A(mask.v[v]) <= 0 ? A(0) : sum[v]);
     reinterpret_cast<Pack<T, V>*>(dx)[e] = total;
   }
 }
