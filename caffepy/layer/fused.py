@@ -322,10 +322,12 @@ class InnerProductGroup:
     def forward(self) -> None:
         """y = dropout(relu(x @ w.T + b))."""
         layer, dropout = self.inner_product, self.dropout
-        mask = dropout.mask.data if dropout else None
-        seed, step_counter = dropout.draw() if dropout else (0, None)
+        if dropout is None:
+            layer.product(self.bottom, self.top, layer.bias, self.rectifies)
+            return
+        seed, step_counter = dropout.draw()
         y = layer.product(self.bottom, self.top)
-        given = layer.bias, self.rectifies, self.ratio, seed, mask, step_counter
+        given = layer.bias, self.rectifies, self.ratio, seed, dropout.mask.data, step_counter
         layer.ops.bias_act_forward(y, *given)
 
     def backward(self) -> None:

@@ -88,21 +88,19 @@ class InnerProduct(Weighted):
         return self.blobs[0].data
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        y = self.product(bottom[0], top[0])
-        if (b := self.bias) is not None:
-            self.ops.add_bias(y, b)
+        self.product(bottom[0], top[0], self.bias)
 
-    def product(self, bottom: Blob, top: Blob) -> Array:
-        """Write x @ w.T into the top; returns it as (M, O)."""
+    def product(self, bottom: Blob, top: Blob, b: Array | None = None, relu: bool = False) -> Array:
+        """Write x @ w.T + b, at least 0 with `relu`, into the top; return it as (M, O)."""
         x, w = bottom.data.reshape(self.rows, self.inputs), self.weight
         y: Array = top.data.reshape(self.rows, self.outputs)
         if self.normalizes and not self.recomputes:
             squares = (w * w).sum(axis=0 if self.transposed else 1, keepdims=True)
             np.divide(w, np.sqrt(squares + 1e-12), out=w)
-        if x.dtype != w.dtype:
-            self.ops.convert(w, self.narrow_weight.data)
-            w = self.narrow_weight.data
-        self.ops.matmul(x, w if self.transposed else w.T, y)  # (M, K) @ (K, O)
+        narrow = self.narrow_weight.data if x.dtype != w.dtype else None
+        if not self.transposed:
+            w, narrow = w.T, None if narrow is None else narrow.T
+        self.ops.inner_product(x, w, narrow, b, relu, y)  # (M, K) @ (K, O)
         return y
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:

@@ -187,6 +187,15 @@ class Ops(Protocol):
         sums are float32, or float64 for doubles.
         """
 
+    def inner_product(
+        self, x: Array, w: Array, narrow: Maybe, b: Maybe, relu: bool, y: Array
+    ) -> None:
+        """y = x @ w + b, at least 0 with `relu`; (M, K) @ (K, N) -> (M, N).
+
+        If x has another type than w, `narrow`, like w, becomes w in that. w and narrow are arrays
+        or transposed views of them.
+        """
+
     def add_bias(self, y: Array, b: Array) -> None:
         """y[n, o, ...] += b[o]; y (M, O) or (N, O, P)."""
 

@@ -43,6 +43,19 @@ def test_matmul(shape, transposed, dtype):
     np.testing.assert_allclose(out, start - 0.3 * want, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(3, 5, 4), (64, 500, 10), (0, 3, 4)])
+def test_inner_product(shape, bias, relu):
+    m, k, n = shape
+    rng = np.random.default_rng(0)
+    x, w, b = rng.standard_normal((m, k)), rng.standard_normal((n, k)), rng.standard_normal(n)
+    want = np.einsum("mk,nk->mn", x, w) + (b if bias else 0)
+    y = np.full((m, n), np.nan)
+    cpu.inner_product(x, w.T, None, b if bias else None, relu, y)
+    np.testing.assert_allclose(y, np.maximum(want, 0) if relu else want, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(
     "shape", [(4, 3), (4, 3, 1), (2, 5, 7), (64, 32, 100), (0, 3, 4), (500, 7)]

@@ -73,6 +73,7 @@ from caffepy.ops.cpu.neuron import (
     dropout_forward,
     elu_backward,
     elu_forward,
+    inner_product,
     power_backward,
     power_forward,
     prelu_backward,

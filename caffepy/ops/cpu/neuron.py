@@ -6,7 +6,7 @@ import numpy as np
 
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
-from caffepy.ops.cpu.blas import add_bias, bias_gradient
+from caffepy.ops.cpu.blas import add_bias, bias_gradient, matmul
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN, blockwise, flatwise
 from caffepy.ops.cpu.random import mix, seed_array
@@ -277,6 +277,11 @@ def rrelu_forward(
 
 def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
     flatwise(_masked, (None if dy is dx else dy, mask), dx, 1 / (1 - ratio))
+
+
+def inner_product(x: Array, w: Array, narrow: Maybe, b: Maybe, relu: bool, y: Array) -> None:
+    matmul(x, w, y)
+    bias_act_forward(y, b, relu, 0.0, 0, None)
 
 
 def bias_act_forward(

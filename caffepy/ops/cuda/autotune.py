@@ -38,7 +38,7 @@ SECONDS = float(os.environ.get("CAFFEPY_AUTOTUNE_SECONDS") or 20)
 """After this much timing, a process takes the default of every further choice."""
 
 BETTER = 0.95
-"""A candidate replaces an earlier one if it takes less than this part of its time."""
+"""A candidate replaces an earlier one if it takes less than this part of its time, by default."""
 
 SPIN, SPIN_EACH = 200_000, 100_000
 """Clock cycles of the device before a timing and for each launch in it: the host is ahead then."""
@@ -123,9 +123,11 @@ def fastest(
     candidates: Sequence[Make],
     arguments: Sequence[Any],
     launches: int = 1,
+    better: float = BETTER,
 ) -> tuple[int, Run] | None:
     """Return the candidate that takes the least time with these arguments, and its index; they
-    launch about this many kernels.
+    launch about this many kernels. One replaces an earlier one if it takes less than `better` of
+    its time.
 
     Each candidate is a call that makes it, or returns None if there is none; None if none can be
     made, and in a block of `compile_ahead`, where what a candidate needs begins to be made. So it
@@ -161,7 +163,7 @@ def fastest(
         for i, run in made:
             ms = milliseconds(lambda run=run: run(*arguments), best_ms, launches)  # type: ignore[misc]
             log.debug("%s: candidate %d takes %.3f ms", full, i, ms)
-            if ms < BETTER * best_ms:
+            if ms < better * best_ms:
                 best, best_ms = (i, run), ms
         add_time(start)
         remember(full, best[0])

@@ -123,6 +123,48 @@ def test_matmul_of_parts_of_larger_arrays(transposed, ours, exactness, monkeypat
     check(out, want, exactness)
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(64, 800, 500), (64, 500, 10), (33, 129, 65), (1, 1000, 17)])
+def test_inner_product(shape, transposed, together, monkeypatch, stream):
+    """By either way, captured too: y, and the weights in the narrower type."""
+
+    def chosen(name, dtype, ways, *_, **__):
+        return together and "inner product" in name, ways[together and "inner product" in name]()
+
+    monkeypatch.setattr(blas.autotune, "fastest", chosen)
+    monkeypatch.setattr(math_mode.default(), "precision", "fp32")
+    m, k, n = shape
+    a, w, b = arrays((m, k), (n, k) if transposed else (k, n), (n,))
+    for kind, result, relu, bias in (
+        ("uint16", "uint16", True, True),
+        ("uint16", "float32", False, True),
+        ("float16", "float16", True, False),
+        ("float32", "float32", True, True),
+    ):
+        weights = w.T if transposed else w
+        want = rounded(a, kind).astype(np.float64) @ rounded(weights, kind)
+        want += b if bias else 0
+        want = np.maximum(want, 0) if relu else want
+        x, there, c = stored(a, kind), cupy.asarray(w), cupy.asarray(b)
+        copy = None if kind == "float32" else stored(np.full(w.shape, np.nan), kind)
+        views = [v if v is None or not transposed else v.T for v in (there, copy)]
+        y = stored(np.full((m, n), np.nan), result)
+        given = x, *views, c if bias else None, relu, y
+        cuda.inner_product(*given)
+        check(y, want, ROUNDING[result])
+        for array in (y, copy):
+            if array is not None:
+                array.fill(0)
+        stream.synchronize()
+        stream.begin_capture()
+        cuda.inner_product(*given)
+        stream.end_capture().launch(stream)
+        check(y, want, ROUNDING[result])
+        if copy is not None:
+            np.testing.assert_array_equal(loaded(copy), rounded(w, kind))
+
+
 @pytest.mark.parametrize("size", [1, 7, 4096, 1_000_003])
 def test_add_into(size):
     a, b = arrays(size, size)

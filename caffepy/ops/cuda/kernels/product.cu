@@ -86,22 +86,28 @@ small_product(const T* a, const T* b, U* out, int rows, int columns, int depth, 
 
 // The same by tensor cores, of numbers of 16 bits: a block makes 32 x 32 sums, a warp those of every eighth CHUNK of the
 // depth. Lines of a factor, which lie `pitch` apart, are along the depth if A_DEEP or B_DEEP, else across; V and W
-// numbers of them are loaded at a time, and divide their length.
+// numbers of them are loaded at a time, and divide their length. b may be of another type S, then `narrow`, unless it is
+// null, gets it as it is multiplied. There may be a bias for each column, and a relu.
 constexpr int EDGE = 32, CHUNK = 32, PITCH = CHUNK + 8;  // lines of a piece in shared memory begin in different banks
 
-// A warp's view of a factor in pieces of 32 x 32.
-template <typename T, int V> struct Square {
+// A warp's view of a factor, whose numbers are of type S, in pieces of 32 x 32; `copy` gets what it loads.
+template <typename T, typename S, int V> struct Square {
   static constexpr int EACH = EDGE / V;  // packs of a line, and of a thread
-  const T* x;
+  const S* x;
+  T* copy;
   int pitch, lines, length;
   Pack<T, V> packs[EACH];
-  __device__ Square(const T* x, int pitch, int lines, int length) : x(x), pitch(pitch), lines(lines), length(length) {}
+  __device__ Square(const S* x, T* copy, int pitch, int lines, int length)
+      : x(x), copy(copy), pitch(pitch), lines(lines), length(length) {}
   __device__ void load(int line, int at) {
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       const int p = i * 32 + threadIdx.x % 32, r = line + p / EACH, c = at + p % EACH * V;
       if (r < lines && c < length) {
-        packs[i] = *reinterpret_cast<const Pack<T, V>*>(x + i64(r) * pitch + c);
+        const Pack<S, V> taken = *reinterpret_cast<const Pack<S, V>*>(x + i64(r) * pitch + c);
+#pragma unroll
+        for (int v = 0; v < V; ++v) packs[i].v[v] = T(taken.v[v]);
+        if (copy) *reinterpret_cast<Pack<T, V>*>(copy + i64(r) * pitch + c) = packs[i];
       } else {
 #pragma unroll
         for (int v = 0; v < V; ++v) packs[i].v[v].bits = 0;
@@ -117,16 +123,18 @@ template <typename T, int V> struct Square {
   }
 };
 
-template <typename T, typename U, bool A_DEEP, int V, bool B_DEEP, int W> __global__ void __launch_bounds__(256)
-square_product(const T* a, const T* b, U* out, int rows, int columns, int depth, int adds, int a_pitch, int b_pitch,
-               int out_down, int out_across) {
+template <typename T, typename U, typename S, bool A_DEEP, int V, bool B_DEEP, int W>
+__global__ void __launch_bounds__(256)
+square_product(const T* a, const S* b, U* out, T* narrow, const float* bias, int rows, int columns, int depth, int adds,
+               int a_pitch, int b_pitch, int out_down, int out_across, int relu) {
   __shared__ __align__(16) T pieces[WARPS][2][EDGE * PITCH];
   const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, near = lane_id % 8, half = lane_id / 8 % 2 * 8;
   const int far = lane_id / 16 * 8, top = blockIdx.y * EDGE, left = blockIdx.x * EDGE;
-  Square<T, V> x(a + (A_DEEP ? i64(top) * a_pitch : top), a_pitch, A_DEEP ? rows - top : depth,
-                 A_DEEP ? depth : rows - top);
-  Square<T, W> y(b + (B_DEEP ? i64(left) * b_pitch : left), b_pitch, B_DEEP ? columns - left : depth,
-                 B_DEEP ? depth : columns - left);
+  const i64 corner = B_DEEP ? i64(left) * b_pitch : left;
+  Square<T, T, V> x(a + (A_DEEP ? i64(top) * a_pitch : top), nullptr, a_pitch, A_DEEP ? rows - top : depth,
+                    A_DEEP ? depth : rows - top);
+  Square<T, S, W> y(b + corner, narrow && blockIdx.y == 0 ? narrow + corner : nullptr, b_pitch,
+                    B_DEEP ? columns - left : depth, B_DEEP ? depth : columns - left);
   T *p = pieces[warp][0], *q = pieces[warp][1];
   // Where the rows of matrices begin of which a thread tells one, in a piece for 16 of the depth.
   const unsigned from_p = shared_address(p + (A_DEEP ? (half + near) * PITCH + far : (far + near) * PITCH + half));
@@ -184,6 +192,8 @@ square_product(const T* a, const T* b, U* out, int rows, int columns, int depth,
     float total = 0;
     for (int w = 0; w < warps; ++w) total += parts[(w * EDGE + r) * LINE + c];
     U& place = out[i64(top + r) * out_down + i64(left + c) * out_across];
-    place = U(adds ? total + float(place) : total);
+    if (adds) total += float(place);
+    if (bias) total += bias[left + c];
+    place = U(relu && total <= 0 ? 0.0f : total);
   }
 }
