@@ -16,8 +16,8 @@ from caffepy.ops.protocol import Counting, Outcome, Room, Shares
 
 LABELS = 2048
 """Labels for which one more block pays."""
-NARROW = 64
-"""A warp takes a row of up to this many classes, a block a longer one."""
+NARROWEST, NARROW = 16, 64
+"""A thread takes a row of up to so few classes, a warp one of so many, a block a longer one."""
 
 
 def softmax_forward(x: Array, y: Array) -> None:
@@ -53,7 +53,7 @@ def softmax_loss_forward(
 ) -> None:
     outer, channels, inner = x.shape
     arguments = (x, label, prob, *x.shape, *_counted(*counting), *outcome)
-    if inner > 1:
+    if inner > 1 or channels <= NARROWEST:
         launch_reduce("loss", "softmax_loss_planes", x, -(-label.size // THREADS), *arguments)
     elif channels <= NARROW:
         launch_reduce("loss", "softmax_loss_rows", x, -(-outer // (THREADS // 32)), *arguments)
