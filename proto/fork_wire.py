@@ -66,8 +66,8 @@ _TYPES = {
     "LaneData ReLU6 RegionLoss Reorg SmoothL1Loss Upsample YoloDetectionOutput YoloSeg Yolov3 "
     "Yolov3DetectionOutput",
     "happynear": "BN CenterLoss ChannelScale EltwiseAffine FocalLoss Flip InnerDistance Insanity "
-    "LargeMarginInnerProduct Local MarginInnerProduct Normalize Noise PSROIPooling Proposal "
-    "ROIPooling Resize SmoothL1Loss SubRegion TripletLoss",
+    "LabelSpecificAdd LargeMarginInnerProduct Local MarginInnerProduct Normalize Noise "
+    "PSROIPooling Proposal ROIPooling Resize SmoothL1Loss SubRegion TripletLoss",
     "happynear-master": "BN EltwiseAffine Insanity Local Noise Normalize ROIPooling SubRegion "
     "TripletLoss",
     "caffe-face": "CenterLoss",
@@ -84,6 +84,7 @@ _TYPES = {
     "DetectionGroupAccuracy DetectionGroupLoss EvalData FrcnnOutput HardMining ProposalTarget "
     "PSROIPooling ROIAlign ROIPooling ScaleRoute SmoothL1Loss",
     "deformable": "DeformableConvolution ROIPooling SmoothL1Loss",
+    "hwgq": "BinaryConvolution BinaryInnerProduct Quant",
     "l-softmax": "BN LargeMarginInnerProduct",
 }
 """Layer types that a fork has beside Caffe's."""

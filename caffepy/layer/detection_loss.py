@@ -79,6 +79,8 @@ class SmoothL1Loss(LossLayer):
         self.square = self.param.smooth_l1_loss_param.sigma**2
         if self.square <= 0:
             raise ConfigError("smooth_l1_loss_param: sigma must be above 0")
+        if len(self.param.loss_weight) < len(top):
+            self.param.loss_weight.append(0)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         check_shapes(bottom)

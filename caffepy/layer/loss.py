@@ -68,7 +68,7 @@ class ClassLoss(LossLayer):
             self.normalization = valid if param.normalize else batch_size
         if param.HasField("normalization"):
             self.normalization = param.normalization
-        if len(self.param.loss_weight) < len(top):
+        while len(self.param.loss_weight) < len(top):
             self.param.loss_weight.append(0)
 
     def divisor(self, outer: int, inner: int) -> float | None:

@@ -13,7 +13,7 @@ from caffepy.layer.base import Blobs, layer
 from caffepy.layer.convolution import Convolution
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.layer.neuron import Neuron
-from caffepy.proto.caffe_pb2 import BinaryWeightParameter
+from caffepy.proto.caffe_pb2 import BinaryConvolutionParameter, BinaryInnerProductParameter
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,9 @@ class Quant(Neuron):
             np.multiply(dy, np.where(x > 0, 1.0, self.slope) * inside, out=dx)
 
 
-def binarize(w: Array, param: BinaryWeightParameter, out: Array) -> None:
+def binarize(
+    w: Array, param: BinaryConvolutionParameter | BinaryInnerProductParameter, out: Array
+) -> None:
     """Write 1 or -1 for each weight by its sign, with use_alpha times the mean size of an output's
     weights; or w itself without use_binarization.
     """

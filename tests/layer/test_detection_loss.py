@@ -64,7 +64,7 @@ def test_second_top_is_the_sum_over_channels(shape):
     """Without a gradient of its own: what the bottoms get is that of the loss."""
     rest = (*shape[2:], 1, 1)[: max(2, len(shape) - 2)]
     both = [x.reshape(shape) for x in (A, B, INSIDE, OUTSIDE)]
-    loss, sums = Single(RCNN + " loss_weight: 0", *both, tops=2).forward()
+    loss, sums = Single(RCNN, *both, tops=2).forward()
     assert sums.shape == (shape[0], 1, *rest)
     places = [np.moveaxis(x, 1, -1).reshape(-1, shape[1]) for x in both]
     expected = [
@@ -73,7 +73,7 @@ def test_second_top_is_the_sum_over_channels(shape):
     ]
     np.testing.assert_allclose(sums.reshape(-1), expected)
     np.testing.assert_allclose(loss, sums.sum() / shape[0])
-    single = Single(RCNN + " loss_weight: 0", *both, tops=2)
+    single = Single(RCNN, *both, tops=2)
     single.forward()
     (da, *_), _ = single.backward([2.0, np.ones(sums.shape)], [True, True, False, False])
     alone = Single(RCNN, *both)
@@ -85,7 +85,7 @@ def test_second_top_is_the_sum_over_channels(shape):
 @pytest.mark.gpu
 def test_second_top_on_gpu():
     check_plain_on_gpu(
-        RCNN + " loss_weight: 0",
+        RCNN,
         *(A, B, INSIDE, OUTSIDE),
         tops=2,
         propagate_down=[True, True, False, False],

@@ -187,7 +187,7 @@ def test_softmax_loss_of_each_label():
     """The third top of SoftmaxWithLoss, which has no gradient."""
     x, y = random(2, 3, 2, 2), np.array([0.0, 1, 2, 2, 1, 1, 0, 2]).reshape(2, 2, 2)
     text = 'type: "SoftmaxWithLoss" loss_param { ignore_label: 1 }'
-    single = Single(f"{text} loss_weight: 1 loss_weight: 0 loss_weight: 0", x, y, tops=3)
+    single = Single(text, x, y, tops=3)
     loss, p, each = single.forward()
     assert each.shape == y.shape
     for n, h, w in np.ndindex(2, 2, 2):
@@ -200,6 +200,13 @@ def test_softmax_loss_of_each_label():
     alone.forward()
     down = [True, False]
     assert (single.backward([1, 0, 0], down)[0][0] == alone.backward([1], down)[0][0]).all()
+
+
+@pytest.mark.gpu
+def test_softmax_loss_of_each_label_on_gpu():
+    y = np.array([0.0, 1, 2, 2, 1, 1, 0, 2]).reshape(2, 2, 2)
+    text = 'type: "SoftmaxWithLoss" loss_param { ignore_label: 1 }'
+    check_plain_on_gpu(text, random(2, 3, 2, 2), y, propagate_down=FIRST, tops=3)
 
 
 def test_softmax_loss_with_weights_of_classes():

@@ -187,6 +187,16 @@ UNTABLED = {
         "int32 axis 4, optional float base 5, optional float gamma 6, optional float power "
         "7, optional int32 iteration 8, optional float lambda_min 9",
     },
+    "hwgq": {
+        "LayerParameter": "optional BinaryConvolutionParameter binary_convolution_param 147, optional "
+        "BinaryInnerProductParameter binary_inner_product_param 148, optional "
+        "QuantParameter quant_param 149",
+        "BinaryConvolutionParameter": "optional bool use_alpha 1, optional bool use_binarization 2",
+        "BinaryInnerProductParameter": "optional bool use_alpha 1, optional bool use_binarization 2",
+        "QuantParameter": "optional string forward_func 1, optional string backward_func 2, optional float "
+        "clip_thr 3, optional float negative_slope 4, repeated float thrs 5, repeated float "
+        "centers 6",
+    },
 }
 """What forks have that the tables lack, beside Caffe's or those of their NAMES."""
 TABLED = [fork for fork in FORKS if fork not in (CAFFE, OWN, C3D1)]
@@ -388,6 +398,7 @@ TYPICAL = {
         "deformable_convolution_param",
         {"deformable_group": 2},
     ),
+    "hwgq": ("Quant", "quant_param", {"centers": [0.5, 1.5]}),
     "l-softmax": ("LargeMarginInnerProduct", "largemargin_inner_product_param", {"num_output": 9}),
 }
 

@@ -300,7 +300,8 @@ OWN |= {
         "LayerParameter": "quant_param binary_convolution_param binary_inner_product_param "
         "labelsequence_accuracy_param connectivity_mode",
         "QuantParameter": "forward_func backward_func clip_thr negative_slope thrs centers",
-        "BinaryWeightParameter": "use_alpha use_binarization",
+        "BinaryConvolutionParameter": "use_alpha use_binarization",
+        "BinaryInnerProductParameter": "use_alpha use_binarization",
         "LabelsequenceAccuracyParameter": "blank_label",
         "ContinuationIndicatorParameter": "axis",
         "NoiseParameter": "all_effects",
