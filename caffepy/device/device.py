@@ -100,6 +100,8 @@ class ErrorFlag:
         """Set the flag, with the largest of the values that are bad, if any is: for array
         arithmetic, on any device.
         """
+        if not values.size:
+            return
         largest = np.max(np.where(bad, values, -np.inf))
         self.found[1:] = np.where(np.any(bad), largest, self.found[1:])
         self.found[:1] = np.maximum(self.found[:1], np.any(bad))

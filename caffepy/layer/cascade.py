@@ -284,8 +284,8 @@ class DecodeBBox(Layer):
         self.started = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        counts = [blob.count // blob.shape[0] if blob.count else 0 for blob in bottom[:2]]
-        if counts != [8, 5] or len({blob.shape[0] for blob in bottom}) > 1:
+        counts = [prod(blob.shape[1:]) if blob.count else 0 for blob in bottom[:2]]
+        if counts != [8, 5] or len({blob.shape[:1] for blob in bottom}) > 1:
             shapes = " and ".join(str(list(blob.shape)) for blob in bottom)
             raise ConfigError(f"DecodeBBox needs deltas (R, 8) and rois (R, 5), not {shapes}")
         if not self.started:
@@ -404,12 +404,12 @@ class FrcnnOutput(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param, count = self.settings, bottom[0].shape[0]
         scores = bottom[0].data.reshape(count, self.classes)
-        rois = bottom[2].data.reshape(count, -1)
+        rois = bottom[2].data.reshape(count, prod(bottom[2].shape[1:]))
         if len(rois) and rois[:, 0].any():
             raise DataError(f"FrcnnOutput: a roi of image {rois[:, 0].max():g}, of one image")
         size = bottom[3].data.reshape(2)[::-1]  # width, height
-        deltas = bottom[1].data.reshape(count, -1, 4) * self.std + self.mean
-        low, high = moved(deltas, rois[:, None, 1:5])
+        deltas = bottom[1].data.reshape(count, prod(bottom[1].shape[1:]) // 4, 4)
+        low, high = moved(deltas * self.std + self.mean, rois[:, None, 1:5])
         low, high = np.maximum(low, 0), np.minimum(high, size)
         found = [np.zeros((0, DETECTION), self.dtype)]
         for c in range(1, self.classes):
@@ -455,7 +455,7 @@ class HardMining(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param, count = self.param.hard_mining_param, bottom[0].count
-        if {blob.shape[0] for blob in bottom} != {count} or bottom[1].count != 5 * count:
+        if {blob.shape[:1] for blob in bottom} != {(count,)} or bottom[1].count != 5 * count:
             shapes = ", ".join(str(list(blob.shape)) for blob in bottom)
             raise ConfigError(
                 f"HardMining needs scores (R), rois (R, 5) and (R, ...), not {shapes}"

@@ -1,6 +1,7 @@
 """What a single-shot detector finds, and which of it is true (Liu et al. 2016, SSD)."""
 
 from collections.abc import Callable
+from math import prod
 
 import numpy as np
 
@@ -235,13 +236,13 @@ class DetectionEvaluate(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         of_cascade = len(bottom) > 2
         for blob, columns, what in ((bottom[0], COLUMNS, "D"), (bottom[1], 8, "G")):
-            count = blob.shape[0] if of_cascade else blob.shape[-2] if len(blob.shape) > 1 else -1
+            count = -1 if len(blob.shape) < 2 else blob.shape[0 if of_cascade else -2]
             given = blob.shape[1:2] if of_cascade else blob.shape[-1:]
             if given != (columns,) or blob.count != columns * count:
                 wanted = f"{what}, {columns}"
                 wanted = f"{wanted}, 1, 1" if of_cascade else f"1, 1, {wanted}"
                 raise ConfigError(f"DetectionEvaluate needs ({wanted}), not {list(blob.shape)}")
-        if of_cascade and bottom[2].count != 2 * bottom[2].shape[0]:
+        if of_cascade and bottom[2].count != 2 * prod(bottom[2].shape[:1]):
             raise ConfigError(f"DetectionEvaluate needs sizes (N, 2), not {list(bottom[2].shape)}")
         self.shape_top(top, self.settings.num_classes - 1 + bottom[0].count // COLUMNS, of_cascade)
 

@@ -175,7 +175,7 @@ class ChannelScale(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         x, scale = (blob.shape for blob in bottom)
-        if len(x) < 2 or scale[:1] != x[:1] or prod(scale) * x[1] != prod(x):
+        if len(x) < 2 or scale[:1] != x[:1] or prod(scale) != x[0] * prod(x[2:]):
             raise ConfigError(
                 f"bottom 1 has shape {list(scale)}: one number for each place of each image of "
                 f"bottom 0, {list(x)}, is needed"
@@ -188,7 +188,7 @@ class ChannelScale(Layer):
     def moved(self, scale: Array) -> Array:
         """Return g (1), in TRAIN moved towards the mean of |scale|."""
         param, stored = self.settings, self.blobs[0].data
-        if self.phase == TRAIN and not self.recomputes:
+        if self.phase == TRAIN and not self.recomputes and scale.size:
             mean = np.abs(scale).mean()
             moved = np.where(stored < 0, mean, stored * 0.99 + mean * 0.01)
             stored[...] = np.clip(moved, param.min_global_scale, param.max_global_scale)

@@ -424,7 +424,7 @@ class InnerDistance(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shape, weight = bottom[0].shape, self.weight(bottom).shape
         self.rows, inputs = prod(shape[: self.axis]), prod(shape[self.axis :])
-        if inputs != self.inputs or prod(weight[1:]) != inputs:
+        if not weight or inputs != self.inputs or prod(weight[1:]) != inputs:
             raise ConfigError(
                 f"rows of {prod(weight[1:])} numbers have no distance from items of {inputs}"
             )
@@ -437,8 +437,8 @@ class InnerDistance(Layer):
 
     def matrices(self, bottom: Blobs) -> tuple[Array, Array]:
         """View x as (M, K) and the weight as (O, K)."""
-        weight = self.weight(bottom).data
-        return bottom[0].data.reshape(self.rows, self.inputs), weight.reshape(self.outputs, -1)
+        x, w = bottom[0].data, self.weight(bottom).data
+        return x.reshape(self.rows, self.inputs), w.reshape(self.outputs, self.inputs)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, w = self.matrices(bottom)

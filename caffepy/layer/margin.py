@@ -1,6 +1,7 @@
 """Margins at the labels of scores that others computed."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,10 @@ class LabelSpecificAdd(Layer):
         )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        n = bottom[0].shape[0] if bottom[0].shape else 0
-        self.classes = bottom[0].count // n if n else 1
+        if len(bottom[0].shape) < 2:
+            raise ConfigError(f"LabelSpecificAdd needs (N, C), not {list(bottom[0].shape)}")
+        n, *classes = bottom[0].shape
+        self.classes = prod(classes)
         if bottom[1].count != n:
             raise ConfigError(f"{bottom[1].count} labels do not fit {n} rows of scores")
         self.number = self.buffer([self.classes])
@@ -70,7 +73,7 @@ class LabelSpecificAdd(Layer):
         bias = self.bias() if self.phase == TRAIN else 0.0
         if len(top) > 1:
             top[1].data[...] = bias
-        if self.phase != TRAIN:
+        if self.phase != TRAIN or not bottom[0].count:
             self.ops.copy(bottom[0].data, top[0].data)
             return
         x = bottom[0].data.reshape(-1, self.classes)

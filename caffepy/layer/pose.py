@@ -106,7 +106,8 @@ class Nms(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param, shape = self.param.nms_param, bottom[0].shape
-        if len(shape) != 4 or shape[1] < param.num_parts or not param.num_parts:
+        parts = param.num_parts
+        if len(shape) != 4 or not 0 < parts <= shape[1] or not prod(shape[2:]):
             raise ConfigError(
                 f"Nms needs (N, C, H, W) with the maps of num_parts {param.num_parts} or more, not "
                 f"{list(shape)}"

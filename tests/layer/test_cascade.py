@@ -385,6 +385,18 @@ def test_frcnn_output_refused(settings, shapes, message):
         Single(frcnn_output(settings), *(random(*shape) for shape in shapes))
 
 
+@pytest.mark.parametrize("shape", [(), (2,), (0, 8)])
+def test_decoded_boxes_of_other_shapes(shape):
+    with pytest.raises(ConfigError, match=r"DecodeBBox needs deltas \(R, 8\)"):
+        Single('type: "DecodeBBox"', np.zeros(shape), np.zeros((2, 5)))
+
+
+def test_frcnn_output_of_no_proposals():
+    bottoms = (np.zeros((0, 2)), np.zeros((0, 8)), np.zeros((0, 5)), np.full((1, 2), 9.0))
+    (found,) = Single(frcnn_output("conf_thr: 0.1 iou_thr: 0.5"), *bottoms).forward()
+    np.testing.assert_array_equal(found.reshape(-1), [0, *[-1] * 6])
+
+
 def test_frcnn_output_is_of_one_image():
     scores, deltas, rois, size = detections()
     rois[3, 0] = 1
@@ -414,6 +426,8 @@ def test_hard_mining_refused():
         Single(text, random(3), random(3, 5), tops=2)
     with pytest.raises(ConfigError, match=r"needs scores \(R\), rois \(R, 5\)"):
         Single(text, random(3), random(3, 4))
+    with pytest.raises(ConfigError, match=r"needs scores \(R\), rois \(R, 5\)"):
+        Single(text, np.zeros(()), np.zeros(()))
     with pytest.raises(ConfigError, match="must be 1 or more"):
         Single(text.replace("1", "0"), random(3), random(3, 5))
     with pytest.raises(DataError, match="a roi of image 2, of 1"):

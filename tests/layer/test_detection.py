@@ -383,3 +383,10 @@ def test_each_image_has_its_size_whether_or_not_it_has_boxes(tmp_path: Path):
     assert single.layer.coco_rows[:, 3:7].tolist() == [[1, 1, 0, 0]]
     single.forward()
     assert single.layer.coco_rows[:, 3:7].tolist() == [[1, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("shapes", [((), (), ()), ((0, 7), (0, 8), ()), ((7,), (8,), (2,))])
+def test_detections_of_cascade_rcnn_of_other_shapes(shapes):
+    text = 'type: "DetectionEvaluate" detection_evaluate_param { num_classes: 2 }'
+    with pytest.raises(ConfigError, match="DetectionEvaluate needs"):
+        Single(text, *map(np.zeros, shapes))

@@ -207,3 +207,10 @@ def test_channel_scale_on_gpu(case):
     x, scale = random(2, 3, 4, 5), random(2, 1, 4, 5, seed=2)
     for param in (CHANNEL_SCALES[case], "global_scale: true max_global_scale: 0.01"):
         check_plain_on_gpu(channel_scale(param), x, scale, propagate_down=(True, True))
+
+
+def test_channel_scale_of_nothing():
+    text = 'type: "ChannelScale" channel_scale_param { global_scale: true }'
+    assert Single(text, np.zeros((2, 3, 0)), np.zeros((2, 0))).forward()[0].shape == (2, 3, 0)
+    with pytest.raises(ConfigError, match="one number for each place"):
+        Single(text, np.zeros((2, 0)), np.zeros((2, 3)))

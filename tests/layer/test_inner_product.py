@@ -418,3 +418,17 @@ def test_margin_inner_product_on_gpu(kind):
 def test_matmul_on_gpu(case):
     arrays = [random(*shape, seed=k) for k, shape in enumerate(MATMUL[case][1])]
     check_plain_on_gpu(matmul(case), *arrays, propagate_down=[True] * len(arrays))
+
+
+def test_nothing_to_multiply():
+    """Batches without items: of a margin's, whose labels are looked at, and of distances."""
+    margin = (
+        'type: "LargeMarginInnerProduct" largemargin_inner_product_param { num_output: 2 '
+        'type: DOUBLE base: 1 weight_filler { type: "xavier" } }'
+    )
+    y, _ = Single(margin, np.zeros((0, 3)), np.zeros(0), tops=2).forward()
+    assert y.shape == (0, 2)
+    (y,) = Single('type: "InnerDistance"', np.zeros((0, 3)), np.zeros((0, 3))).forward()
+    assert y.shape == (0, 0)
+    with pytest.raises(ConfigError, match="have no distance from items of 1"):
+        Single('type: "InnerDistance"', np.zeros((2, 1)), np.zeros(()))

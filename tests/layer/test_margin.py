@@ -68,3 +68,10 @@ def test_on_gpu(param):
     text = f'type: "LabelSpecificAdd" label_specific_add_param {{ {param} }}'
     labels = np.array([0.0, 4, 2, 2])
     check_plain_on_gpu(text, random(4, 5), labels, tops=2, propagate_down=[True, False])
+
+
+def test_nothing_to_move():
+    assert Single(FIXED, np.zeros((0, 3)), np.zeros(0)).forward()[0].shape == (0, 3)
+    assert Single(FIXED, np.zeros((2, 0)), np.zeros(2)).forward()[0].shape == (2, 0)
+    with pytest.raises(ConfigError, match=r"needs \(N, C\), not \[3\]"):
+        Single(FIXED, np.zeros(3), np.zeros(3))

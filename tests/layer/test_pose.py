@@ -122,3 +122,8 @@ def test_on_gpu():
     for case, (_, shape) in SIZES.items():
         check_plain_on_gpu(resize(case), random(*shape), propagate_down=[False])
     check_plain_on_gpu(peaks(), random(2, 3, 9, 12), propagate_down=[False])
+
+
+def test_maps_without_places_have_no_peaks():
+    with pytest.raises(ConfigError, match=r"Nms needs \(N, C, H, W\)"):
+        Single('type: "Nms" nms_param { num_parts: 1 max_peaks: 2 }', np.zeros((2, 2, 0, 3)))
