@@ -60,7 +60,8 @@ class FusedGroup(Protocol):
 class ConvolutionReLU:
     """top = relu(w * bottom + b), in place or not, with a slope of 0.
 
-    Backward changes the top's diff: it becomes that of the convolution.
+    Backward changes the top's diff: it becomes that of the convolution. It is so already, and
+    the bias has its gradient, where it `begins` no backward, since a ConcatReLUs does.
     """
 
     sums_for: "NormGroup | None" = None
@@ -74,6 +75,7 @@ class ConvolutionReLU:
         (self.bottom,), (self.top,) = convolution.bottoms, relu.tops
         (self.propagate_down,) = convolution.propagate_down
         self.buffers: Sequence[Blob] = ()
+        self.begins = True
 
     def forward(self) -> None:
         layer, w = self.layer, self.layer.blobs[0].data
@@ -83,11 +85,41 @@ class ConvolutionReLU:
     def backward(self) -> None:
         layer, dy = self.layer, self.top.diff
         (x,) = layer.copies or [self.bottom]
-        rows = self.top.data, dy
-        if layer.axis != 1:  # (N, O, ...), also where several axes stand for N
-            rows = rows[0].reshape(layer.conv.y_shape), dy.reshape(layer.conv.y_shape)
-        layer.ops.relu_bias_backward(*rows, layer.bias_diff)
+        if self.begins:
+            rows = self.top.data, dy
+            if layer.axis != 1:  # (N, O, ...), also where several axes stand for N
+                rows = rows[0].reshape(layer.conv.y_shape), dy.reshape(layer.conv.y_shape)
+            layer.ops.relu_bias_backward(*rows, layer.bias_diff)
         layer.gradients(dy, None, self.bottom, x, self.propagate_down)
+
+
+class ConcatReLUs:
+    """Concat over channels of the tops of ConvolutionReLUs, which nobody else reads [, Split].
+
+    Backward begins theirs: in one pass the gradients of the Split's tops are added up, cut, masked
+    by each ReLU and added up for each bias. It reads the data of the bottoms.
+    """
+
+    sums_for: "NormGroup | None" = None
+    own_diffs: Sequence[Blob] = ()
+    buffers: Sequence[Blob] = ()
+
+    def __init__(self, members: Sequence[Member], groups: Sequence[ConvolutionReLU]) -> None:
+        self.members, self.groups = members, groups
+        self.tops = members[-1].tops
+        for group in groups:
+            group.begins = False
+
+    def forward(self) -> None:
+        for member in self.members:
+            member.layer.forward(member.bottoms, member.tops)
+
+    def backward(self) -> None:
+        # Tops whose diff was never touched get no gradient.
+        dys = [top.diff for top in self.tops if top.diff_memory.touched] or [self.tops[0].diff]
+        layers, tops = [g.layer for g in self.groups], [g.top for g in self.groups]
+        given = dys, [top.data for top in tops], [top.diff for top in tops]
+        layers[0].ops.cut_relu_backward(*given, [layer.bias_diff for layer in layers])
 
 
 class _BehindReLU:

@@ -10,11 +10,20 @@ from typing import NamedTuple
 from caffepy.layer import Layer
 from caffepy.layer.convolution import Convolution
 from caffepy.layer.eltwise import Eltwise
-from caffepy.layer.fused import PATTERNS, FusedGroup, Member, NormGroup, NormPooling, make_group
+from caffepy.layer.fused import (
+    PATTERNS,
+    ConcatReLUs,
+    ConvolutionReLU,
+    FusedGroup,
+    Member,
+    NormGroup,
+    NormPooling,
+    make_group,
+)
 from caffepy.layer.neuron import Dropout, ReLU, ReLU6
 from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
-from caffepy.layer.shape import Split
+from caffepy.layer.shape import Concat, Split
 from caffepy.net.node import Node
 
 
@@ -44,10 +53,7 @@ def fused_steps(nodes: Sequence[Node]) -> list[Step]:
     for group in find_groups(nodes):
         if any(nodes[i].casts for i in group[1:]):
             continue
-        members = [
-            Member(n.layer, n.layer_bottoms, n.layer_tops, n.propagate_down)
-            for n in (nodes[i] for i in group)
-        ]
+        members = [_member(nodes[i]) for i in group]
         last = nodes[group[-1]]
         has_gradient = [id(top) in with_gradient for top in last.tops]
         made = make_group(members, last.need_backward, has_gradient)
@@ -55,7 +61,50 @@ def fused_steps(nodes: Sequence[Node]) -> list[Step]:
         alone -= set(group)
     steps = sorted([*steps, *map(Step, alone)], key=lambda step: step.last)
     _share_sums(nodes, steps)
-    return steps
+    return _with_concats(nodes, steps)
+
+
+def _member(node: Node) -> Member:
+    return Member(node.layer, node.layer_bottoms, node.layer_tops, node.propagate_down)
+
+
+def _with_concats(nodes: Sequence[Node], steps: Sequence[Step]) -> list[Step]:
+    """Return the steps with groups in place of each Concat that can begin the backward of all that
+    made its bottoms, and of a Split behind it.
+    """
+    made = {
+        id(step.group.top): (step.last, step.group)
+        for step in steps
+        if isinstance(step.group, ConvolutionReLU) and step.group.layer.axis == 1
+    }
+    found: list[Step] = []
+    for step in steps:
+        node = nodes[step.last]
+        if found and step.last in found[-1].layers:
+            continue  # the Split
+        of = [made[id(b)] for b in node.layer_bottoms if id(b) in made]
+        joins = type(node.layer) is Concat and node.layer.axis == 1 and len(of) > 1
+        if (
+            joins
+            and _runs_as_one(node)
+            and len({id(group) for _, group in of}) == len(node.bottoms)
+            and all(_reader(nodes, last) == step.last for last, _ in of)
+        ):
+            layers = [step.last]
+            after = _reader(nodes, step.last)
+            if after == step.last + 1 and type(nodes[after].layer) is Split:
+                layers += [after] if _runs_as_one(nodes[after]) else []
+            members = [_member(nodes[i]) for i in layers]
+            group = ConcatReLUs(members, [group for _, group in of])
+            step = Step(layers[-1], tuple(layers), group)
+        found.append(step)
+    return found
+
+
+def _runs_as_one(node: Node) -> bool:
+    """True if a layer may be computed with others, and all its bottoms get a gradient."""
+    in_layout = not node.casts and not node.layer.on_host and not any(node.layer.loss_weights)
+    return in_layout and node.need_backward and all(node.propagate_down)
 
 
 def _share_sums(nodes: Sequence[Node], steps: Sequence[Step]) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from caffepy.device.blob import Blob, Memory
+from caffepy.layer.fused import ConcatReLUs
 from caffepy.layer.shape import Split
 from caffepy.net.fusion import Step
 from caffepy.net.net import Net
@@ -268,7 +269,8 @@ def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
             if any(blob is top for top in within):
                 tops_are_read |= layer.fused_backward_reads_top
             else:
-                bottoms.append(_Bottom(blob, wanted, layer.backward_reads_bottom))
+                read = layer.backward_reads_bottom or isinstance(step.group, ConcatReLUs)
+                bottoms.append(_Bottom(blob, wanted, read))
         tops_are_read |= layer.backward_reads_top
         within += node.tops
     return bottoms, tops_are_read

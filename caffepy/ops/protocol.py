@@ -210,6 +210,18 @@ class Ops(Protocol):
         None. y and dy (M, O) or (N, O, P).
         """
 
+    def cut_relu_backward(
+        self,
+        dys: Sequence[Array],
+        ys: Sequence[Array],
+        dxs: Sequence[Array],
+        dbs: Sequence[Maybe],
+    ) -> None:
+        """dx_i = part i of the sum of dys, which is cut as ys lie side by side along axis 1, where
+        y_i > 0, else 0; then db_i[o] += sum of dx_i[n, o, ...] unless db_i is None. dys[0] may
+        change.
+        """
+
     def bias_act_forward(
         self,
         y: Array,

@@ -5,6 +5,7 @@ import pytest
 
 from caffepy import models
 from caffepy.device.device import Device
+from caffepy.layer.fused import ConcatReLUs
 from caffepy.net import Net
 from caffepy.net.fusion import find_groups
 from caffepy.proto import text
@@ -175,6 +176,35 @@ NETS = {
     "mean not in place": conv("c", "data")
     + on("Pooling", "m", "c", POOL.replace("{", "{ pool: AVE"), "m")
     + on("ReLU", "r", "m", top="last"),
+    "concat": conv("a", "data")
+    + on("ReLU", "ra", "a")
+    + conv("b", "data")
+    + on("ReLU", "rb", "b", top="y")
+    + library.layer("Concat", "last", "a y"),
+    "concat and split": conv("a", "data")
+    + on("ReLU", "ra", "a")
+    + conv("b", "data")
+    + on("ReLU", "rb", "b")
+    + library.layer("Concat", "both", "a b")
+    + conv("c", "both")
+    + on("Power", "p", "both", top="x")
+    + library.layer("Concat", "last", "c x"),
+    "concat of others": conv("a", "data")
+    + on("ReLU", "ra", "a")
+    + conv("b", "data")
+    + on("ReLU", "rb", "b")
+    + on("Dropout", "d", "b")
+    + library.layer("Concat", "last", "a b"),
+    "concat of images": conv("a", "data")
+    + on("ReLU", "ra", "a")
+    + conv("b", "data")
+    + on("ReLU", "rb", "b")
+    + library.layer("Concat", "last", "a b", "concat_param { axis: 2 }"),
+    "concat without a gradient": conv("a", "data")
+    + on("ReLU", "ra", "a")
+    + conv("b", "data")
+    + on("ReLU", "rb", "b")
+    + library.layer("Concat", "last", "a b", "propagate_down: true propagate_down: false"),
     "product": (
         on(
             "InnerProduct",
@@ -223,8 +253,18 @@ GROUPS = {
     "norm and maxima that are overwritten": [["c", "bn_c", "scale_c", "r", "m"]],
     "norm and mean": [["c", "bn_c", "scale_c", "r"]],
     "mean not in place": [["m", "r"]],
+    "concat": [["a", "ra"], ["b", "rb"]],
+    "concat and split": [["a", "ra"], ["b", "rb"]],
+    "concat of others": [["a", "ra"], ["b", "rb"]],
+    "concat of images": [["a", "ra"], ["b", "rb"]],
+    "concat without a gradient": [["a", "ra"], ["b", "rb"]],
     "product": [["ip", "r", "d"]],
 }
+CONCATS = {
+    "concat": [["last"]],
+    "concat and split": [["both", "both_both_0_split"]],
+}
+"""With what makes their bottoms."""
 
 
 def build(body: str) -> Net:
@@ -242,6 +282,13 @@ def groups_of(net: Net) -> list[list[str]]:
 @pytest.mark.parametrize("name", NETS)
 def test_what_is_computed_together(name: str) -> None:
     assert groups_of(build(NETS[name])) == GROUPS[name]
+
+
+@pytest.mark.parametrize("name", [name for name in NETS if "concat" in name])
+def test_which_concats_begin_the_backward_of_their_bottoms(name: str) -> None:
+    net = build(NETS[name])
+    found = [step.layers for step in net.steps if isinstance(step.group, ConcatReLUs)]
+    assert [[net.nodes[i].name for i in layers] for layers in found] == CONCATS.get(name, [])
 
 
 @pytest.mark.parametrize("name", NETS)

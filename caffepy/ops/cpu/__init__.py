@@ -69,6 +69,7 @@ from caffepy.ops.cpu.lrn import lrn_backward, lrn_forward
 from caffepy.ops.cpu.neuron import (
     bias_act_backward,
     bias_act_forward,
+    cut_relu_backward,
     dropout_backward,
     dropout_forward,
     elu_backward,

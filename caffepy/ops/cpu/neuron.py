@@ -1,5 +1,6 @@
 """Activations and dropout, alone and with the bias before them."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -8,7 +9,8 @@ from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.blas import add_bias, bias_gradient, matmul
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.cpu.elementwise import GRAIN, blockwise, flatwise
+from caffepy.ops.cpu.copies import cut
+from caffepy.ops.cpu.elementwise import GRAIN, blockwise, eltwise_sum, flatwise
 from caffepy.ops.cpu.random import mix, seed_array
 from caffepy.ops.protocol import Seed
 
@@ -314,3 +316,14 @@ def relu_bias_backward(y: Maybe, dy: Array, db: Maybe) -> None:
         relu_backward(y, dy, dy, 0.0)
     if db is not None:
         bias_gradient(dy, db)
+
+
+def cut_relu_backward(
+    dys: Sequence[Array], ys: Sequence[Array], dxs: Sequence[Array], dbs: Sequence[Maybe]
+) -> None:
+    dy = dys[0]
+    if len(dys) > 1:
+        eltwise_sum(dys, [1.0] * len(dys), dy)
+    cut(dy, [y.shape[1] for y in ys], dxs, 1)
+    for y, dx, db in zip(ys, dxs, dbs, strict=True):
+        relu_bias_backward(y, dx, db)

@@ -14,7 +14,12 @@ except ImportError as error:
 
     raise DeviceError(f"no GPU arithmetic without CuPy ({error}): {install('cuda13')}") from error
 
-from caffepy.ops.cuda.bias_relu import add_bias, bias_gradient, relu_bias_backward
+from caffepy.ops.cuda.bias_relu import (
+    add_bias,
+    bias_gradient,
+    cut_relu_backward,
+    relu_bias_backward,
+)
 from caffepy.ops.cuda.blas import blas_scope, inner_product, matmul, set_num_threads
 from caffepy.ops.cuda.boxes import (
     check_truths,

@@ -1,11 +1,15 @@
 """Bias and ReLU after a convolution or product, and the gradients of both, each in one pass."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
+from caffepy.ops.cuda.copies import cut
+from caffepy.ops.cuda.elementwise import eltwise_sum
 from caffepy.ops.cuda.launch import (
     BLOCKS,
     THREADS,
@@ -13,12 +17,16 @@ from caffepy.ops.cuda.launch import (
     c_type,
     channels_last,
     launch,
+    lies_channels_last,
     packs,
     planes,
 )
 
 MOST_BLOCKS = 132 * 4
 """About as many blocks as a large device holds at a time."""
+
+CUT_BLOCKS = 132 * 3
+"""Those of cut_relu_rows, likewise."""
 
 ROWS = 16
 """Rows that a thread sums at least, before a second block takes a share."""
@@ -28,6 +36,9 @@ LINE = 1024
 
 STRIP, WIDTH = 32, 512
 """Columns and threads of a block, as in columns.cuh."""
+
+PARTS = 8
+"""Most arrays of a kind of a launch of cut_relu_rows."""
 
 FEW = 512
 """Up to this many rows are summed by one block of columns.cuh."""
@@ -66,10 +77,7 @@ def relu_bias_backward(y: Array | None, dy: Array, db: Array | None) -> None:
         arrays = (dy,) if y is None else (y, dy)
         while outputs % pack or any(a.data.ptr % (pack * dy.itemsize) for a in arrays):
             pack //= 2
-        across = outputs // pack
-        strips = -(-across // THREADS)
-        lines = THREADS // min(across, THREADS)
-        shares = max(1, min(-(-outer // (ROWS * lines)), MOST_BLOCKS // strips))
+        strips, shares = _blocks_of_rows(outer, outputs // pack, MOST_BLOCKS)
         name, grid = "relu_bias_rows", (strips, shares)
         sizes: tuple[int, ...] = (outer, outputs, shares, pack)
     else:
@@ -79,7 +87,53 @@ def relu_bias_backward(y: Array | None, dy: Array, db: Array | None) -> None:
         sizes = (outer, outputs, inner, shares, LINE)
     part = _shares(db, outputs, shares)
     kernel("bias_relu", f"{name}<{c_type(dy)}>")(grid, (THREADS,), (y, dy, db, part, *sizes))
-    _add_shares(part, db, dy)
+    add_shares(part, db, dy)
+
+
+def _blocks_of_rows(rows: int, across: int, most: int) -> tuple[int, int]:
+    """Return into how many strips and shares blocks divide rows of so many packs."""
+    strips = -(-across // THREADS)
+    lines = THREADS // min(across, THREADS)
+    return strips, max(1, min(-(-rows // (ROWS * lines)), most // strips))
+
+
+def cut_relu_backward(
+    dys: Sequence[Array], ys: Sequence[Array], dxs: Sequence[Array], dbs: Sequence[Array | None]
+) -> None:
+    dy = dys[0]
+    if not dy.size:
+        return
+    pack = 16 // dy.itemsize
+    last = all(lies_channels_last(a) for a in (*dys, *ys, *dxs))
+    whole = all(y.shape[1] % pack == 0 for y in ys)
+    aligned = all(a.data.ptr % 16 == 0 for a in (*dys, *ys, *dxs))
+    if not (last and whole and aligned and max(len(dys), len(ys)) <= PARTS):
+        sizes = [y.shape[1] for y in ys]
+        if len(dys) > 1:
+            eltwise_sum(dys, [1.0] * len(dys), dy)
+        cut(dy, sizes, dxs, 1)
+        for y, dx, db in zip(ys, dxs, dbs, strict=True):
+            relu_bias_backward(y, dx, db)
+        return
+    rows, outputs, _ = planes(dy)
+    across = outputs // pack
+    strips, shares = _blocks_of_rows(rows, across, CUT_BLOCKS)
+    part = context().array("shares", (outputs, shares), np.promote_types(dy.dtype, np.float32))
+    ends = list(accumulate(y.shape[1] for y in ys))
+    arrays = (*_filled(dys), *_filled(ys), *_filled(dxs), *_filled([e // pack for e in ends]))
+    name = f"cut_relu_rows<{c_type(dy)}, {len(dys)}>"
+    numbers = (part, rows, across, shares)
+    kernel("bias_relu", name)((strips, shares), (THREADS,), (*arrays, *numbers))
+    if all(db is None for db in dbs):
+        return
+    to, grid = (*_filled(dbs), *_filled(ends)), (-(-outputs // (THREADS // 32)),)
+    name = f"add_shares_of_parts<{c_type(dy)}>"
+    kernel("bias_relu", name)(grid, (THREADS,), (part, *to, outputs, shares))
+
+
+def _filled(values: Sequence[Any]) -> list[Any]:
+    """Return PARTS values, the last one again where there are fewer."""
+    return [*values, *[values[-1]] * (PARTS - len(values))]
 
 
 def over_columns(
@@ -96,7 +150,7 @@ def over_columns(
     part = _shares(db, columns, shares)
     numbers = (rows, columns, db, part, shares)
     kernel(file, f"{name}<{c_type(like)}>")((strips, shares), (WIDTH,), (*arguments, *numbers))
-    _add_shares(part, db, like)
+    add_shares(part, db, like)
 
 
 def _shares(db: Array | None, columns: int, shares: int) -> Array | None:
@@ -106,7 +160,8 @@ def _shares(db: Array | None, columns: int, shares: int) -> Array | None:
     return context().array("shares", (columns, shares), db.dtype)
 
 
-def _add_shares(part: Array | None, db: Array | None, like: Array) -> None:
+def add_shares(part: Array | None, db: Array | None, like: Array) -> None:
+    """db += the sums of part (columns, shares), if there is one, over the shares."""
     if part is not None:
         grid, arguments = (-(-len(part) // (THREADS // 32)),), (part, db, *part.shape)
         kernel("bias_relu", f"add_shares<{c_type(like)}>")(grid, (THREADS,), arguments)

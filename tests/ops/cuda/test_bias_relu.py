@@ -120,6 +120,35 @@ def test_nan_stays():
     np.testing.assert_array_equal(y.get(), [[np.nan, 0, 1, 0]])
 
 
+WIDTHS = {"packs": (16, 40, 8), "odd widths": (3, 8, 16), "one part": (24,), "many": (8,) * 11}
+
+
+@pytest.mark.parametrize("many", [1, 2, 5, 9])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_the_gradient_of_relus_that_are_joined(widths, dtype, last, many):
+    layout, widths = Layout(np.dtype(dtype), last), WIDTHS[widths]
+    rng = np.random.default_rng(0)
+
+    def quarters(channels):
+        """Few bits, so that no sum is rounded."""
+        values = np.round(4 * rng.standard_normal((5, channels, 9, 7))) / 4
+        return on_gpu(np.clip(values, -3, 3).astype(np.float32), layout)
+
+    dys = [quarters(sum(widths)) for _ in range(many)]
+    ys, dxs = ([quarters(width) for width in widths] for _ in range(2))
+    dbs = [cupy.ones(width, np.promote_types(dtype, np.float32)) for width in widths]
+    dbs[0] = None
+    cuda.cut_relu_backward(*([gpu for gpu, _ in arrays] for arrays in (dys, ys, dxs)), dbs)
+    parts = np.split(sum(dy for _, dy in dys), np.cumsum(widths)[:-1], axis=1)
+    for (_, y), (dx, _), db, part in zip(ys, dxs, dbs, parts, strict=True):
+        want = np.where(y > 0, part, 0)
+        np.testing.assert_array_equal(host(dx), want)
+        if db is not None:
+            np.testing.assert_array_equal(db.get(), 1 + want.sum((0, 2, 3)))
+
+
 def test_sums_repeat_to_the_last_bit_and_follow_a_capture():
     layout = Layout(np.dtype(np.uint16), True)
     (gy, y), (gdy, dy), (gdb, _) = arrays((8, 48, 20, 20), layout, 0)
