@@ -10,7 +10,7 @@ from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob, Layout
 from caffepy.layer.base import Blobs, Layer, Weighted, layer
 from caffepy.layer.pooling import check_padded
-from caffepy.ops.objects import NormSums, Preparation
+from caffepy.ops.objects import NormSums, Preparation, Windows
 from caffepy.proto.caffe_pb2 import ConvolutionParameter, DeformableConvolutionParameter
 
 
@@ -242,6 +242,10 @@ class Convolution(_Filtering):
             with self.side_stream(True):
                 self.conv.backward_weight(bottom.data, top.diff, dw, db)
         self.conv.backward_data_norm(top.diff, self.blobs[0].data, norm)
+
+    def pools(self, layout: Layout, window: Windows) -> bool:
+        """True if `forward_maxima` with a ReLU, and its gradient, may save passes for a layout."""
+        return not self.copies and self.axis == 1 and self.conv.pools(layout, window)
 
     def skips_output(self, layout: Layout) -> bool:
         """True if `forward_normalized` and `backward_normalized` save passes, for this layout."""

@@ -162,6 +162,8 @@ class ConvolutionPooling(_BehindReLU):
     element: ReLU's mask and the bias's gradient are those of the maxima, of which there are fewer.
     Backward writes the gradient of the convolution's output over that output, and changes the top's
     diff: it becomes that of the maxima before ReLU.
+
+    Where the convolution `pools`, and the bottom gets no gradient, its output is not written.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -175,15 +177,33 @@ class ConvolutionPooling(_BehindReLU):
         """The convolution's output and the places of the maxima."""
         return [self.output, *self.pooling.buffers]
 
+    def _maxima(self, values: Array) -> Maxima:
+        pooling = self.pooling
+        window = pooling.kernel, pooling.stride, pooling.pad
+        return Maxima(values, pooling.index.data, window, True)
+
+    def _pools(self, maxima: Maxima) -> bool:
+        """True if the convolution computes the maxima, and its gradients from theirs."""
+        return not self.propagate_down and self.layer.pools(self.output.layout, maxima.window)
+
     def forward(self) -> None:
-        self.convolve()
-        self.pooling.forward([self.output], [self.top])
+        layer, maxima, output = self.layer, self._maxima(self.top.data), self.output
+        if self._pools(maxima):
+            output.reshape_like(self.convolved)
+            given = self.bottom.data, layer.blobs[0].data, layer.bias, output.data
+            layer.conv.forward_maxima(*given, maxima)
+        else:
+            self.convolve()
+            self.pooling.forward([output], [self.top])
 
     def backward(self) -> None:
-        pooling, dy, gradient = self.pooling, self.top.diff, self.output.data
-        pooling.ops.relu_bias_backward(self.top.data, dy, self.layer.bias_diff)
-        window = pooling.kernel, pooling.stride, pooling.pad
-        pooling.ops.max_pool_backward(dy, pooling.index.data, gradient, window)
+        layer, maxima, gradient = self.layer, self._maxima(self.top.diff), self.output.data
+        if self._pools(maxima):
+            given = layer.weight_diff, layer.bias_diff
+            layer.conv.backward_weight_maxima(self.bottom.data, gradient, maxima, *given)
+            return
+        layer.ops.relu_bias_backward(self.top.data, maxima.y, layer.bias_diff)
+        layer.ops.max_pool_backward(maxima.y, maxima.where, gradient, maxima.window)
         self.gradients(gradient)
 
 

@@ -42,6 +42,10 @@ class NormForward(NamedTuple):
     bits: Array | None
 
 
+Windows = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+"""kernel, stride and pad, each (height, width)."""
+
+
 class Maxima(NamedTuple):
     """`Ops.max_pool_forward` of a convolution's output, or the gradient of that: y, or dy in its
     place, the index of each, and the windows. Zero instead of what is not above 0 with `relu`.
@@ -49,7 +53,7 @@ class Maxima(NamedTuple):
 
     y: Array
     where: Array
-    window: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+    window: Windows
     relu: bool
 
 
@@ -100,6 +104,11 @@ class Convolution(Protocol):
         self, x: Array, w: Array, b: Array | None, y: Array, preparation: Preparation
     ) -> None:
         """Write y = w * x + b, then `Ops.batch_norm_prepare` of y, whose channels are axis 1."""
+
+    def pools(self, layout: Layout, window: Windows) -> bool:
+        """Return True if `forward_maxima` with `relu` and the gradient may save passes over an
+        output of this layout, of which these windows take the maxima.
+        """
 
     def forward_maxima(
         self, x: Array, w: Array, b: Array | None, output: Array, maxima: Maxima

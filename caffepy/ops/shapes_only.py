@@ -12,6 +12,7 @@ import numpy as np
 from caffepy.device.blob import Layout
 from caffepy.device.device import Device
 from caffepy.ops.masks import mask_size
+from caffepy.ops.objects import Windows
 
 Sizes = Sequence[int]
 
@@ -31,6 +32,10 @@ class Convolution:
         axes = zip(x_shape[2:], w_shape[2:], *window, strict=True)
         out = [(x + 2 * p - (d * (k - 1) + 1)) // s + 1 for x, k, s, p, d in axes]
         self.y_shape = (x_shape[0], w_shape[0], *out)
+
+    def pools(self, layout: Layout, window: Windows) -> bool:
+        """False, likewise."""
+        return False
 
     def skips_output(self, layout: Layout) -> bool:
         """False: some GPUs skip outputs, all have room for them in the plan."""

@@ -19,6 +19,7 @@ from caffepy.layer.fused import (
     Member,
     PooledConvolution,
 )
+from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 from tests.layer.harness import random
 
@@ -210,6 +211,15 @@ def test_what_knows_the_mask_as_the_layers_one_by_one(case, behind):
         together = Behind(case, behind, wanted).together(down)
         assert any(np.count_nonzero(a) for a in apart)
         agree(together, apart, 1e-6)
+
+
+@pytest.mark.parametrize("case", IMAGES)
+def test_maxima_without_what_they_are_of(case, monkeypatch):
+    for *wanted, behind in ((True, True, "touching maxima"), (True, False, "overlapping maxima")):
+        apart = Behind(case, behind, wanted).one_by_one(False)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu.Convolution, "pools", lambda *_: True)
+            agree(Behind(case, behind, wanted).together(False), apart, 1e-6)
 
 
 @pytest.mark.gpu

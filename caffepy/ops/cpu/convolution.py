@@ -51,7 +51,7 @@ from caffepy.ops.cpu.tile import (
 )
 from caffepy.ops.cpu.winograd import Winograd
 from caffepy.ops.cpu.winograd import suits as is_winograd
-from caffepy.ops.objects import Maxima, NormForward, NormSums, Preparation
+from caffepy.ops.objects import Maxima, NormForward, NormSums, Preparation, Windows
 
 Sizes = Sequence[int]
 
@@ -515,6 +515,9 @@ class Convolution:
     ) -> None:
         self.forward(x, w, b, y)
         batch_norm_prepare(_planes(y), *preparation)
+
+    def pools(self, layout: Layout, window: Windows) -> bool:
+        return False
 
     def forward_maxima(
         self, x: Array, w: Array, b: Array | None, output: Array, maxima: Maxima

@@ -51,6 +51,7 @@ from caffepy.ops.cuda import (
     pooled_convolution,
     small_convolution,
     small_images,
+    strided_images,
 )
 from caffepy.ops.cuda.autotune import Make, Run
 from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
@@ -75,7 +76,7 @@ from caffepy.ops.cuda.normalization import (
 )
 from caffepy.ops.cuda.pointwise import Variant
 from caffepy.ops.cuda.pooling import max_pool_backward, max_pool_forward
-from caffepy.ops.objects import Maxima, NormForward, NormSums, Preparation
+from caffepy.ops.objects import Maxima, NormForward, NormSums, Preparation, Windows
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,10 @@ class Convolution:
             batch_norm_prepare(planes, *preparation)
         else:
             prepare_from(partial, planes, preparation)
+
+    def pools(self, layout: Layout, window: Windows) -> bool:
+        last = layout.channels_last
+        return last and strided_images.suits(self._geometry, layout.dtype, window)
 
     def forward_maxima(
         self, x: Array, w: Array, b: Array | None, output: Array, maxima: Maxima
@@ -423,7 +428,11 @@ class _ChannelsLast:
 
         def own() -> list[Make]:
             given = self.geometry, maxima, self.dtype
-            return [*pooled_convolution.forward(*given), *small_images.forward_maxima(*given)]
+            return [
+                *pooled_convolution.forward(*given),
+                *small_images.forward_maxima(*given),
+                *strided_images.forward(*given),
+            ]
 
         name = f"forward maxima {maxima.window} {maxima.relu} {self.geometry}"
         key, arrays = ("maxima", b is not None, maxima.relu), (x, w, b, output, maxima)
@@ -628,7 +637,13 @@ class _ChannelsLast:
             max_pool_backward(maxima.y, maxima.where, output, maxima.window)
             self.backward_weight(x, output, dw, db)
 
-        own = partial(pooled_convolution.backward_weight, self.geometry, maxima, self.dtype)
+        def own() -> list[Make]:
+            given = self.geometry, maxima, self.dtype
+            return [
+                *pooled_convolution.backward_weight(*given),
+                *strided_images.backward_weight(*given),
+            ]
+
         name = f"backward_weight maxima {maxima.window} {self.geometry}"
         key, given = ("maxima gradient", db is not None), (x, output, maxima)
 
