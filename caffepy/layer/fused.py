@@ -304,8 +304,8 @@ class ConvolutionLRN(_BehindReLU):
 
     def backward(self) -> None:
         dy = self.top.diff
-        self.lrn.gradient(self.output.data, self.top.data, dy, dy, relu=True)
-        self.layer.ops.relu_bias_backward(None, dy, self.layer.bias_diff)
+        given = self.output.data, self.top.data, dy, dy
+        self.lrn.gradient(*given, relu=True, db=self.layer.bias_diff)
         self.gradients(dy)
 
 

@@ -91,9 +91,19 @@ class LRN(SameShape):
         """Write y across channels."""
         self.ops.lrn_forward(x, y, self._kept_scale, self.terms)
 
-    def gradient(self, x: Array, y: Array, dy: Array, dx: Array, relu: bool = False) -> None:
-        """Write dx across channels; dx may be dy. `relu`: dx = 0 where x <= 0."""
-        self.ops.lrn_backward(x, y, self._kept_scale, dy, dx, self.terms, relu)
+    def gradient(
+        self,
+        x: Array,
+        y: Array,
+        dy: Array,
+        dx: Array,
+        relu: bool = False,
+        db: Array | None = None,
+    ) -> None:
+        """Write dx across channels; dx may be dy. `relu`: dx = 0 where x <= 0, and its sums are
+        added to db, if there is one.
+        """
+        self.ops.lrn_backward(x, y, self._kept_scale, dy, dx, self.terms, relu, db)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = dy * s^-beta - 2 * beta * (alpha / number in the window) * x * sum over the window

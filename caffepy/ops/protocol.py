@@ -338,9 +338,11 @@ class Ops(Protocol):
         dx: Array,
         terms: Terms,
         relu: bool = False,
+        db: Maybe = None,
     ) -> None:
         """dx = dy * s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s; dx may be
-        dy. s comes from `scale`, or if the channels lie last from x. `relu`: dx = 0 where x <= 0.
+        dy. s comes from `scale`, or if the channels lie last from x. `relu`: dx = 0 where x <= 0;
+        then db[c] += sum of dx[n, c, ...] unless db is None.
         """
 
     def normalize_forward(

@@ -105,8 +105,15 @@ def lrn_forward(x: Array, y: Array, scale: Maybe, terms: Terms) -> None:
 
 
 def lrn_backward(
-    x: Array, y: Array, scale: Maybe, dy: Array, dx: Array, terms: Terms, relu: bool = False
+    x: Array,
+    y: Array,
+    scale: Maybe,
+    dy: Array,
+    dx: Array,
+    terms: Terms,
+    relu: bool = False,
+    db: Maybe = None,
 ) -> None:
     _run(_backward, (x, y, scale, dy, dx), terms)
     if relu:
-        relu_bias_backward(x, dx, None)
+        relu_bias_backward(x, dx, db)

@@ -4,9 +4,12 @@ from math import prod
 
 import cupy
 
-from caffepy.ops.cuda.bias_relu import relu_bias_backward
+from caffepy.ops.cuda.bias_relu import add_shares, relu_bias_backward
+from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.copies import copy
 from caffepy.ops.cuda.launch import (
+    BLOCKS,
     THREADS,
     Array,
     c_type,
@@ -41,6 +44,7 @@ def lrn_backward(
     dx: Array,
     terms: Terms,
     relu: bool = False,
+    db: Array | None = None,
 ) -> None:
     if not x.size:
         return
@@ -53,11 +57,29 @@ def lrn_backward(
     if scale is None:
         numbers = float(alpha / size), factor, float(beta), float(k)
         threads = -(-x.size // (x.shape[1] * max(1, at_once))) * THREADS
+        if relu and db is not None and half <= WIDEST and (across := _packs(half, x, dy, dx)):
+            _with_sums((x, dy, dx), across, half, numbers, db)
+            return
         _lines("lrn_backward", (x, dy, dx), threads, half, *numbers, relu=relu)
     else:
         _planes("lrn_backward", (x, y, scale, dy, dx), half, factor, float(beta))
-    if relu and (scale is not None or half > WIDEST):
-        relu_bias_backward(x, dx, None)
+    if relu:
+        masked = scale is None and half <= WIDEST
+        relu_bias_backward(None if masked else x, dx, db)
+
+
+def _with_sums(
+    arrays: tuple[Array, ...], across: int, half: int, numbers: tuple[float, ...], db: Array
+) -> None:
+    """The gradient by warps, with ReLU's mask and the sums of each channel."""
+    x, channels = arrays[0], arrays[0].shape[1]
+    lines, *_, beta, _ = x.size // channels, *numbers
+    blocks = max(1, min(BLOCKS, -(-lines // (32 // across * (THREADS // 32)))))
+    part = context().array("shares", (channels, blocks), db.dtype)
+    name = f"lrn_backward_warps<{c_type(x)}, {half}, {int(beta == 0.75)}, 2>"
+    given = (*arrays, lines, channels, *numbers, part)
+    kernel("lrn", name)((blocks,), (THREADS,), given)
+    add_shares(part, db, x)
 
 
 def _lines_at_once(*arrays: Array) -> int:
@@ -107,5 +129,6 @@ def _lines(
     kind, packs_of_line = "lines", 0 if relu is None else _packs(half, *arrays)
     if packs_of_line:
         kind, threads = "warps", -(-lines // (32 // packs_of_line)) * 32
+    more = [None] if kind == "warps" else []  # no sums
     instance = f"{name}_{kind}<{', '.join([c_type(x), *map(str, variant)])}>"
-    launch_expression("lrn", instance, threads, *arrays, lines, channels, *numbers)
+    launch_expression("lrn", instance, threads, *arrays, lines, channels, *numbers, *more)

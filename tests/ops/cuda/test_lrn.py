@@ -94,6 +94,7 @@ def test_channels_last(shape, kind, window):
     ("shape", "last", "size"),
     [
         ((3, 96, 7, 5), True, 5),
+        ((64, 192, 14, 14), True, 5),  # more than a block
         ((2, 17, 3, 2), True, 5),
         ((3, 2056, 2, 1), True, 3),  # more than a block has threads for
         ((2, 40, 5, 5), True, 15),
@@ -118,8 +119,12 @@ def test_in_place_with_a_mask(shape, last, size, place, relu):
         on_gpu = [stored(a, "float32", last) for a in (x, y, scale, dy, np.ones(shape))]
         out = on_gpu[3] if place else on_gpu[4]
         kept = None if last else on_gpu[2]
-        cuda.lrn_backward(on_gpu[0], on_gpu[1], kept, on_gpu[3], out, terms, relu)
+        db = cupy.ones(shape[1], np.float32) if relu else None
+        cuda.lrn_backward(on_gpu[0], on_gpu[1], kept, on_gpu[3], out, terms, relu, db)
         np.testing.assert_allclose(loaded(out), want, *NEAR["float32"])
+        if relu:
+            near = 1e-5 * np.abs(want).sum(axis=(0, 2, 3)).max()
+            np.testing.assert_allclose(db.get(), 1 + want.sum(axis=(0, 2, 3)), 0, near)
 
 
 def test_of_nothing():

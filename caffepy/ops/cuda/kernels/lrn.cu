@@ -271,15 +271,17 @@ __device__ void read_pack(A (&to)[V + 2 * HALF], const T* from, bool there) {
   for (int v = 0; v < V; ++v) to[HALF + v] = A(pack.v[v]);
 }
 
-// dx may be dy, and is 0 where x <= 0 if R.
+// dx may be dy, and is 0 where x <= 0 if R; if R is 2, part (channels, blocks) has the sums of dx.
 template <typename T, int HALF, int THREE_QUARTERS, int R>
-__global__ void lrn_backward_warps(const T* x, const T* dy, T* dx, i64 lines, i64 channels, double alpha,
-                                   double factor, double beta, double k) {
+__global__ void __launch_bounds__(256, 4)
+lrn_backward_warps(const T* x, const T* dy, T* dx, i64 lines, i64 channels, double alpha, double factor, double beta,
+                   double k, Wide<T>* part) {
   using A = Wide<T>;
   constexpr int V = PACK;
   const Lanes<V, HALF> lanes(channels);
   const A a = A(alpha), b = A(beta), first = A(k), by = A(factor);
-  lanes.each(lines, channels, [=](i64 at, bool there) {
+  A sum[V] = {};
+  lanes.each(lines, channels, [=, &sum](i64 at, bool there) {
     A u[V + 2 * HALF], du[V + 2 * HALF], squares[V + 2 * HALF], terms[V + 2 * HALF], powers[V];
     read_pack<V, HALF>(u, x + at, there);
     read_pack<V, HALF>(du, dy + at, there);
@@ -298,9 +300,22 @@ __global__ void lrn_backward_warps(const T* x, const T* dy, T* dx, i64 lines, i6
     for (int v = 0; v < V; ++v) {
       const A d = du[HALF + v] * powers[v] - by * u[HALF + v] * window<HALF>(terms, HALF + v);
       pack.v[v] = T(R && u[HALF + v] <= 0 ? A(0) : d);
+      if (R == 2 && there) sum[v] += A(pack.v[v]);
     }
     if (there) *reinterpret_cast<Pack<T, V>*>(dx + at) = pack;
   });
+  if constexpr (R == 2) {
+    __shared__ A sums[256 * V];
+    const unsigned line = threadIdx.x / 32 * lanes.lines + lanes.own, all = blockDim.x / 32 * lanes.lines;
+    if (lanes.own < lanes.lines)
+      for (int v = 0; v < V; ++v) sums[line * unsigned(channels) + lanes.pack * V + v] = sum[v];
+    __syncthreads();
+    for (unsigned c = threadIdx.x; c < unsigned(channels); c += blockDim.x) {
+      A total = 0;
+      for (unsigned i = 0; i < all; ++i) total += sums[i * unsigned(channels) + c];
+      part[c * gridDim.x + blockIdx.x] = total;
+    }
+  }
 }
 
 // The same for windows of any width, all of which is read for every element.
