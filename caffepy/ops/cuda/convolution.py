@@ -15,6 +15,9 @@ With the channels last, the levels of candidates of a forward are:
           +- "... apart": bias and ReLU in cuDNN's plan, or in a kernel after it
              +- plans.find: cuDNN's plans for the graph, by its heuristics
 
+Before MAX pooling, "forward maxima" is above them: the pooling after it, or kernels that do not
+write the output (pooled_convolution, small_images, strided_images); likewise the gradient.
+
 Before a BatchNorm, "forward moments" is above them: a pass for the sums of y after it, or pointwise
 products that give them. Where the output is skipped, products of our own do all of it
 (covariance.py).
