@@ -325,6 +325,7 @@ class GpuDecoders:
         self._make = make
         self._free: defaultdict[int, SimpleQueue[JpegDecoder]] = defaultdict(SimpleQueue)
         self._device: int | None = None
+        self._closed = False
 
     def begin(self) -> None:
         """Make the first decoder; DeviceError says what is missing."""
@@ -340,15 +341,14 @@ class GpuDecoders:
         `take`, on many threads; return when all are done.
         """
         assert self._device is not None
-        decoder = self._decoder(self._device)
-        decoded = decoder.decode(_contents(files))
+        with self._lent(self._device) as decoder:
+            decoded = decoder.decode(_contents(files))
 
-        def make_some(lo: int, hi: int) -> None:
-            for i in range(lo, hi):
-                take(places[i], _made(task, decoded[i], arguments[i]))
+            def make_some(lo: int, hi: int) -> None:
+                for i in range(lo, hi):
+                    take(places[i], _made(task, decoded[i], arguments[i]))
 
-        parallel(make_some, len(files), most=GPU_THREADS)
-        self._free[decoder.device].put(decoder)
+            parallel(make_some, len(files), most=GPU_THREADS)
 
     def run_there(
         self, places: Sequence[int], files: Sequence[File], staging: Staging, resized: bool
@@ -358,28 +358,38 @@ class GpuDecoders:
         """
         if staging.gpu is None:
             return ()
-        decoder = self._decoder(staging.gpu)
-        contents = _contents(files)
-        if resized:
+        with self._lent(staging.gpu) as decoder:
+            contents = _contents(files)
+            if not resized:
+                return decoder.decode_to(contents, places, staging.target)
             images, _ = decoder.decode_apart(contents)
             done = [place for place, image in zip(places, images, strict=True) if image]
             if done:
                 staging.resize(decoder.stream, [image for image in images if image], done)
                 decoder.stream.synchronize()
-        else:
-            done = decoder.decode_to(contents, places, staging.target)
-        self._free[decoder.device].put(decoder)
-        return done
+            return done
 
-    def _decoder(self, device: int) -> JpegDecoder:
+    @contextmanager
+    def _lent(self, device: int) -> Iterator[JpegDecoder]:
+        """Block with a decoder of a device for this thread alone."""
         try:
-            return self._free[device].get_nowait()
+            decoder = self._free[device].get_nowait()
         except Empty:
-            return self._make(device)
+            decoder = self._make(device)
+        try:
+            yield decoder
+        finally:
+            self._free[device].put(decoder)
+            if self._closed:  # by another thread meanwhile
+                self.close()
 
     def close(self) -> None:
         """Free the decoders."""
-        self._free.clear()
+        self._closed = True
+        for free in list(self._free.values()):
+            with suppress(Empty):
+                while True:
+                    free.get_nowait().close()
 
 
 def _contents(files: Sequence[File]) -> list[memoryview | bytes]:

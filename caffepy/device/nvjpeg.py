@@ -74,11 +74,16 @@ class JpegDecoder:
         self._short = ctypes.PyDLL(self._long._name, handle=self._long._handle)
         self.device = self._cupy.cuda.Device(device).id
         self._size = self._host_size = self._count = 0
-        with self._cupy.cuda.Device(self.device):
-            self.stream = self._cupy.cuda.Stream(non_blocking=True)
-            self._handle = self._new_handle()
-            self._state = self._new("nvjpegJpegStateCreate")
-            self._parsed = self._new("nvjpegJpegStreamCreate")
+        self._handle = self._state = self._parsed = ctypes.c_void_p()
+        try:
+            with self._cupy.cuda.Device(self.device):
+                self.stream = self._cupy.cuda.Stream(non_blocking=True)
+                self._handle = self._new_handle()
+                self._state = self._new("nvjpegJpegStateCreate")
+                self._parsed = self._new("nvjpegJpegStreamCreate")
+        except BaseException:
+            self.close()
+            raise
         self._facts = [ctypes.c_int() for _ in range(5)]
         self._there_of_facts = [ctypes.byref(fact) for fact in self._facts]
 
@@ -96,6 +101,19 @@ class JpegDecoder:
         made = ctypes.c_void_p()
         _check(getattr(self._long, create)(self._handle, ctypes.byref(made)))
         return made
+
+    def close(self) -> None:
+        """Free what nvJPEG holds, once its work is done; no more calls then."""
+        if self._handle:
+            self.stream.synchronize()
+        with self._cupy.cuda.Device(self.device):
+            if self._parsed:
+                self._long.nvjpegJpegStreamDestroy(self._parsed)
+            if self._state:
+                self._long.nvjpegJpegStateDestroy(self._state)
+            if self._handle:
+                self._long.nvjpegDestroy(self._handle)
+        self._handle = self._state = self._parsed = ctypes.c_void_p()
 
     def decode(self, files: Sequence[File]) -> list[Array | None]:
         """Return images (3, H, W) uint8, BGR, valid until the next call; None for each file that it

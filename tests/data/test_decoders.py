@@ -172,6 +172,12 @@ class Engine:
     stream = SimpleNamespace(synchronize=lambda: None)
     memory: ClassVar[dict[int, np.ndarray]] = {}
 
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
     def decode_apart(self, files: Sequence[bytes]) -> tuple[list[tuple[int, int, int] | None], int]:
         found = self.decode(files)
         self.memory.update((id(image), image) for image in found if image is not None)
@@ -264,6 +270,36 @@ def test_batches_of_a_gpu_s_images_are_those_of_threads(
     assert set(asked[1:]) <= {Engine.device}
     some = case in ("database", "list", "list of one size")  # a PNG of another size brings all back
     assert (sum(DeviceStaging.there) > 0) == (some and staging is DeviceStaging)
+
+
+def test_a_gpu_s_decoder_outlives_an_error_and_is_closed_once() -> None:
+    made: list[Engine] = []
+
+    def engine(_: int | None) -> Any:
+        made.append(Engine())
+        return made[-1]
+
+    def fail(place: int, images: np.ndarray | None) -> None:
+        raise RuntimeError(f"place {place}")
+
+    class Full(DeviceStaging):
+        def target(self, stream: object) -> np.ndarray:
+            raise MemoryError
+
+    task, files = Task(partial(decode_file, COLOR, None)), [JPEG]
+    decoders = GpuDecoders(engine)
+    decoders.begin()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="place 3"):
+            decoders.run(task, [3], files, [None], fail)
+        for resized in (False, True):
+            with pytest.raises(MemoryError):
+                decoders.run_there([0], files, Full(), resized)
+    assert len(made) == 1
+    with pytest.raises(RuntimeError, match="place 0"):
+        decoders.run(task, [0], files, [None], lambda *given: (decoders.close(), fail(*given)))
+    decoders.close()
+    assert [engine.closed for engine in made] == [1]
 
 
 @pytest.mark.gpu

@@ -129,6 +129,71 @@ def test_of_a_batch_that_failed_nothing_goes_on(status: int, waits: int) -> None
     assert len(waited) == waits
 
 
+@pytest.mark.parametrize("failing", [None, "nvjpegJpegStateCreate", "nvjpegJpegStreamCreate"])
+def test_what_was_made_is_freed(failing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Library:
+        _name, _handle = None, None
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> int:
+                calls.append(name)
+                if name == failing:
+                    return 1
+                if "Create" in name:
+                    arguments[-1]._obj.value = 1 + len(calls)
+                return 0
+
+            return call
+
+    stream = SimpleNamespace(synchronize=lambda: calls.append("synchronize"))
+    cuda = SimpleNamespace(Device=lambda _: Current(), Stream=lambda **_: stream)
+    monkeypatch.setattr(nvjpeg, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(nvjpeg, "check_gpu", lambda _: None)
+    monkeypatch.setattr(nvjpeg, "library", Library)
+    monkeypatch.setattr(nvjpeg.ctypes, "PyDLL", lambda *_, **__: None)
+    made = ["nvjpegCreateEx", "nvjpegJpegStateCreate", "nvjpegJpegStreamCreate"]
+    freed = ["nvjpegJpegStreamDestroy", "nvjpegJpegStateDestroy", "nvjpegDestroy"]
+    if failing:
+        with pytest.raises(DeviceError, match="status 1"):
+            JpegDecoder()
+        made = made[: made.index(failing) + 1]
+        freed = freed[4 - len(made) :]
+    else:
+        decoder = JpegDecoder()
+        decoder.close()
+        decoder.close()
+    assert calls == [*made, "synchronize", *freed]
+
+
+class Current:
+    """A device that is the current one in a block."""
+
+    id = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.gpu
+def test_a_closed_decoder_leaves_others_alone(decoder: JpegDecoder) -> None:
+    file = jpeg(picture(40, 50))
+    (want,) = decoder.decode([file])
+    other = JpegDecoder()
+    (image,) = other.decode([file])
+    assert want is not None
+    assert image is not None
+    np.testing.assert_array_equal(image, want)
+    other.close()
+    (again,) = decoder.decode([file])
+    assert again is not None
+    np.testing.assert_array_equal(again, image)
+
+
 @pytest.mark.parametrize(
     ("cuda", "wheel"), [(12090, "nvidia-nvjpeg-cu12"), (13000, "nvidia-nvjpeg")]
 )
