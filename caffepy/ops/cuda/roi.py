@@ -194,7 +194,8 @@ def roi_align_backward(
     own = 2 * -(-lines // 64)
     warps = max(8, -(-lines // own))
     room = GIVEN * 2 if groups * images * areas <= DEVICE else GIVEN  # a block has the rest
-    most = max(1, min(boxes, room // (16 * bins + slot)))
+    fits = room // (16 * bins + slot)  # 0 for very large maps, or very many bins
+    most, staged = min(boxes, fits), int(fits > 0)
     given = dy, rois, tables[:, readers:], dx
     sizes = (
         size,
@@ -205,12 +206,12 @@ def roi_align_backward(
         h,
         w,
         boxes,
-        most,
+        most or boxes,
         lines,
         across,
         own,
         divisor(bins),
     )
     shared = 16 * (lines * across + bins * most) + slot * most
-    grid, expression = (groups, images, areas), f"{c_type(dx)}, {each}"
+    grid, expression = (groups, images, areas), f"{c_type(dx)}, {each}, {staged}"
     _launch(f"roi_align_backward<{expression}>", grid, 32 * warps, (*given, *sizes), shared)

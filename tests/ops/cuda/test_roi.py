@@ -29,6 +29,8 @@ def regions(count, images, height, width):
         (40, (1, 2, 130, 150), (6, 7)),  # more cells than a warp holds
         (40, (1, 9, 60, 50), (3, 4)),  # four channels side by side, and one more
         (0, (1, 2, 4, 4), (2, 2)),
+        (9, (1, 2, 2, 13000), (2, 3)),  # weights of a box that shared memory has no room for
+        (9, (1, 2, 13000, 2), (2, 3)),
     ],
 )
 def test_pooled_regions(count, shape, bins):
@@ -43,6 +45,12 @@ def test_pooled_regions(count, shape, bins):
         given = 1 / 16, samples, 1, False
         agree("roi_align_forward", x, rois, y, *given, tolerance=(1e-5, 1e-5))
         agree("roi_align_backward", data(y.shape), rois, x, *given, tolerance=(1e-5, 1e-4))
+
+
+def test_gradients_of_more_bins_than_shared_memory_holds():
+    rois = regions(3, 1, 96, 112)
+    given = data((3, 5, 90, 50)), rois, np.empty((1, 5, 6, 7), np.float32)
+    agree("roi_align_backward", *given, 1 / 16, 2, 1, False, tolerance=(1e-4, 1e-3))
 
 
 @pytest.mark.parametrize(

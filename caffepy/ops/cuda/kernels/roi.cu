@@ -584,8 +584,8 @@ roi_align_forward(const T* x, const T* rois, char* tables, T* y, i64 size, i64 r
 
 // Blocks (K channels, an image, an area of the map of `lines` rows and `across` columns): a warp has `own` rows of it, and
 // takes the boxes in their order, a lane a column, two rows at a time. `most` boxes have their dy and their readers in
-// shared memory at a time.
-template <typename T, int K>
+// shared memory at a time, or unless STAGED all where they are.
+template <typename T, int K, int STAGED>
 __global__ void __launch_bounds__(1024)
 roi_align_backward(const T* dy, const T* rois, const char* readers, T* dx, i64 size, i64 slot, i64 columns, i64 bins,
                    i64 channels, i64 h, i64 w, i64 boxes, i64 most, i64 lines, i64 across, i64 own, i64 by_bins) {
@@ -605,32 +605,38 @@ roi_align_backward(const T* dy, const T* rois, const char* readers, T* dx, i64 s
   each_tile(rois, 0, boxes, [&](unsigned known, const int* list) {
     for (unsigned done = 0; done < known; done += unsigned(most)) {
       const unsigned here = min(known - done, unsigned(most));
+      const auto read = [=](unsigned b, int bin) {
+        const T* from = dy + (list[done + b] * channels + channel) * bins + bin;
+        Pack<A, K> pack;
+#pragma unroll
+        for (int q = 0; q < K; ++q) pack.v[q] = q < count ? A(from[q * bins]) : A(0);
+        return pack;
+      };
+      const auto readers_of = [=](unsigned b) {
+        return Readers<A>(STAGED ? slots + b * slot : const_cast<char*>(readers) + list[done + b] * size);
+      };
       __syncthreads();
-      for (unsigned b = threadIdx.x / 32; b < here; b += blockDim.x / 32) {
+      for (unsigned b = threadIdx.x / 32; STAGED && b < here; b += blockDim.x / 32) {
         const int4* from = reinterpret_cast<const int4*>(readers + list[done + b] * size);
         int4* to = reinterpret_cast<int4*>(slots + b * slot);
         const int packs = (from[1].x + 15) / 16;
         for (int k = lane; k < packs; k += 32) to[k] = from[k];
       }
 #pragma unroll 4
-      for (unsigned k = threadIdx.x; k < here * unsigned(bins); k += blockDim.x) {
+      for (unsigned k = threadIdx.x; STAGED && k < here * unsigned(bins); k += blockDim.x) {
         const unsigned b = over_bins.quotient(k);
-        const T* from = dy + (list[done + b] * channels + channel) * bins + (k - b * unsigned(bins));
-        Pack<A, K> pack;
-#pragma unroll
-        for (int q = 0; q < K; ++q) pack.v[q] = q < count ? A(from[q * bins]) : A(0);
-        given[k] = pack;
+        given[k] = read(b, int(k - b * unsigned(bins)));
       }
       __syncthreads();
       for (unsigned base = 0; base < here; base += 32) {
         bool reads = false;
         if (base + lane < here) {
-          const int4 range = *Readers<A>(slots + (base + lane) * slot).range;
+          const int4 range = *readers_of(base + lane).range;
           reads = max(range.x, mine) < min(range.y, until) && max(range.z, left) < min(range.w, right);
         }
         for (unsigned some = __ballot_sync(0xffffffffu, reads); some; some &= some - 1) {
           const unsigned box = base + __ffs(some) - 1;
-          const Readers<A> of(slots + box * slot);
+          const Readers<A> of = readers_of(box);
           const int4 range = *of.range;
           const Pixel *rows_of = of.pixels - range.x, *columns_of = of.pixels + range.y - range.x - range.z;
           const A* weights = of.weights(range);
@@ -644,12 +650,13 @@ roi_align_backward(const T* dy, const T* rois, const char* readers, T* dx, i64 s
               const Pixel column = columns_of[b];
               Pack<A, K> sum[2] = {};
               for (int i = first; i < behind; ++i) {
-                const Pack<A, K>* line = of_box + i * int(columns) + column.low;
+                const int line = i * int(columns) + column.low;
                 Pack<A, K> along = {};
                 for (int j = 0; j < column.count; ++j) {
                   const A by = weights[column.start + j];
+                  const Pack<A, K> value = STAGED ? of_box[line + j] : read(box, line + j);
 #pragma unroll
-                  for (int q = 0; q < K; ++q) along.v[q] += by * line[j].v[q];
+                  for (int q = 0; q < K; ++q) along.v[q] += by * value.v[q];
                 }
                 const A by = unsigned(i - row.low) < row.count ? weights[row.start + i - row.low] : A(0);
                 const A by_next = unsigned(i - next.low) < next.count ? weights[next.start + i - next.low] : A(0);
