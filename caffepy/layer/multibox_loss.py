@@ -10,7 +10,7 @@ from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, layer
 from caffepy.layer.detection import check_refinement, count_priors, no_class
 from caffepy.layer.loss import ClassLoss
-from caffepy.ops.boxes import NOWHERE, PREDICTIONS, PRIORS, BoxCode, LocationLoss, Matching
+from caffepy.ops.boxes import NOWHERE, PREDICTIONS, PRIORS, BoxCode, LocationLoss, Matching, Mining
 from caffepy.proto.caffe_pb2 import MultiBoxLossParameter
 
 log = logging.getLogger(__name__)
@@ -173,30 +173,53 @@ class MultiBoxLoss(ClassLoss):
         if self.own_priors:
             self.move_priors(bottom[5].data, priors)
         self.match(locations, priors, truths)
-        for part, own in self.parts_with_priors(priors):
-            self.ops.location_losses(
-                locations[part],
-                own,
-                truths,
-                matches[part],
-                self.location,
-                self.location_loss.data[part],
-            )
-        self.ops.label_matches(truths, matches, self.background, self.agnostic, labels)
-        if self.mining != NONE:
+        self.set_losses(locations, scores, priors, truths)
+        mining = self.mining_by_overlap if len(bottom) == 4 and not self.logistic else None
+        if self.mining != NONE and not mining:
             sure = bottom[4].data.reshape(*scores.shape[:2], 2)[..., 1] if bottom[4:] else None
             self.mine(scores, priors, sure)
-        self.set_class_losses(scores)
+        if self.logistic:
+            self.set_logistic_losses(scores, self.background)
         weights = self.settings.loc_weight * self.parts[0], float(self.parts[1])
         given = self.location_loss.data, matches, self.class_loss.data, labels, weights
         divisor = self.divisor(*matches.shape[::2])
-        self.ops.multibox_loss(*given, divisor, self.normalizer.data, top[0].data)
+        self.ops.multibox_loss(*given, divisor, mining, self.normalizer.data, top[0].data)
 
     def check_truths(self, truths: Array) -> None:
         rules = self.classes, self.background, self.agnostic, self.settings.use_difficult_gt
         self.ops.check_truths(truths, *rules, self.bad_label.found, self.bad_box.found)
         self.bad_label.check()
         self.bad_box.check()
+
+    def set_losses(self, locations: Array, scores: Array, priors: Array, truths: Array) -> None:
+        """Write the labels of all boxes and their losses, but for those of LOGISTIC's classes."""
+        matches, labels, classes = self.matches.data, self.labels.data, self.class_loss.data
+        of_location, rule = self.location_loss.data, self.location
+        if self.whole:
+            given = scores, locations, priors, truths, matches, rule
+            kinds = self.background, self.agnostic
+            self.ops.box_losses(*given, *kinds, labels, of_location, classes)
+            return
+        for part, own in self.parts_with_priors(priors):
+            parts = locations[part], own, truths, matches[part]
+            self.ops.location_losses(*parts, rule, of_location[part])
+        self.ops.label_matches(truths, matches, self.background, self.agnostic, labels)
+        if not self.logistic:
+            self.ops.class_losses(*self.rows(scores), classes.reshape(-1))
+
+    @property
+    def whole(self) -> bool:
+        """True if one operation takes both the locations and the classes of all boxes."""
+        return not self.logistic and self.view[2] == 1 and self.own_priors is None
+
+    @property
+    def mining_by_overlap(self) -> Mining | None:
+        """MAX_NEGATIVE without suppression."""
+        param = self.settings
+        if self.mining != MAX_NEGATIVE or self.suppresses:
+            return None
+        rule = param.neg_pos_ratio, param.neg_overlap
+        return Mining(self.overlaps.data, self.counts.data, *rule)
 
     def move_priors(self, moves: Array, priors: Array) -> None:
         """Write the priors of each image, moved by its moves (N, P * 4), and their variances."""
@@ -251,17 +274,14 @@ class MultiBoxLoss(ClassLoss):
         param, matches = self.settings, self.matches.data[:, 0]
         labels, losses, chosen = self.labels.data, self.class_loss.data, self.chosen.data
         if self.logistic:
-            self.set_targets(0)
-            losses[...] = np.sum(entropies(scores, self.targets.data), axis=2)
-        else:
-            self.ops.class_losses(*self.rows(scores), losses.reshape(-1))
+            self.set_logistic_losses(scores, 0)
         counts, overlaps = self.counts.data, self.overlaps.data
-        if self.mining == MAX_NEGATIVE and not self.suppresses and sure is None:
-            rule = param.neg_pos_ratio, param.neg_overlap
-            self.ops.mine_negatives(losses, matches, overlaps, counts, *rule, labels)
+        by_overlap = self.mining_by_overlap
+        if by_overlap and sure is None:
+            self.ops.mine_negatives(losses, matches, *by_overlap, labels)
             return
         if self.mining == HARD_EXAMPLE:
-            losses += self.location_loss.data[:, 0]
+            losses = losses + self.location_loss.data[:, 0]
             allowed = np.ones_like(matches)
             numbers = np.full_like(counts[:, 0], param.sample_size)
         else:
@@ -313,14 +333,10 @@ class MultiBoxLoss(ClassLoss):
         """Return the scores (N * P, K) and their labels (N * P)."""
         return scores.reshape(-1, self.classes), self.labels.data.reshape(-1)
 
-    def set_class_losses(self, scores: Array) -> None:
-        """Write the losses (N, P) of the boxes that learn their class."""
-        losses = self.class_loss.data
-        if self.logistic:
-            self.set_targets(self.background)
-            losses[...] = np.sum(entropies(scores, self.targets.data), axis=2)
-        elif self.mining != MAX_NEGATIVE:  # which has just taken them
-            self.ops.class_losses(*self.rows(scores), losses.reshape(-1))
+    def set_logistic_losses(self, scores: Array, others: float) -> None:
+        """Write LOGISTIC's losses (N, P) of classes, see `set_targets`."""
+        self.set_targets(others)
+        self.class_loss.data[...] = np.sum(entropies(scores, self.targets.data), axis=2)
 
     def set_targets(self, others: float) -> None:
         """Write the targets (N, P, K) of LOGISTIC: 1 for the label, `others` for other classes; as
@@ -343,19 +359,26 @@ class MultiBoxLoss(ClassLoss):
         """The gradient of each part, but for the factor of `encode_variance_in_target`."""
         self.refuse_constants(propagate_down)
         locations, scores, priors, truths = self.given(bottom)
-        np.divide(top[0].diff, self.normalizer.data, out=self.factor.data)
+        labels, matches, norm = self.labels.data, self.matches.data, self.normalizer.data
+        weight, dloss = self.settings.loc_weight, top[0].diff
+        if self.whole and all(propagate_down[:2]):
+            given = scores, locations, priors, truths, matches, labels, self.location
+            diffs = bottom[0].diff.reshape(self.view), bottom[1].diff.reshape(scores.shape)
+            self.ops.box_gradients(*given, weight, dloss, norm, *diffs)
+            return
+        np.divide(dloss, norm, out=self.factor.data)
         if propagate_down[1]:
             dscores, factor = bottom[1].diff.reshape(scores.shape), self.factor.data
             if self.logistic:
                 slope = 0.5 * np.tanh(0.5 * scores) + 0.5 - self.targets.data
-                slope = np.where((self.labels.data >= 0)[:, :, None], slope, 0)
+                slope = np.where((labels >= 0)[:, :, None], slope, 0)
                 np.multiply(slope, factor, out=dscores)
             else:
                 flat = dscores.reshape(-1, self.classes)
                 self.ops.class_gradients(*self.rows(scores), factor, flat)
         if propagate_down[0]:
-            self.factor.data[...] *= self.settings.loc_weight
+            self.factor.data[...] *= weight
             gradients = bottom[0].diff.reshape(self.view)
             for part, own in self.parts_with_priors(priors):
-                given = locations[part], own, truths, self.matches.data[part], self.location
-                self.ops.location_gradients(*given, self.factor.data, gradients[part])
+                parts = locations[part], own, truths, matches[part], self.location
+                self.ops.location_gradients(*parts, self.factor.data, gradients[part])

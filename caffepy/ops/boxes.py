@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from caffepy.device.blob import Array
+
 CORNER, CENTER_SIZE, CORNER_SIZE = 1, 2, 3
 """How locations stand for a box, as PriorBoxParameter.CodeType: see `Ops.decode_boxes`."""
 
@@ -39,6 +41,15 @@ class LocationLoss(NamedTuple):
     code: BoxCode
     square: bool
     crossing: int
+
+
+class Mining(NamedTuple):
+    """Which boxes without a match learn that they are background: see `Ops.mine_negatives`."""
+
+    overlaps: Array
+    counts: Array
+    ratio: float
+    most: float
 
 
 NOWHERE, PRIORS, PREDICTIONS = range(3)

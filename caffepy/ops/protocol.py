@@ -31,7 +31,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array, Blob, Layout
 from caffepy.ops import objects
-from caffepy.ops.boxes import BoxCode, LocationLoss, Matching
+from caffepy.ops.boxes import BoxCode, LocationLoss, Matching, Mining
 from caffepy.ops.overlap import YoloWeights
 from caffepy.ops.update_state import Limits, Number, Segments
 
@@ -901,12 +901,14 @@ class Ops(Protocol):
         labels: Array,
         weights: tuple[float, float],
         divisor: float | None,
+        mining: Mining | None,
         norm: Array,
         loss: Array,
     ) -> None:
         """loss = (weights[0] * sum of location losses (N, L, P) of matches + weights[1] * sum of
         class losses (N, P) of boxes whose label is 0 or more) / norm; norm = the divisor, or the
-        number of matches, 1 or more.
+        number of matches, 1 or more. With `mining`, which needs L = 1 and labels of all matches,
+        after `mine_negatives`.
         """
 
     def class_losses(self, x: Array, labels: Array, losses: Array) -> None:
@@ -917,6 +919,43 @@ class Ops(Protocol):
     def class_gradients(self, x: Array, labels: Array, factor: Array, gradients: Array) -> None:
         """Write gradients (R, K) = factor () * (softmax(x) - 1 at the label), 0 for a label below
         0.
+        """
+
+    def box_losses(
+        self,
+        scores: Array,
+        locations: Array,
+        priors: Array,
+        truths: Array,
+        matches: Array,
+        rule: LocationLoss,
+        background: int,
+        one_class: bool,
+        labels: Array,
+        of_location: Array,
+        of_class: Array,
+    ) -> None:
+        """Write what `label_matches`, `location_losses` (N, 1, P) and `class_losses` (N, P) do, of
+        scores (N, P, K) and matches (N, 1, P).
+        """
+
+    def box_gradients(
+        self,
+        scores: Array,
+        locations: Array,
+        priors: Array,
+        truths: Array,
+        matches: Array,
+        labels: Array,
+        rule: LocationLoss,
+        weight: float,
+        dloss: Array,
+        norm: Array,
+        dlocations: Array,
+        dscores: Array,
+    ) -> None:
+        """Write what `class_gradients` and `location_gradients` do, of scores (N, P, K) and matches
+        (N, 1, P), with the factors dloss () / norm () and weight times that.
         """
 
     def detect(

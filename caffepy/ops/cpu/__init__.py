@@ -3,6 +3,8 @@
 from caffepy.device.threads import blas_scope, set_num_threads
 from caffepy.ops.cpu.blas import add_bias, bias_gradient, matmul
 from caffepy.ops.cpu.boxes import (
+    box_gradients,
+    box_losses,
     check_truths,
     choose_largest,
     class_gradients,

@@ -21,6 +21,7 @@ from caffepy.ops.boxes import (
     BoxCode,
     LocationLoss,
     Matching,
+    Mining,
 )
 from caffepy.ops.cpu.compiler import inlined, kernel
 
@@ -382,9 +383,12 @@ def multibox_loss(
     labels: Array,
     weights: tuple[float, float],
     divisor: float | None,
+    mining: Mining | None,
     norm: Array,
     loss: Array,
 ) -> None:
+    if mining is not None:
+        mine_negatives(of_class, matches.reshape(labels.shape), *mining, labels)
     matched, (by_location, by_class) = matches >= 0, weights
     norm[...] = max(np.sum(matched), 1) if divisor is None else divisor
     total = by_location * np.sum(np.where(matched, location, 0))
@@ -438,6 +442,46 @@ def _class_gradients(
 
 def class_gradients(x: Array, labels: Array, factor: Array, gradients: Array) -> None:
     parallel(partial(_class_gradients, x, labels, factor, gradients), len(x), ROWS)
+
+
+def box_losses(
+    scores: Array,
+    locations: Array,
+    priors: Array,
+    truths: Array,
+    matches: Array,
+    rule: LocationLoss,
+    background: int,
+    one_class: bool,
+    labels: Array,
+    of_location: Array,
+    of_class: Array,
+) -> None:
+    label_matches(truths, matches, background, one_class, labels)
+    location_losses(locations, priors, truths, matches, rule, of_location)
+    x = scores.reshape(-1, scores.shape[2])
+    class_losses(x, labels.reshape(-1), of_class.reshape(-1))
+
+
+def box_gradients(
+    scores: Array,
+    locations: Array,
+    priors: Array,
+    truths: Array,
+    matches: Array,
+    labels: Array,
+    rule: LocationLoss,
+    weight: float,
+    dloss: Array,
+    norm: Array,
+    dlocations: Array,
+    dscores: Array,
+) -> None:
+    factor = np.asarray(dloss / norm)
+    x, dx = (a.reshape(-1, scores.shape[2]) for a in (scores, dscores))
+    class_gradients(x, labels.reshape(-1), factor, dx)
+    given = locations, priors, truths, matches, rule
+    location_gradients(*given, np.asarray(factor * factor.dtype.type(weight)), dlocations)
 
 
 @_exact

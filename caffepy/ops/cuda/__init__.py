@@ -22,6 +22,8 @@ from caffepy.ops.cuda.bias_relu import (
 )
 from caffepy.ops.cuda.blas import blas_scope, inner_product, matmul, set_num_threads
 from caffepy.ops.cuda.boxes import (
+    box_gradients,
+    box_losses,
     check_truths,
     choose_largest,
     class_gradients,

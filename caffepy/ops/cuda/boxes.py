@@ -5,31 +5,39 @@ from typing import Any
 import cupy
 import numpy as np
 
-from caffepy.ops.boxes import BoxCode, LocationLoss, Matching
+from caffepy.ops.boxes import BoxCode, LocationLoss, Matching, Mining
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import (
     MOST,
     THREADS,
     Array,
+    arrivals,
     c_type,
     divisor,
     launch,
     launch_blocks,
     launch_reduce,
+    scratch,
 )
 
 WIDE = 1024
 """Threads of a block that takes an image, or a row."""
 
 SHARED = 1024
-"""Most true boxes, and best boxes of a class, in shared memory, as in boxes.cu."""
+"""Most best boxes of a class in shared memory, as in boxes.cu."""
+
+EACH = 2
+"""Boxes of a thread that matches them, as in boxes.cu."""
 
 LOSSES = 512
 """Boxes for which one more block pays."""
 
 STAGE = 24 << 10
 """Most bytes of the rows of scores that a block has in shared memory."""
+
+LEAST = float(np.finfo(np.float32).tiny)
+"""The least share of which a loss is taken."""
 
 
 def decode_boxes(locations: Array, priors: Array, code: BoxCode, boxes: Array) -> None:
@@ -46,21 +54,18 @@ def match_boxes(
     overlaps: Array,
     counts: Array,
 ) -> None:
-    images, count = matches.shape
-    known, own = len(truths), int(len(boxes) > 1)
+    (images, count), known = matches.shape, len(truths)
     if not matches.size:
         return
-    best = context().array("best pairs", (known + images,), np.uint64)
-    best.fill(0)
-    pairs = context().array("pairs", (images, known, 3), np.uint64) if known > SHARED else best
-    of, sizes = c_type(boxes), (own, count, known, label, int(rule.difficult), int(rule.inside))
-    arguments = boxes, truths, matches, overlaps, best
-    compare = kernel("boxes", f"compare_boxes<{of}>")
-    switches = float(rule.threshold), int(rule.every)
-    grid = -(-count // THREADS), images
-    compare(grid, (THREADS,), (*arguments, *sizes, *switches))
-    given = *arguments, pairs, counts, *sizes
-    launch_blocks("boxes", "match_pairs", boxes, images, *given, threads=WIDE)
+    tiles, memory = -(-count // (EACH * THREADS)), context().array
+    tops = memory("best pairs", (tiles, known), np.uint64)
+    matched = memory("matched", (images, tiles), np.int32)
+    pairs = memory("pairs", (images, known, 3), np.uint64) if known > THREADS else tops
+    blocks = tops, matched, pairs, arrivals(images)
+    sizes = int(len(boxes) > 1), count, known, label, int(rule.difficult), int(rule.inside)
+    arguments = boxes, truths, matches, overlaps, counts, *blocks, *sizes
+    match = kernel("boxes", f"match_boxes<{c_type(boxes)}>")
+    match((tiles, images), (THREADS,), (*arguments, float(rule.threshold), int(rule.every)))
 
 
 def _numbers(rule: LocationLoss) -> tuple[int, ...]:
@@ -153,38 +158,122 @@ def multibox_loss(
     labels: Array,
     weights: tuple[float, float],
     divisor: float | None,
+    mining: Mining | None,
     norm: Array,
     loss: Array,
 ) -> None:
-    by = -1.0 if divisor is None else float(divisor)
-    sizes = matches.size, labels.size, *map(float, weights), by
-    arguments = location, matches, of_class, labels, norm, loss, *sizes
-    launch_reduce("boxes", "multibox_loss", location, -(-matches.size // LOSSES), *arguments)
+    by, like, numbers = -1.0 if divisor is None else float(divisor), location, map(float, weights)
+    sums = location, matches, of_class, labels
+    if mining is None or not labels.size:
+        sizes = matches.size, labels.size, *numbers, by
+        blocks = -(-matches.size // LOSSES)
+        launch_reduce("boxes", "multibox_loss", like, blocks, *sums, norm, loss, *sizes)
+        return
+    overlaps, counts, ratio, most = mining
+    images, count = labels.shape
+    arguments = *sums, overlaps, counts, norm, loss, count, float(ratio), float(most), *numbers, by
+    launch_blocks(
+        "boxes",
+        "mined_multibox_loss",
+        like,
+        images,
+        *arguments,
+        scratch("loss", 2 * images),
+        arrivals(),
+        threads=WIDE,
+        variant=f", {_held(count)}",
+    )
 
 
-def _class_rows(name: str, x: Array, arguments: tuple[Any, ...], *numbers: float) -> None:
-    """Launch a thread for each row of scores, in shared memory; a warp for rows that are too
-    long.
+def _row_threads(classes: int) -> int:
+    """Return the threads of a block that has a row of scores of each in shared memory; 0 if the
+    rows are too long.
     """
+    return next((n for n in (128, 64, 32) if 4 * n * _row_words(classes) <= STAGE), 0)
+
+
+def _row_words(classes: int) -> int:
+    """Return the words of a row in shared memory, with its label."""
+    return (classes | 1) + 1
+
+
+def _each_row(name: str, x: Array, *arguments: Any) -> None:
+    """Launch a thread for each row of scores; `None` among the arguments stands for the sizes."""
     rows, classes = x.shape
-    words = (classes | 1) + 1
-    threads = next((n for n in (128, 64, 32) if 4 * n * words <= STAGE), 0)
-    if threads:
-        size, run = 4 * threads * words, kernel("boxes", f"{name}<{c_type(x)}>")
-        grid, sizes = (min(-(-rows // threads), MOST),), (rows, classes, divisor(classes))
-        if rows:
-            run(grid, (threads,), (*arguments, *sizes, *numbers), shared_mem=size)
-    else:
-        blocks = min(-(-rows * 32 // THREADS), MOST)
-        launch_blocks("boxes", f"long_{name}", x, blocks, *arguments, rows, classes, *numbers)
+    if not rows:
+        return
+    threads = _row_threads(classes)
+    sizes = rows, classes, divisor(classes)
+    given = [b for a in arguments for b in (sizes if a is None else (a,))]
+    run = kernel("boxes", f"{name}<{c_type(x)}>")
+    shared = 4 * threads * _row_words(classes)
+    run((min(-(-rows // threads), MOST),), (threads,), tuple(given), shared_mem=shared)
+
+
+def _each_long_row(name: str, x: Array, *arguments: Any) -> None:
+    """Launch a warp for each row of scores, likewise."""
+    given = [b for a in arguments for b in (x.shape if a is None else (a,))]
+    launch_blocks("boxes", f"long_{name}", x, min(-(-len(x) * 32 // THREADS), MOST), *given)
 
 
 def class_losses(x: Array, labels: Array, losses: Array) -> None:
-    _class_rows("class_losses", x, (x, labels, losses), float(np.finfo(np.float32).tiny))
+    each = _each_row if _row_threads(x.shape[1]) else _each_long_row
+    each("class_losses", x, x, labels, losses, None, LEAST)
 
 
 def class_gradients(x: Array, labels: Array, factor: Array, gradients: Array) -> None:
-    _class_rows("class_gradients", x, (x, labels, factor, gradients))
+    each = _each_row if _row_threads(x.shape[1]) else _each_long_row
+    each("class_gradients", x, x, labels, factor, gradients, None)
+
+
+def box_losses(
+    scores: Array,
+    locations: Array,
+    priors: Array,
+    truths: Array,
+    matches: Array,
+    rule: LocationLoss,
+    background: int,
+    one_class: bool,
+    labels: Array,
+    of_location: Array,
+    of_class: Array,
+) -> None:
+    x = scores.reshape(-1, scores.shape[2])
+    if not _row_threads(x.shape[1]):
+        label_matches(truths, matches, background, one_class, labels)
+        location_losses(locations, priors, truths, matches, rule, of_location)
+        class_losses(x, labels.reshape(-1), of_class.reshape(-1))
+        return
+    arrays = x, locations, priors, truths, matches, labels, of_location, of_class
+    classes = scores.shape[1], background, int(one_class)
+    _each_row("box_losses", x, *arrays, None, LEAST, *classes, *_numbers(rule))
+
+
+def box_gradients(
+    scores: Array,
+    locations: Array,
+    priors: Array,
+    truths: Array,
+    matches: Array,
+    labels: Array,
+    rule: LocationLoss,
+    weight: float,
+    dloss: Array,
+    norm: Array,
+    dlocations: Array,
+    dscores: Array,
+) -> None:
+    x, dx = (a.reshape(-1, scores.shape[2]) for a in (scores, dscores))
+    if not _row_threads(x.shape[1]):
+        factor = dloss / norm
+        class_gradients(x, labels.reshape(-1), factor, dx)
+        given = locations, priors, truths, matches, rule
+        location_gradients(*given, factor * factor.dtype.type(weight), dlocations)
+        return
+    arrays = x, locations, priors, truths, matches, labels, dloss, norm, dlocations, dx
+    sizes = float(weight), scores.shape[1], *_numbers(rule)
+    _each_row("box_gradients", x, *arrays, None, *sizes)
 
 
 def detect(

@@ -28,7 +28,7 @@ MOST_SUMS = 512
 _KINDS = {"float32": 1, "float64": 2, "int32": 3, "uint32": 3, "int64": 4, "uint64": 4}
 """As in pack.cuh."""
 
-_arrivals: dict[tuple[int, int], Array] = {}
+_arrivals: dict[tuple[int, int], list[Array]] = {}
 
 
 def c_type(array: Array) -> str:
@@ -129,11 +129,19 @@ def launch_reduce(file: str, name: str, like: Array, worth: int, *arguments: Any
     one: the last one to finish makes one result of all, in the order of blocks (block_reduce.cuh).
     """
     blocks = max(1, min(worth, MOST_SUMS))
-    key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
-    if key not in _arrivals:  # the number of finished blocks on this stream: 0 before and after
-        _arrivals[key] = cupy.zeros((), np.uint64)
     partial = scratch("loss", 3 * blocks)
-    launch_blocks(file, name, like, blocks, *arguments, partial, _arrivals[key])
+    launch_blocks(file, name, like, blocks, *arguments, partial, arrivals())
+
+
+def arrivals(count: int = 1) -> Array:
+    """Return numbers of finished blocks, `count` or more, which are 0 before and after a launch on
+    this stream.
+    """
+    key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
+    known = _arrivals.setdefault(key, [])  # a captured graph may know any of them
+    if not known or known[-1].size < count:
+        known.append(cupy.zeros(count, np.uint64))
+    return known[-1]
 
 
 def packs(x: Array) -> int:

@@ -5,7 +5,15 @@ more.
 import numpy as np
 import pytest
 
-from caffepy.ops.boxes import CENTER_SIZE, NOWHERE, BoxCode, LocationLoss, Matching
+from caffepy.ops.boxes import (
+    CENTER_SIZE,
+    NOWHERE,
+    PRIORS,
+    BoxCode,
+    LocationLoss,
+    Matching,
+    Mining,
+)
 from tests.ops.cuda.compare import EXACT, agree, data
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +39,10 @@ def some_truths(count, images, seed=1):
     return found.astype(np.float32)
 
 
+def contiguous(value):
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) and value.ndim else value
+
+
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("label", [-1, 2])
 @pytest.mark.parametrize(
@@ -50,11 +62,12 @@ def test_matching(images, count, known, label, own):
         agree("match_boxes", boxes, truths, label, rule, *results, tolerance=EXACT)
 
 
-def test_boxes_that_are_all_alike_are_matched_in_their_order():
-    boxes = np.broadcast_to(np.array([0.25, 0.25, 0.5, 0.5], np.float32), (1, 600, 4)).copy()
-    truths = np.zeros((90, 8), np.float32)
+@pytest.mark.parametrize(("count", "known"), [(600, 90), (9000, 300), (40, 90)])
+def test_boxes_that_are_all_alike_are_matched_in_their_order(count, known):
+    boxes = np.broadcast_to(np.array([0.25, 0.25, 0.5, 0.5], np.float32), (1, count, 4)).copy()
+    truths = np.zeros((known, 8), np.float32)
     truths[:, 1], truths[:, 3:7] = 1, boxes[0, 0]
-    results = np.empty((1, 600), np.int32), np.empty((1, 600), np.float32), np.empty((1, 2), "i")
+    results = np.empty((1, count), "i"), np.empty((1, count), "f"), np.empty((1, 2), "i")
     agree("match_boxes", boxes, truths, -1, Matching(0.5, True, False, True), *results)
 
 
@@ -77,6 +90,39 @@ def test_losses_and_gradients_of_classes(classes, rows):
     agree("class_losses", x, labels, np.empty(rows, np.float32), tolerance=(1e-5, 1e-5))
     factor = np.array(0.3, np.float32)
     agree("class_gradients", x, labels, factor, np.empty_like(x), tolerance=(1e-5, 1e-6))
+
+
+@pytest.mark.parametrize("learns", [0.0, 0.04, 0.3])
+@pytest.mark.parametrize("classes", [1, 2, 3, 21, 33, 190])
+def test_gradients_of_the_classes_that_few_rows_learn(classes, learns):
+    rows = 1031
+    x = data((rows, classes)) * 3
+    labels = seeded().integers(0, classes, rows).astype(np.int32)
+    labels[seeded(1).uniform(size=rows) >= learns] = -1
+    factor = np.array(0.3, np.float32)
+    agree("class_gradients", x, labels, factor, np.empty_like(x), tolerance=(1e-5, 1e-6))
+
+
+@pytest.mark.parametrize("classes", [4, 21, 700])
+@pytest.mark.parametrize("count", [1, 300, 1031])
+def test_losses_and_gradients_of_boxes(count, classes):
+    scores, locations = data((3, count, classes)) * 3, data((3, count, 1, 4), seed=1)
+    priors = np.stack([some_boxes(count), np.full((count, 4), 0.1, "f")])
+    truths = some_truths(30, 3)
+    truths[:, 5:7] = truths[:, 3:5] + 0.1  # sizes above 0
+    matches = seeded().integers(-2, 30, (3, 1, count)).astype(np.int32)
+    matches[seeded(1).uniform(size=matches.shape) < 0.9] = -1
+    rule = LocationLoss(BoxCode(CENTER_SIZE), False, PRIORS)
+    given = scores, locations, priors, truths, matches
+    labels = np.full((3, count), 7, np.int32)
+    for one_class in (False, True):
+        losses = np.empty(matches.shape, "f"), np.empty(labels.shape, "f")
+        agree("box_losses", *given, rule, 0, one_class, labels, *losses, tolerance=(1e-4, 1e-5))
+    labels = np.where(matches[:, 0] >= 0, 2, seeded(2).integers(-9, 1, labels.shape))
+    factors = 1.5, np.array(0.7, "f"), np.array(3, "f")
+    diffs = np.empty_like(locations), np.empty_like(scores)
+    labels = labels.astype(np.int32)
+    agree("box_gradients", *given, labels, rule, *factors, *diffs, tolerance=(1e-4, 1e-6))
 
 
 @pytest.mark.parametrize("eta", [1.0, 0.9])
@@ -108,11 +154,14 @@ def test_mining_and_what_is_lost(count):
         labels = np.maximum(own, 0)
         given = losses, own, overlaps, counts, 1.7, 0.4
         agree("mine_negatives", *given, labels.copy(), tolerance=EXACT)
-        location, labels = data(matches.shape, seed=2), draw.integers(-1, 3, own.shape, np.int32)
+        location, either = data(matches.shape, seed=2), draw.integers(-1, 3, own.shape, np.int32)
+        norm, loss = np.empty((), np.float32), np.empty((), np.float32)
         for divisor in (None, 12.5):
-            norm, loss = np.empty((), np.float32), np.empty((), np.float32)
-            given = location, matches, losses, labels, (0.7, 1.0), divisor, norm, loss
+            given = location, matches, losses, either, (0.7, 1.0), divisor, None, norm, loss
             agree("multibox_loss", *given, tolerance=(1e-4, 1e-4))
+        mining = Mining(overlaps, counts, 1.7, 0.4)
+        given = location[:, :1], own[:, None], losses, labels, (0.7, 1.0), None, mining, norm, loss
+        agree("multibox_loss", *map(contiguous, given), tolerance=(1e-4, 1e-4))
 
 
 @pytest.mark.parametrize("count", [0, 3, 2000])

@@ -16,6 +16,7 @@ constexpr float LEAST = 1e-6f;  // an overlap that counts is larger
 
 struct Box {
   float v[4];
+  Box() = default;
   template <typename T> __device__ explicit Box(const T* p) : v{float(p[0]), float(p[1]), float(p[2]), float(p[3])} {}
   __device__ Box(float a, float b, float c, float d) : v{a, b, c, d} {}
   __device__ float wide() const { return __fsub_rn(v[2], v[0]); }
@@ -98,6 +99,12 @@ template <typename T> __device__ void write_four(T* to, const float (&values)[4]
     for (int k = 0; k < 4; ++k) to[k] = pack.v[k];
 }
 
+template <typename T> __device__ Box read_four(const T* from) {
+  if (!aligned(from, sizeof(Pack<T, 4>))) return Box(from);
+  const Pack<T, 4> pack = *reinterpret_cast<const Pack<T, 4>*>(from);
+  return Box(pack.v);
+}
+
 template <typename T>
 __global__ void decode_boxes(const T* locations, const T* priors, T* boxes, i64 images, i64 classes, i64 count, i64 kind,
                              i64 scaled) {
@@ -124,159 +131,221 @@ template <typename T> struct Truths {
 __device__ u64 pair(unsigned both, i64 place) { return u64(both) << 32 | (0xffffffffu - unsigned(place)); }
 __device__ i64 place_of(u64 found) { return i64(0xffffffffu - unsigned(found)); }
 
-constexpr int TILE = 256;  // threads of compare_boxes, and true boxes that it takes at a time
-
-// Blocks (of boxes, of images), a thread a box: -2 where it crosses the edge and that leaves it out, with `every` the
-// true box of the image that it overlaps most, the threshold or more, else -1; and its largest overlap. `best` gets the
-// best pair of each true box, and after those the number of matches of each image; they start at 0.
-template <typename T>
-__global__ void __launch_bounds__(TILE)
-compare_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, u64* best, i64 own, i64 count, i64 known,
-              i64 label, i64 difficult, i64 inside, double threshold, i64 every) {
-  __shared__ float corners[TILE][4];
-  __shared__ int row_of[TILE];
-  __shared__ u64 top[TILE];
-  const Truths<T> truths{rows, known, label, difficult};
-  const i64 n = blockIdx.y, p = blockIdx.x * i64(TILE) + threadIdx.x, i = n * count + p;
-  const i64 readable = min(p, count - 1);
-  const Box a(boxes + 4 * (own ? n * count + readable : readable));
-  const bool crosses = inside && a.crosses(), may = p < count && !crosses;
-  float largest = LEAST;
-  int at = -1;
-  bool any = false;
-  for (i64 start = 0; start < known; start += TILE) {
-    const i64 t = start + threadIdx.x;
-    const bool mine = t < known && truths.of(t, n) && truths.wanted(t);
-    const Rank rank(mine);
-    if (mine) {
-      const Box truth = truths.box(t);
-      for (int k = 0; k < 4; ++k) corners[rank.before][k] = truth.v[k];
-      row_of[rank.before] = int(t);
-      top[rank.before] = 0;
-    }
-    __syncthreads();
-    any |= rank.all > 0;
-    for (unsigned k = 0; k < rank.all; ++k) {
-      const float both = may ? overlap(a, Box(corners[k])) : 0.0f;
-      if (both > largest) {
-        largest = both;
-        at = row_of[k];
-      }
-      const unsigned bits = both > LEAST ? __float_as_uint(both) : 0, most = warp_max(bits);
-      const unsigned first = __ffs(__ballot_sync(0xffffffffu, bits == most)) - 1;
-      if (most && threadIdx.x % 32 == first) atomicMax(&top[k], pair(most, p));
-    }
-    __syncthreads();
-    if (threadIdx.x < rank.all && top[threadIdx.x]) atomicMax(best + row_of[threadIdx.x], top[threadIdx.x]);
-    __syncthreads();
-  }
-  const bool matched = every && at >= 0 && largest >= float(threshold);
-  if (p < count) {
-    matches[i] = crosses && any ? -2 : matched ? at : -1;
-    overlaps[i] = T(at < 0 ? 0.0f : largest);
-  }
-  const int found = __syncthreads_count(matched);
-  if (threadIdx.x == 0 && found) atomicAdd(best + known + n, u64(found));
-}
-
-// What match_pairs knows of the true boxes of its image: their rows, best pairs, and the pairs that they have got.
+// What match_boxes knows of the true boxes of an image: their rows, best pairs, and the pairs that they have got.
 struct Pairs {
   u64 *best, *got;
   int* row;
+  int count;
+  __device__ bool is_free(i64 place) const {
+    for (int k = 0; k < count; ++k)
+      if (got[k] && place_of(got[k]) == place) return false;
+    return true;
+  }
 };
 
-// Whether a box is none of those that are got.
-__device__ bool is_free(const Pairs& pairs, i64 own, i64 place) {
-  for (i64 k = 0; k < own; ++k)
-    if (pairs.got[k] && place_of(pairs.got[k]) == place) return false;
-  return true;
+constexpr int TILE = 256, EACH = 2;  // threads of match_boxes, and true boxes that it takes at a time; boxes of a thread
+
+// The best pair of a true box with those boxes of a tile that are free, by the block.
+template <typename T>
+__device__ u64 best_pair(const T* boxes, const Box& truth, i64 tile, i64 count, bool inside, const Pairs& pairs) {
+  const i64 start = (tile * TILE + threadIdx.x) * EACH;
+  Box of[EACH];
+#pragma unroll
+  for (int e = 0; e < EACH; ++e) of[e] = read_four(boxes + 4 * min(start + e, count - 1));
+  u64 found = 0;
+#pragma unroll
+  for (int e = 0; e < EACH; ++e) {
+    const i64 p = start + e;
+    const float both = p >= count || (inside && of[e].crosses()) ? 0.0f : overlap(of[e], truth);
+    const u64 next = both > LEAST ? pair(__float_as_uint(both), p) : 0;
+    if (next > found && pairs.is_free(p)) found = next;
+  }
+  return block_max(found);
 }
 
-// A block for each image: the best pair of those left, as long as there is one. `pairs` (images, known, 3) is for more
-// true boxes than shared memory has room for.
+// By the block: the best pair of those left, as long as there is one. `tops` (tiles, known): the best pair of each true box
+// with the boxes of a tile, one of which may be taken since. Each warp finds for itself what comes next.
 template <typename T>
-__global__ void __launch_bounds__(1024, 1)
-match_pairs(const T* boxes, const T* rows, int* matches, T* overlaps, const u64* best, u64* pairs, int* counts, i64 own,
-            i64 count, i64 known, i64 label, i64 difficult, i64 inside) {
-  constexpr int ROOM = 1024, U = 3;  // U: boxes of a thread on their way
-  __shared__ u64 room[2][ROOM];
-  __shared__ int room_of_rows[ROOM];
-  const Truths<T> truths{rows, known, label, difficult};
-  const i64 n = blockIdx.x;
+__device__ void take_pairs(const T* boxes, const Truths<T>& truths, u64* tops, i64 tiles, i64 count, bool inside,
+                           const Pairs& pairs) {
   const int lane = threadIdx.x % 32;
+  while (true) {
+    u64 best = 0;
+    int at = 0;
+    for (int k = lane; k < pairs.count; k += 32)
+      if (pairs.best[k] > best) {
+        best = pairs.best[k];
+        at = k;
+      }
+    const u64 most = warp_max(best);
+    if (!most) return;
+    const int first = int(0xffffffffu - warp_max(best == most ? 0xffffffffu - unsigned(at) : 0u));
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      pairs.got[first] = most;
+      pairs.best[first] = 0;
+    }
+    __syncthreads();
+    for (int start = 0; start < pairs.count; start += 32) {  // those whose best is gone look for another
+      const int k = start + lane;
+      const bool lost = k < pairs.count && pairs.best[k] && place_of(pairs.best[k]) == place_of(most);
+      for (unsigned left = __ballot_sync(0xffffffffu, lost); left; left &= left - 1) {
+        const int truth = start + __ffs(left) - 1, t = pairs.row[truth];
+        const Box box = truths.box(t);
+        u64 found = 0;
+        for (i64 base = 0; base < tiles; base += 32) {
+          u64* top = tops + (base + lane) * truths.count + t;
+          u64 own = base + lane < tiles ? __ldcg(top) : 0;
+          for (unsigned gone = __ballot_sync(0xffffffffu, own && !pairs.is_free(place_of(own))); gone; gone &= gone - 1) {
+            const int tile = __ffs(gone) - 1;
+            const u64 next = best_pair(boxes, box, base + tile, count, inside, pairs);
+            if (lane == tile) {
+              own = next;
+              if (threadIdx.x < 32) *top = next;
+            }
+          }
+          found = max(found, own);
+        }
+        found = warp_max(found);
+        __syncthreads();
+        if (threadIdx.x == 0) pairs.best[truth] = found;
+        __syncthreads();
+      }
+    }
+  }
+}
+
+// Blocks (tiles of boxes, images), EACH boxes a thread: -2 where one crosses the edge and that leaves it out, with `every`
+// the true box of the image that it overlaps most, the threshold or more, else -1; and its largest overlap. The last
+// block of an image to finish then takes the best pairs, of those left, as long as there are any. `tops` (tiles, known) and
+// `matched` (images, tiles) are what blocks know; `pairs` (images, known, 3) is for images with more than TILE true boxes;
+// `arrived` (images) is 0 before and after.
+template <typename T>
+__global__ void __launch_bounds__(TILE)
+match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* counts, u64* tops, int* matched, u64* pairs,
+            u64* arrived, i64 own, i64 count, i64 known, i64 label, i64 difficult, i64 inside, double threshold,
+            i64 every) {
+  __shared__ float corners[TILE][4];
+  __shared__ int row_of[TILE];
+  __shared__ u64 top[TILE / 32][TILE];
+  __shared__ bool last;
+  const Truths<T> truths{rows, known, label, difficult};
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const i64 n = blockIdx.y, tiles = gridDim.x, first = (blockIdx.x * i64(TILE) + threadIdx.x) * EACH;
   boxes += own ? 4 * n * count : 0;
   matches += n * count;
   overlaps += n * count;
-  pairs += 3 * n * known;
-  const bool fits = known <= ROOM;
-  const Pairs of{fits ? room[0] : pairs, fits ? room[1] : pairs + known,
-                 fits ? room_of_rows : reinterpret_cast<int*>(pairs + 2 * known)};
-  i64 mine = 0;  // true boxes of this image that are wanted
-  int any = 0;
-  for (i64 start = 0; start < known; start += blockDim.x) {
+  Box a[EACH];
+  bool crosses[EACH], may[EACH];
+  float largest[EACH];
+  int at[EACH];
+#pragma unroll
+  for (int e = 0; e < EACH; ++e) {
+    a[e] = read_four(boxes + 4 * min(first + e, count - 1));
+    crosses[e] = inside && a[e].crosses();
+    may[e] = first + e < count && !crosses[e];
+    largest[e] = LEAST;
+    at[e] = -1;
+  }
+  int mine = 0;  // true boxes of this image that are wanted
+  for (i64 start = 0; start < known; start += TILE) {
     const i64 t = start + threadIdx.x;
-    const bool here = t < known && truths.of(t, n), wanted = here && truths.wanted(t);
-    any += __syncthreads_count(here);
-    const Rank rank(wanted);
-    if (wanted) {
-      const i64 k = mine + rank.before;
-      of.row[k] = int(t);
-      of.best[k] = best[t];
-      of.got[k] = 0;
+    const bool here = t < known && truths.of(t, n) && truths.wanted(t);
+    const Rank rank(here);
+    if (here) {
+      const Box truth = truths.box(t);
+      for (int k = 0; k < 4; ++k) corners[rank.before][k] = truth.v[k];
+      row_of[rank.before] = int(t);
     }
-    mine += rank.all;
+    __syncthreads();
+    mine += int(rank.all);
+    for (unsigned k = 0; k < rank.all; ++k) {
+      const Box truth(corners[k]);
+      unsigned bits = 0;
+      i64 place = 0;
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        const float both = may[e] ? overlap(a[e], truth) : 0.0f;
+        if (both > largest[e]) {
+          largest[e] = both;
+          at[e] = row_of[k];
+        }
+        const unsigned of_box = both > LEAST ? __float_as_uint(both) : 0;
+        if (of_box > bits) {
+          bits = of_box;
+          place = first + e;
+        }
+      }
+      const unsigned most = warp_max(bits);
+      const int best = __ffs(__ballot_sync(0xffffffffu, bits == most)) - 1;
+      if (lane == best) top[warp][k] = most ? pair(most, place) : 0;
+    }
+    __syncthreads();
+    if (threadIdx.x < rank.all) {
+      u64 best = 0;
+#pragma unroll
+      for (int w = 0; w < TILE / 32; ++w) best = max(best, top[w][threadIdx.x]);
+      tops[blockIdx.x * known + row_of[threadIdx.x]] = best;
+    }
+  }
+  int found = 0;
+#pragma unroll
+  for (int e = 0; e < EACH; ++e) {
+    const bool is = every && at[e] >= 0 && largest[e] >= float(threshold);
+    if (first + e < count) {
+      matches[first + e] = crosses[e] && mine ? -2 : is ? at[e] : -1;
+      overlaps[first + e] = T(at[e] < 0 ? 0.0f : largest[e]);
+    }
+    found += __syncthreads_count(is);
+  }
+  if (threadIdx.x == 0) {
+    matched[n * tiles + blockIdx.x] = found;
+    __threadfence();
+    last = atomicAdd(arrived + n, 1ull) == gridDim.x - 1;
   }
   __syncthreads();
-  while (true) {
-    u64 most = 0;  // each warp finds it for itself
-    for (i64 k = lane; k < mine; k += 32) most = max(most, of.best[k]);
-    most = warp_max(most);
-    if (!most) break;
-    unsigned first = 0xffffffffu;  // of the true boxes with this pair
-    for (i64 k = lane; k < mine; k += 32)
-      if (of.best[k] == most) first = min(first, unsigned(k));
-    first = 0xffffffffu - warp_max(0xffffffffu - first);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      of.got[first] = most;
-      of.best[first] = 0;
-    }
-    __syncthreads();
-    for (i64 start = 0; start < mine; start += 32) {  // those whose best is gone look for another
-      const i64 k = start + lane;
-      const bool lost = k < mine && of.best[k] && place_of(of.best[k]) == place_of(most);
-      for (unsigned left = __ballot_sync(0xffffffffu, lost); left; left &= left - 1) {
-        const i64 truth = start + __ffs(left) - 1;
-        const Box b = truths.box(of.row[truth]);
-        u64 found = 0;
-        for (i64 start = threadIdx.x; start < count; start += U * blockDim.x) {
-          float both[U];
-#pragma unroll
-          for (int u = 0; u < U; ++u) {
-            const i64 p = start + u * blockDim.x;
-            const Box a(boxes + 4 * min(p, count - 1));
-            both[u] = p < count && !(inside && a.crosses()) ? overlap(a, b) : 0.0f;
-          }
-#pragma unroll
-          for (int u = 0; u < U; ++u) {
-            if (!(both[u] > LEAST)) continue;
-            const i64 p = start + u * blockDim.x;
-            const u64 next = pair(__float_as_uint(both[u]), p);
-            if (next > found && is_free(of, mine, p)) found = next;
-          }
-        }
-        found = block_max(found);
-        if (threadIdx.x == 0) of.best[truth] = found;
-      }
+  if (!last) return;
+  __threadfence();
+  Pairs of{top[0], top[1], row_of, mine};
+  if (mine > TILE) {
+    pairs += 3 * n * known;
+    of = {pairs, pairs + known, reinterpret_cast<int*>(pairs + 2 * known), mine};
+  }
+  int any = mine;  // true boxes of any class
+  if (known > TILE || label >= 0) {
+    any = 0;
+    for (i64 start = 0, listed = 0; start < known; start += TILE) {
+      const i64 t = start + threadIdx.x;
+      const bool here = t < known && truths.of(t, n), wanted = here && truths.wanted(t);
+      any += __syncthreads_count(here);
+      const Rank rank(wanted);
+      if (wanted) of.row[listed + rank.before] = int(t);
+      listed += rank.all;
     }
     __syncthreads();
   }
-  int added = 0;
-  for (i64 start = 0; start < mine; start += blockDim.x) {
-    const i64 k = start + threadIdx.x;
+  for (int k = warp; k < mine; k += TILE / 32) {
+    u64 best = 0;
+    for (i64 tile = lane; tile < tiles; tile += 32) best = max(best, __ldcg(tops + tile * known + of.row[k]));
+    best = warp_max(best);
+    if (lane == 0) {
+      of.best[k] = best;
+      of.got[k] = 0;
+    }
+  }
+  __syncthreads();
+  take_pairs(boxes, truths, tops, tiles, count, inside != 0, of);
+  if (warp == 0) {
+    found = 0;
+    for (i64 tile = lane; tile < tiles; tile += 32) found += __ldcg(matched + n * tiles + tile);
+    found = int(warp_sum(unsigned(found)));
+  }
+  __syncthreads();
+  for (int start = 0; start < mine; start += TILE) {
+    const int k = start + int(threadIdx.x);
     const u64 got = k < mine ? of.got[k] : 0;
-    const i64 place = place_of(got);
-    added += __syncthreads_count(got && matches[place] == -1);
+    const i64 place = got ? place_of(got) : 0;
+    found += __syncthreads_count(got && __ldcg(matches + place) == -1);
     if (got) {
       matches[place] = of.row[k];
       overlaps[place] = T(__uint_as_float(unsigned(got >> 32)));
@@ -284,7 +353,8 @@ match_pairs(const T* boxes, const T* rows, int* matches, T* overlaps, const u64*
   }
   if (threadIdx.x == 0) {
     counts[2 * n] = any;
-    counts[2 * n + 1] = int(best[known + n]) + added;
+    counts[2 * n + 1] = found;
+    arrived[n] = 0;
   }
 }
 
@@ -301,18 +371,46 @@ __device__ void differences(const T* locations, const T* prior, const T* varianc
   }
 }
 
+struct LocationRule {
+  i64 kind;
+  bool scaled, square;
+  i64 crossing;
+  __device__ LocationRule(i64 kind, i64 scaled, i64 square, i64 crossing)
+      : kind(kind), scaled(scaled), square(square), crossing(crossing) {}
+};
+
+// The loss of the four locations of a box whose true box is that of row `match`; its prior is that at place p of `count`.
+template <typename T>
+__device__ float location_loss(const T* locations, const T* priors, const T* truths, i64 match, i64 p, i64 count,
+                               const LocationRule& rule) {
+  float loss = 0, d[4];
+  const T* truth = truths + 8 * match + 3;
+  differences(locations, priors + 4 * p, priors + 4 * (count + p), truth, rule.kind, rule.scaled, rule.crossing, d);
+  for (float v : d) loss += rule.square || fabsf(v) < 1 ? 0.5f * v * v : fabsf(v) - 0.5f;
+  return loss;
+}
+
+// Its gradient, `by` times the slope; 0 without a match.
+template <typename T>
+__device__ void location_gradient(const T* locations, const T* priors, const T* truths, i64 match, i64 p, i64 count,
+                                  const LocationRule& rule, float by, float (&d)[4]) {
+  for (float& v : d) v = 0;
+  if (match < 0) return;
+  const T* truth = truths + 8 * match + 3;
+  differences(locations, priors + 4 * p, priors + 4 * (count + p), truth, rule.kind, rule.scaled, rule.crossing, d);
+  for (float& v : d) v = by * (rule.square ? v : fmaxf(-1.0f, fminf(v, 1.0f)));
+}
+
 template <typename T>
 __global__ void location_losses(const T* locations, const T* priors, const T* truths, const int* matches, T* losses,
                                 i64 images, i64 classes, i64 count, i64 kind, i64 scaled, i64 square, i64 crossing) {
+  const LocationRule rule(kind, scaled, square, crossing);
   FOR_EACH(i, images * classes * count) {
-    float loss = 0, d[4];
+    float loss = 0;
     if (matches[i] >= 0) {
       const Place at(i, classes, count);
-      const i64 p = at.inner;
-      const T* x = locations + ((at.outer * count + p) * classes + at.middle) * 4;
-      const T* truth = truths + 8 * i64(matches[i]) + 3;
-      differences(x, priors + 4 * p, priors + 4 * (count + p), truth, kind, scaled, crossing, d);
-      for (float v : d) loss += square || fabsf(v) < 1 ? 0.5f * v * v : fabsf(v) - 0.5f;
+      const T* x = locations + ((at.outer * count + at.inner) * classes + at.middle) * 4;
+      loss = location_loss(x, priors, truths, matches[i], at.inner, count, rule);
     }
     losses[i] = T(loss);
   }
@@ -322,17 +420,13 @@ template <typename T>
 __global__ void location_gradients(const T* locations, const T* priors, const T* truths, const int* matches,
                                    const T* factor, T* gradients, i64 images, i64 classes, i64 count, i64 kind, i64 scaled,
                                    i64 square, i64 crossing) {
+  const LocationRule rule(kind, scaled, square, crossing);
   const float by = float(*factor);
   FOR_EACH(i, images * count * classes) {
     const Place at(i, count, classes);
-    const i64 p = at.middle;
-    const int match = matches[(at.outer * classes + at.inner) * count + p];
-    float d[4] = {0, 0, 0, 0};
-    if (match >= 0) {
-      const T* truth = truths + 8 * i64(match) + 3;
-      differences(locations + 4 * i, priors + 4 * p, priors + 4 * (count + p), truth, kind, scaled, crossing, d);
-    }
-    for (float& v : d) v = by * (square ? v : fmaxf(-1.0f, fminf(v, 1.0f)));
+    float d[4];
+    const i64 match = matches[(at.outer * classes + at.inner) * count + at.middle];
+    location_gradient(locations + 4 * i, priors, truths, match, at.middle, count, rule, by, d);
     write_four(gradients + 4 * i, d);
   }
 }
@@ -343,6 +437,9 @@ __device__ unsigned ordered(float x) {
   return max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
 }
 
+// The float of a key.
+__device__ float value_of(unsigned key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
 // The sum over a block of up to 1024 threads, for all of them; calls take turns with `odd`.
 __device__ unsigned block_total(unsigned x, int odd) {
   __shared__ unsigned parts[2][32];
@@ -351,6 +448,21 @@ __device__ unsigned block_total(unsigned x, int odd) {
   if (lane == 0) parts[odd][threadIdx.x / 32] = x;
   __syncthreads();
   return warp_sum(lane < blockDim.x / 32 ? parts[odd][lane] : 0);
+}
+
+// The sum over the threads of a block before this one.
+__device__ unsigned block_before(unsigned x) {
+  __shared__ unsigned parts[32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  unsigned all = x;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const unsigned other = __shfl_up_sync(0xffffffffu, all, offset);
+    if (lane >= offset) all += other;
+  }
+  if (lane == 31) parts[warp] = all;
+  __syncthreads();
+  return warp_sum(lane < warp ? parts[lane] : 0) + all - x;
 }
 
 // Keys of a row, of which element i of a thread is that at place i * blockDim.x + threadIdx.x; 0 for what cannot be chosen.
@@ -379,14 +491,15 @@ template <int HELD> struct Keys {
   }
 };
 
-// Bit by bit a word that `wanted` threads of a block reach, or more that have the same; 0 if there are not so many.
-__device__ unsigned reached(unsigned x, unsigned wanted) {
+// Bit by bit a word that `wanted` threads of a block reach, and `spare` more or others that have the same; 0 if there are
+// not so many.
+__device__ unsigned reached(unsigned x, unsigned wanted, unsigned spare) {
   unsigned least = 0;
   for (int bit = 31; bit >= 0; --bit) {
     const unsigned next = least | 1u << bit, found = __syncthreads_count(x >= next);
     if (found < wanted) continue;
     least = next;
-    if (found == wanted) break;
+    if (found <= wanted + spare) break;
   }
   return least;
 }
@@ -395,17 +508,15 @@ __device__ unsigned reached(unsigned x, unsigned wanted) {
 // threads.
 template <int HELD> __device__ u64 last_pair(const Keys<HELD>& keys, unsigned least, unsigned count, unsigned wanted) {
   __shared__ u64 pairs[1024];
-  __shared__ unsigned filled;
-  if (threadIdx.x == 0) filled = 0;
-  __syncthreads();
+  unsigned next = block_before(keys.above(least - 1));
 #pragma unroll Keys<HELD>::UNROLL
   for (int i = 0; i < HELD; ++i)
-    if (keys.of[i] >= least) pairs[atomicAdd(&filled, 1)] = keys.pair_of(i);
+    if (keys.of[i] >= least) pairs[next++] = keys.pair_of(i);
   __syncthreads();
   const u64 own = threadIdx.x < count ? pairs[threadIdx.x] : 0;
-  const unsigned key = unsigned(own >> 32), last = reached(key, wanted);
+  const unsigned key = unsigned(own >> 32), last = reached(key, wanted, 0);
   const unsigned above = __syncthreads_count(key > last), equal = __syncthreads_count(key == last);
-  const unsigned place = above + equal > wanted ? reached(key == last ? unsigned(own) : 0, wanted - above) : 0;
+  const unsigned place = above + equal > wanted ? reached(key == last ? unsigned(own) : 0, wanted - above, 0) : 0;
   return max(u64(last) << 32 | place, u64(least) << 32);
 }
 
@@ -417,7 +528,7 @@ template <int HELD, typename F> __device__ void largest(const Keys<HELD>& keys, 
   unsigned found = block_total(keys.above(0), 0), least = 1;  // found: keys of `least` or more
   const unsigned wanted = number < 0 ? 0 : number < found ? unsigned(number) : found;
   if (found > wanted && wanted) {
-    const unsigned near = wanted <= blockDim.x ? reached(keys.largest(), wanted) : 0;
+    const unsigned near = wanted <= blockDim.x ? reached(keys.largest(), wanted, wanted / 4) : 0;
     const unsigned few = near ? block_total(keys.above(near - 1), 1) : found;
     if (few <= blockDim.x) {
       const u64 last = last_pair(keys, max(near, 1u), few, wanted);
@@ -522,70 +633,190 @@ __device__ float maximum(const float* row, unsigned count) {
 }
 
 // -log(softmax at the label), at most that of the least normal float.
-template <typename T>
-__global__ void class_losses(const T* x, const int* labels, T* losses, i64 rows, i64 count, i64 ready, double least) {
-  extern __shared__ float words[];
-  const Rows scores(words, count, ready);
+__device__ float class_loss(const float* row, unsigned count, int label, float least) {
+  if (unsigned(label) >= count) return 0;  // a GPU goes on until the error of a wrong one is seen
+  const float most = maximum(row, count);
+  float sum = 0;
+  for (unsigned k = 0; k < count; ++k) sum += expf(row[k] - most);
+  const float share = expf(row[label] - most) / sum;
+  return -logf(share > least || share != share ? share : least);
+}
+
+// f(index of a row of x, the row in shared memory), a thread a row.
+template <typename T, typename F> __device__ void each_row(const T* x, const Rows& scores, i64 rows, F f) {
   for (i64 first = blockIdx.x * i64(blockDim.x); first < rows; first += gridDim.x * i64(blockDim.x)) {
     const unsigned here = unsigned(min(rows - first, i64(blockDim.x)));
     const auto all = [](unsigned) { return true; };
-    const T* from = x + first * count;
+    const T* from = x + first * scores.count;
     __syncthreads();
     if (scores.whole(from, here))
       scores.read<PACK, 6>(from, here, all);
     else
       scores.read<1, 4>(from, here, all);
     __syncthreads();
-    if (threadIdx.x >= here) continue;
-    const int label = labels[first + threadIdx.x];
-    float loss = 0;
-    if (unsigned(label) < scores.count) {  // a GPU goes on until the error of a wrong one is seen
-      const float* row = scores.row(threadIdx.x);
-      const float most = maximum(row, scores.count);
-      float sum = 0;
-      for (unsigned k = 0; k < scores.count; ++k) sum += expf(row[k] - most);
-      const float share = expf(row[label] - most) / sum;
-      loss = -logf(share > float(least) || share != share ? share : float(least));
-    }
-    losses[first + threadIdx.x] = T(loss);
+    if (threadIdx.x < here) f(first + threadIdx.x, scores.row(threadIdx.x));
   }
 }
 
-// Scores are read for rows alone that have a label.
+template <typename T>
+__global__ void class_losses(const T* x, const int* labels, T* losses, i64 rows, i64 count, i64 ready, double least) {
+  extern __shared__ float words[];
+  const Rows scores(words, count, ready);
+  each_row(x, scores, rows, [&](i64 i, const float* row) { losses[i] = T(class_loss(row, scores.count, labels[i], float(least))); });
+}
+
+// The class of a box: that of its true box, or the background.
+template <typename T>
+__device__ int label_of(const T* truths, i64 match, i64 background, i64 one_class) {
+  return int(match < 0 ? background : one_class ? background + 1 : i64(truths[8 * match + 1]));
+}
+
+// label_matches, location_losses and class_losses of boxes whose images share `boxes` priors.
+template <typename T>
+__global__ void box_losses(const T* x, const T* locations, const T* priors, const T* truths, const int* matches,
+                           int* labels, T* of_location, T* of_class, i64 rows, i64 count, i64 ready, double least,
+                           i64 boxes, i64 background, i64 one_class, i64 kind, i64 scaled, i64 square, i64 crossing) {
+  extern __shared__ float words[];
+  const Rows scores(words, count, ready);
+  const LocationRule rule(kind, scaled, square, crossing);
+  each_row(x, scores, rows, [&](i64 i, const float* row) {
+    const int match = matches[i], label = label_of(truths, match, background, one_class);
+    labels[i] = label;
+    of_class[i] = T(class_loss(row, scores.count, label, float(least)));
+    const i64 p = i - Place::quotient(i, boxes) * boxes;
+    of_location[i] = T(match < 0 ? 0.0f : location_loss(locations + 4 * i, priors, truths, match, p, boxes, rule));
+  });
+}
+
+// Gradients of R rows of up to 32 scores, by a warp; a row below 0 is none.
+template <int R, typename T>
+__device__ void short_gradients(const T* x, T* gradients, const int (&rows)[R], int label, unsigned count, float by) {
+  const unsigned lane = threadIdx.x % 32;
+  float score[R], most[R], sum[R];
+#pragma unroll
+  for (int r = 0; r < R; ++r)
+    score[r] = rows[r] >= 0 && lane < count ? float(x[rows[r] * count + lane]) : -__uint_as_float(0x7f800000u);
+#pragma unroll
+  for (int r = 0; r < R; ++r) most[r] = warp_max(score[r]);
+#pragma unroll
+  for (int r = 0; r < R; ++r) sum[r] = warp_sum(lane < count ? score[r] = expf(score[r] - most[r]) : 0.0f);
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const int own = __shfl_sync(0xffffffffu, label, max(rows[r], 0));
+    if (rows[r] >= 0 && lane < count) gradients[rows[r] * count + lane] = T(by * (score[r] / sum[r] - float(int(lane) == own)));
+  }
+}
+
+// Gradients of up to 32 rows few of which learn, by a warp, whose lanes know the label of a row each: first the rows that
+// learn, four at a time if they are short, then zeros in packs around them.
+template <typename T>
+__device__ void few_gradients(const T* x, T* gradients, unsigned here, int label, unsigned count, const Divisor& by_count, float by) {
+  const unsigned lane = threadIdx.x % 32, learn = __ballot_sync(0xffffffffu, label >= 0);
+  for (unsigned left = learn; left && count <= 32;) {
+    int rows[4];
+#pragma unroll
+    for (int& row : rows) {
+      row = __ffs(left) - 1;
+      left &= left - 1;
+    }
+    short_gradients(x, gradients, rows, label, count, by);
+  }
+  for (unsigned left = learn; left && count > 32; left &= left - 1) {
+    const int r = __ffs(left) - 1, own = __shfl_sync(0xffffffffu, label, r);
+    const T* row = x + r * count;
+    float most = -__uint_as_float(0x7f800000u), sum = 0;
+    for (unsigned k = lane; k < count; k += 32) most = fmaxf(most, float(row[k]));
+    most = warp_max(most);
+    for (unsigned k = lane; k < count; k += 32) sum += expf(float(row[k]) - most);
+    sum = warp_sum(sum);
+    for (unsigned k = lane; k < count; k += 32)
+      gradients[r * count + k] = T(by * (expf(float(row[k]) - most) / sum - float(int(k) == own)));
+  }
+  const unsigned all = here * count, whole = aligned(gradients, 16) ? all / PACK * PACK : 0;
+  for (unsigned i = lane * PACK; i < whole; i += 32 * PACK) {
+    const unsigned first = by_count.quotient(i), behind = by_count.quotient(i + PACK - 1) - first;
+    const unsigned rows = (2u << behind) - 1, of = learn >> first & rows;
+    if (!of)
+      *reinterpret_cast<Pack<T, PACK>*>(gradients + i) = {};
+    else if (of != rows)
+      for (unsigned v = i; v < i + PACK; ++v)
+        if (!(learn >> by_count.quotient(v) & 1)) gradients[v] = T(0);
+  }
+  for (unsigned v = whole + lane; v < all; v += 32)
+    if (!(learn >> by_count.quotient(v) & 1)) gradients[v] = T(0);
+}
+
+// Gradients of the rows of a block from x and `gradients` on, a thread a row with its label. If many learn, in shared memory:
+// scores are read for rows alone that have a label. All threads of the block come here.
+template <typename T>
+__device__ void row_gradients(const T* x, T* gradients, unsigned here, int label, const Rows& scores, float by) {
+  int* of = reinterpret_cast<int*>(scores.words + blockDim.x * scores.pitch);
+  of[threadIdx.x] = label;
+  const unsigned learners = __syncthreads_count(label >= 0);
+  if (learners * 6 <= here) {
+    const unsigned first = threadIdx.x / 32 * 32;
+    if (first < here)
+      few_gradients(x + first * scores.count, gradients + first * scores.count, min(here - first, 32u), label, scores.count, scores.by, by);
+    __syncthreads();
+    return;
+  }
+  const auto learns = [=](unsigned r) { return of[r] >= 0; };
+  const bool whole = scores.whole(x, here) && aligned(gradients, 16);
+  if (whole)
+    scores.read<PACK, 6>(x, here, learns);
+  else
+    scores.read<1, 4>(x, here, learns);
+  __syncthreads();
+  if (label >= 0) {
+    float* row = scores.row(threadIdx.x);
+    const float most = maximum(row, scores.count);
+    float sum = 0;
+    for (unsigned k = 0; k < scores.count; ++k) sum += row[k] = expf(row[k] - most);
+    for (unsigned k = 0; k < scores.count; ++k) row[k] = by * (row[k] / sum - float(int(k) == label));
+  }
+  __syncthreads();
+  if (whole)
+    scores.write<PACK>(gradients, here, learns);
+  else
+    scores.write<1>(gradients, here, learns);
+  __syncthreads();
+}
+
 template <typename T>
 __global__ void class_gradients(const T* x, const int* labels, const T* factor, T* gradients, i64 rows, i64 count,
                                 i64 ready) {
   extern __shared__ float words[];
   const Rows scores(words, count, ready);
-  int* of = reinterpret_cast<int*>(words + blockDim.x * scores.pitch);
   const float by = float(*factor);
   for (i64 first = blockIdx.x * i64(blockDim.x); first < rows; first += gridDim.x * i64(blockDim.x)) {
     const unsigned here = unsigned(min(rows - first, i64(blockDim.x)));
     const int label = threadIdx.x < here ? labels[first + threadIdx.x] : -1;
-    of[threadIdx.x] = label;
-    __syncthreads();
-    const auto learns = [=](unsigned r) { return of[r] >= 0; };
-    const T* from = x + first * count;
-    T* to = gradients + first * count;
-    const bool whole = scores.whole(from, here) && aligned(to, 16);
-    if (whole)
-      scores.read<PACK, 6>(from, here, learns);
-    else
-      scores.read<1, 4>(from, here, learns);
-    __syncthreads();
-    if (label >= 0) {
-      float* row = scores.row(threadIdx.x);
-      const float most = maximum(row, scores.count);
-      float sum = 0;
-      for (unsigned k = 0; k < scores.count; ++k) sum += row[k] = expf(row[k] - most);
-      for (unsigned k = 0; k < scores.count; ++k) row[k] = by * (row[k] / sum - float(int(k) == label));
+    row_gradients(x + first * count, gradients + first * count, here, label, scores, by);
+  }
+}
+
+// location_gradients and class_gradients of boxes whose images share `boxes` priors; the factors are dloss / norm, that of
+// locations `weight` times as large.
+template <typename T>
+__global__ void box_gradients(const T* x, const T* locations, const T* priors, const T* truths, const int* matches,
+                              const int* labels, const T* dloss, const T* norm, T* to_locations, T* gradients, i64 rows,
+                              i64 count, i64 ready, double weight, i64 boxes, i64 kind, i64 scaled, i64 square,
+                              i64 crossing) {
+  extern __shared__ float words[];
+  const Rows scores(words, count, ready);
+  const LocationRule rule(kind, scaled, square, crossing);
+  const float by = float(*dloss) / float(*norm);
+  for (i64 first = blockIdx.x * i64(blockDim.x); first < rows; first += gridDim.x * i64(blockDim.x)) {
+    const unsigned here = unsigned(min(rows - first, i64(blockDim.x)));
+    const i64 i = first + threadIdx.x;
+    const int label = threadIdx.x < here ? labels[i] : -1;
+    if (threadIdx.x < here) {
+      float d[4];
+      const i64 p = i - Place::quotient(i, boxes) * boxes;
+      location_gradient(locations + 4 * i, priors, truths, matches[i], p, boxes, rule, by * float(weight), d);
+      write_four(to_locations + 4 * i, d);
     }
-    __syncthreads();
-    if (whole)
-      scores.write<PACK>(to, here, learns);
-    else
-      scores.write<1>(to, here, learns);
-    __syncthreads();
+    row_gradients(x + first * count, gradients + first * count, here, label, scores, by);
   }
 }
 
@@ -656,40 +887,63 @@ __global__ void label_matches(const T* rows, const int* matches, int* labels, i6
                               i64 background, i64 one_class) {
   FOR_EACH(i, images * count) {
     const i64 n = i / count, p = i - n * count;
-    i64 label = background;
+    i64 last = -1;
     for (i64 c = 0; c < groups; ++c) {
       const int match = matches[(n * groups + c) * count + p];
-      if (match >= 0) label = one_class ? background + 1 : i64(rows[8 * i64(match) + 1]);
+      if (match >= 0) last = match;
     }
-    labels[i] = int(label);
+    labels[i] = label_of(rows, last, background, one_class);
   }
 }
 
 // A block for each image: boxes without a match keep the label of the background if they are among those with the
 // largest losses, `ratio` as many as there are matches, of those that overlap less than `most`; else they get -1.
+// visit(place, whether it has a match, loss) of every box, taken(loss) of those that keep it.
+template <int HELD, typename T, typename V, typename F>
+__device__ void mine_image(const T* losses, const int* matches, const T* overlaps, const int* counts, int* labels, i64 count,
+                           double ratio, double most, V visit, F taken) {
+  constexpr bool FEW = HELD <= 32;  // which boxes have a match is kept
+  const i64 n = blockIdx.x, start = n * count;
+  unsigned matched = 0;
+  int seen = 0;
+  const Keys<HELD> keys(count, [&](i64 p) {
+    const i64 i = start + p;
+    const float overlap = float(overlaps[i]), loss = float(losses[i]);  // all on their way at once
+    const int match = matches[i];
+    visit(i, match >= 0, loss);
+    if (FEW) matched |= unsigned(match >= 0) << seen++;
+    return (match == -1) & (overlap < float(most)) ? ordered(loss) : 0u;
+  });
+  const i64 number = counts[2 * n] > 0 ? i64(__fmul_rn(float(counts[2 * n + 1]), float(ratio))) : 0;
+  largest(keys, number, [&](int i, bool is) {
+    const i64 p = i * i64(blockDim.x) + threadIdx.x;
+    if (p >= count) return;
+    if (is)
+      taken(value_of(keys.of[i]));
+    else if (FEW ? !(matched >> i & 1) : matches[start + p] < 0)
+      labels[start + p] = -1;
+  });
+}
+
 template <typename T, int HELD>
 __global__ void __launch_bounds__(1024)
 mine_negatives(const T* losses, const int* matches, const T* overlaps, const int* counts, int* labels, i64 count,
                double ratio, double most) {
-  const i64 n = blockIdx.x, start = n * count;
-  const Keys<HELD> keys(count, [=](i64 p) {
-    const i64 i = start + p;
-    const float overlap = float(overlaps[i]), loss = float(losses[i]);  // all on their way at once
-    return (matches[i] == -1) & (overlap < float(most)) ? ordered(loss) : 0u;
-  });
-  const i64 number = counts[2 * n] > 0 ? i64(__fmul_rn(float(counts[2 * n + 1]), float(ratio))) : 0;
-  largest(keys, number, [=](int i, bool is) {
-    const i64 p = i * i64(blockDim.x) + threadIdx.x;
-    if (p < count && !is && matches[start + p] < 0) labels[start + p] = -1;
-  });
+  mine_image<HELD>(losses, matches, overlaps, counts, labels, count, ratio, most, [](i64, bool, float) {}, [](float) {});
 }
 
 // loss = (by_location * sum of location losses of matches + by_class * sum of class losses of labels) / norm, the norm
 // the number of matches, or the divisor unless that is below 0
+template <typename T> __device__ void divide_multibox(double sum, double count, double divisor, T* norm, T* loss) {
+  const double by = divisor >= 0 ? divisor : count > 1 ? count : 1;
+  *norm = T(by);
+  *loss = T(sum / by);
+}
+
 template <typename T>
 __global__ void multibox_loss(const T* location, const int* matches, const T* of_class, const int* labels, T* norm,
                               T* loss, i64 places, i64 count, double by_location, double by_class, double divisor,
-                              double* partial, unsigned long long* arrived) {
+                              double* partial, u64* arrived) {
   Found found;
   FOR_EACH(i, places) {
     if (matches[i] >= 0) {
@@ -698,10 +952,59 @@ __global__ void multibox_loss(const T* location, const int* matches, const T* of
     }
     if (i < count && labels[i] >= 0) found.sum += by_class * double(of_class[i]);
   }
-  if (!concludes(found, partial, arrived)) return;
-  const double by = divisor >= 0 ? divisor : found.count > 1 ? found.count : 1;
-  *norm = T(by);
-  *loss = T(found.sum / by);
+  if (concludes(found, partial, arrived)) divide_multibox(found.sum, found.count, divisor, norm, loss);
+}
+
+// The same after mine_negatives, of boxes with one match each, a block for each image; matches have a label. `partial`
+// (2, images): sums and numbers of matches, which the last block adds up.
+template <typename T, int HELD>
+__global__ void __launch_bounds__(1024)
+mined_multibox_loss(const T* location, const int* matches, const T* of_class, int* labels, const T* overlaps,
+                    const int* counts, T* norm, T* loss, i64 count, double ratio, double most, double by_location,
+                    double by_class, double divisor, double* partial, u64* arrived) {
+  __shared__ double sums[32];
+  __shared__ unsigned numbers[32];
+  double sum = 0;
+  unsigned number = 0;
+  const auto visit = [&](i64 i, bool matched, float of_box) {
+    const double both = by_location * double(location[i]) + by_class * double(of_box);
+    if (!matched) return;
+    sum += both;
+    ++number;
+  };
+  const auto taken = [&](float of_box) { sum += by_class * double(of_box); };
+  mine_image<HELD>(of_class, matches, overlaps, counts, labels, count, ratio, most, visit, taken);
+  const int lane = threadIdx.x % 32, images = gridDim.x;
+  sum = warp_sum(sum);
+  number = warp_sum(number);
+  if (lane == 0) {
+    sums[threadIdx.x / 32] = sum;
+    numbers[threadIdx.x / 32] = number;
+  }
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const bool there = lane < blockDim.x / 32;
+  sum = warp_sum(there ? sums[lane] : 0.0);
+  double all = warp_sum(there ? numbers[lane] : 0u);
+  bool last = false;
+  if (lane == 0) {
+    partial[blockIdx.x] = sum;
+    partial[images + blockIdx.x] = all;
+    __threadfence();
+    last = atomicAdd(arrived, 1ull) == images - 1;
+  }
+  if (!__any_sync(0xffffffffu, last)) return;
+  __threadfence();
+  sum = all = 0;
+  for (int n = lane; n < images; n += 32) {
+    sum += __ldcg(partial + n);
+    all += __ldcg(partial + images + n);
+  }
+  sum = warp_sum(sum);
+  all = warp_sum(all);
+  if (lane > 0) return;
+  *arrived = 0;
+  divide_multibox(sum, all, divisor, norm, loss);
 }
 
 // Boxes of an image and class with the best scores, the best first, in shared memory.
