@@ -19,7 +19,7 @@ from caffepy.layer.neuron import Dropout, ReLU, ReLU6, is_in_place
 from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.scale import Scale
-from caffepy.layer.shape import Split
+from caffepy.layer.shape import Concat, Permute, Split
 from caffepy.ops.objects import Maxima, NormForward, NormSums
 from caffepy.ops.protocol import Window
 from caffepy.proto.caffe_pb2 import PoolingParameter
@@ -307,6 +307,39 @@ class ConvolutionLRN(_BehindReLU):
         given = self.output.data, self.top.data, dy, dy
         self.lrn.gradient(*given, relu=True, db=self.layer.bias_diff)
         self.gradients(dy)
+
+
+class JoinedMaps:
+    """top (N, M) = several maps (N, C, H, W), whose channels lie last, as they lie, side by side:
+    SSD's heads, each through a Permute to (N, H, W, C) and a Flatten, and the Concat of all.
+    """
+
+    sums_for: "NormGroup | None" = None
+    own_diffs: Sequence[Blob] = ()
+    buffers: Sequence[Blob] = ()
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        *heads, concat = members
+        permutes = [head for head in heads if isinstance(head.layer, Permute)]
+        self.ops, (self.top,) = concat.layer.ops, concat.tops
+        self.maps = [blob for head in permutes for blob in head.bottoms]
+        self.wanted = [down for head in permutes for down in head.propagate_down]
+
+    def forward(self) -> None:
+        self.ops.join([_as_it_lies(x.data) for x in self.maps], self.top.data, 1)
+
+    def backward(self) -> None:
+        wanted = zip(self.maps, self.wanted, strict=True)
+        diffs = [_as_it_lies(x.diff) if down else None for x, down in wanted]
+        sizes = [prod(x.shape[1:]) for x in self.maps]
+        self.ops.cut(self.top.diff, sizes, diffs, 1)
+
+
+def _as_it_lies(array: Array) -> Array:
+    """Return a view (N, H * W * C) of a map (N, C, H, W) whose channels lie last."""
+    n, _, *spatial = array.shape
+    lying: Array = array.transpose(0, *range(2, 2 + len(spatial)), 1).reshape(n, -1)
+    return lying
 
 
 class PoolingReLU:
@@ -719,6 +752,7 @@ GROUPS: dict[tuple[type[Layer], type[Layer]], Callable[[Sequence[Member]], Fused
     (InnerProduct, ReLU): InnerProductGroup,
     (InnerProduct, Dropout): InnerProductGroup,
     (Pooling, ReLU): PoolingReLU,
+    (Permute, Concat): JoinedMaps,
 }
 """The class for a group without a BatchNorm, by the types of its first and last layers."""
 

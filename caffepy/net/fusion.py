@@ -23,7 +23,7 @@ from caffepy.layer.fused import (
 from caffepy.layer.neuron import Dropout, ReLU, ReLU6
 from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
-from caffepy.layer.shape import Concat, Split
+from caffepy.layer.shape import Concat, Flatten, Permute, Split
 from caffepy.net.node import Node
 
 
@@ -50,7 +50,8 @@ def fused_steps(nodes: Sequence[Node]) -> list[Step]:
         for bottom, down in zip(node.bottoms, node.propagate_down, strict=True)
         if down
     }
-    for group in find_groups(nodes):
+    groups = find_groups(nodes)
+    for group in [*groups, *joined_maps(nodes)]:
         if any(nodes[i].casts for i in group[1:]):
             continue
         members = [_member(nodes[i]) for i in group]
@@ -169,6 +170,44 @@ def find_groups(nodes: Sequence[Node]) -> list[list[int]]:
                 taken |= set(group)
                 break
     return groups
+
+
+def joined_maps(nodes: Sequence[Node]) -> Iterator[list[int]]:
+    """Yield the layers of each Concat of what Permute and Flatten make of maps whose channels lie
+    last already, after theirs.
+    """
+    writer = {id(top): i for i, node in enumerate(nodes) for top in node.tops}
+    for last, node in enumerate(nodes):
+        if not isinstance(node.layer, Concat) or node.layer.axis != 1 or len(node.bottoms) < 2:
+            continue
+        group: list[int] = []
+        for bottom in node.bottoms:
+            flatten = writer[id(bottom)]
+            permute = writer[id(nodes[flatten].bottoms[0])] if nodes[flatten].bottoms else flatten
+            group += [permute, flatten]
+            if not _turns_to_rows(nodes, permute, flatten, last):
+                break
+        else:
+            if len(set(group)) == len(group) and _is_safe(nodes, [*group, last]):
+                yield [*group, last]
+
+
+def _turns_to_rows(nodes: Sequence[Node], permute: int, flatten: int, last: int) -> bool:
+    """True if these two layers, whose tops no others read, make a row of each image of a map, in
+    which it lies already.
+    """
+    first, second = nodes[permute], nodes[flatten]
+    return (
+        isinstance(first.layer, Permute)
+        and isinstance(second.layer, Flatten)
+        and first.layer.takes_preferred_layout
+        and first.layer_bottoms[0].layout.channels_last
+        and len(second.tops[0].shape) == 2
+        and first.need_backward == second.need_backward == nodes[last].need_backward
+        and not any(nodes[i].casts for i in (permute, flatten, last))
+        and _reader(nodes, permute) == flatten
+        and _reader(nodes, flatten) == last
+    )
 
 
 def _is_safe(nodes: Sequence[Node], group: Sequence[int]) -> bool:

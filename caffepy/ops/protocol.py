@@ -139,10 +139,14 @@ class Ops(Protocol):
         """out = x in its own element type and order of axes."""
 
     def join(self, parts: Sequence[Array], whole: Array, axis: int) -> None:
-        """whole = the parts side by side along the axis (1 if the channels lie last)."""
+        """whole = the parts side by side along the axis (1 if the channels lie last); parts of one
+        other element type must be C-contiguous, and the whole.
+        """
 
     def cut(self, whole: Array, sizes: Sizes, parts: Sequence[Maybe], axis: int) -> None:
-        """Write the parts, of these sizes along the axis, that are not None: undo `join`."""
+        """Write the parts, of these sizes along the axis, that are not None: undo `join`, also to
+        another element type.
+        """
 
     def deal_channels(self, x: Array, y: Array, parts: int) -> None:
         """Write channel p * (C / parts) + k of x (N, C, ...) as channel k * parts + p of y."""

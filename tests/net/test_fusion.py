@@ -1,13 +1,18 @@
 """Runs of layers computed together, on the CPU, against the same layers one by one."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from caffepy import models
+from caffepy.device.blob import Layout, Memory
 from caffepy.device.device import Device
-from caffepy.layer.fused import ConcatReLUs
+from caffepy.layer.fused import ConcatReLUs, JoinedMaps, Member
+from caffepy.layer.shape import Concat, Permute
 from caffepy.net import Net
-from caffepy.net.fusion import find_groups
+from caffepy.net.fusion import find_groups, joined_maps
+from caffepy.ops import cpu
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
 from tests.nets import library
@@ -370,3 +375,96 @@ def test_bundled_nets(model: str, groups: int) -> None:
     for node in net.nodes:
         node.need_backward = True
     assert len(find_groups(net.nodes)) == groups
+
+
+ORDER = "permute_param { order: 0 order: 2 order: 3 order: 1 }"
+OTHER = "permute_param { order: 0 order: 3 order: 2 order: 1 }"
+
+
+def head(name: str, bottom: str, order: str = ORDER) -> str:
+    """A convolution whose map becomes a row of each image, SSD's way."""
+    return (
+        conv(name, bottom)
+        + on("Permute", f"{name}_perm", name, order, f"{name}_perm")
+        + on("Flatten", f"{name}_flat", f"{name}_perm", top=f"{name}_flat")
+    )
+
+
+def joined(bottoms: str = "a_flat b_flat") -> str:
+    return library.layer("Concat", "join", bottoms, top="last")
+
+
+SMALLER = on("Pooling", "m", "data", POOL, "small")
+HEADS = SMALLER + head("a", "data") + head("b", "small") + joined()
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (HEADS, [["a_perm", "a_flat", "b_perm", "b_flat", "join"]]),
+        (HEADS + on("Power", "p", "b_flat", top="seen"), []),
+        (SMALLER + head("a", "data") + head("b", "small", OTHER) + joined(), []),
+        (head("a", "data") + joined("a_flat"), []),
+        (SMALLER + head("a", "data") + head("b", "small") + joined("a_flat a_flat b_flat"), []),
+        (head("a", "data") + on("Flatten", "b_flat", "data", top="b_flat") + joined(), []),
+    ],
+)
+def test_maps_whose_channels_lie_last_are_joined_as_they_lie(
+    body: str, found: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = build(body)
+    assert list(joined_maps(net.nodes)) == []
+    monkeypatch.setattr(Memory, "layout", Layout(np.dtype(np.float32), True))
+    assert [[net.nodes[i].name for i in group] for group in joined_maps(net.nodes)] == found
+
+
+def test_joined_maps_are_those_of_the_layers() -> None:
+    rng = np.random.default_rng(0)
+    maps, offset = [], 0
+    for c, h, w in ((6, 4, 5), (3, 2, 2)):
+        lying = rng.standard_normal((2, 2, h, w, c))  # of data and diff
+        data, diff = lying.transpose(0, 1, 4, 2, 3)
+        maps.append(SimpleNamespace(data=data, diff=diff, shape=data.shape))
+    top = SimpleNamespace(data=np.zeros((2, 132)), diff=rng.standard_normal((2, 132)))
+    permute, concat = (object.__new__(kind) for kind in (Permute, Concat))
+    concat.ops = cpu
+    heads = [Member(permute, [x], [], [down]) for x, down in zip(maps, (True, False), strict=True)]
+    group = JoinedMaps([*heads, Member(concat, [], [top], [True, True])])
+    unwanted = maps[1].diff.copy()
+    group.forward()
+    group.backward()
+    for x in maps:
+        columns = slice(offset, offset + x.data[0].size)
+        rows = x.data.transpose(0, 2, 3, 1).reshape(2, -1)
+        np.testing.assert_array_equal(top.data[:, columns], rows)
+        offset += x.data[0].size
+    first = top.diff[:, :120].reshape(2, 4, 5, 6).transpose(0, 3, 1, 2)
+    np.testing.assert_array_equal(maps[0].diff, first)
+    np.testing.assert_array_equal(maps[1].diff, unwanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["uint16", "float16", "float32"])
+def test_joined_maps_on_gpu(kind: str) -> None:
+    """The same numbers to the last bit as those of the layers one by one."""
+    from caffepy.device.cuda import CudaDevice
+
+    nets = []
+    for _ in range(2):
+        param = text.parse(HEAD + HEADS + LOSS, NetParameter(), "net.prototxt")
+        param.state.phase = TRAIN
+        device = CudaDevice(0, seed=7)
+        nets.append(Net(param, device=device, layout=Layout(np.dtype(kind), True)))
+    alone, together = nets
+    assert any(isinstance(step.group, JoinedMaps) for step in together.steps)
+    for mine, theirs in zip(together.params, alone.params, strict=True):
+        mine.host_data[...] = theirs.host_data
+    for net, steps in ((alone, None), (together, together.steps)):
+        net.device.seed(7)
+        net.clear_param_diffs()
+        net.forward(steps=steps)
+        net.backward(steps=steps)
+    np.testing.assert_array_equal(together.blobs["last"].host_data, alone.blobs["last"].host_data)
+    assert together.loss() == alone.loss()
+    for mine, theirs in zip(together.params, alone.params, strict=True):
+        np.testing.assert_array_equal(mine.host_diff, theirs.host_diff)

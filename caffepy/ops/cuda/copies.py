@@ -1,13 +1,16 @@
 """Copies of arrays and views, between layouts and types, concatenation and splitting."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import gcd, prod
+from typing import Any
 
 import cupy
 import numpy as np
 
 from caffepy.core.errors import DeviceError
+from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.launch import (
+    MOST,
     THREADS,
     TYPES,
     Array,
@@ -26,6 +29,11 @@ _INTEGERS = {1: "char", 2: "short", 4: "int", 8: "long long"}
 UNITS = {size: f"unsigned {name}" for size, name in _INTEGERS.items()} | {16: "uint4"}
 PARTS = 8
 """Most arrays of a launch of copy.cu."""
+
+LONG, FEW = 8, 512
+"""Units of a thread that has those of one line, as in copy.cu; and units of a line, on the average
+of its parts, for which blocks of their own pay.
+"""
 
 
 def _lie_alike(x: Array, y: Array) -> bool:
@@ -116,34 +124,95 @@ def _transpose(x: Array, out: Array) -> None:
 
 
 def join(parts: Sequence[Array], whole: Array, axis: int) -> None:
+    if any(a.dtype != whole.dtype for a in parts):
+        _between_types("join_parts", whole, [a.shape[axis] for a in parts], parts, axis)
+        return
     found = _lines(whole, [a.shape[axis] for a in parts], parts, axis)
     if found is None:
         return
     unit, lines, line, widths = found
-    start = 0
-    for first in range(0, len(parts), PARTS):
-        given = parts[first : first + PARTS]
-        ends = np.cumsum(widths[first : first + PARTS]).tolist()
-        missing, last = PARTS - len(ends), ends[-1]
-        arrays = (*given, *[None] * missing, *ends, *[last] * missing)
-        shape = (whole.data.ptr + start, lines, line, divisor(max(1, last)))
-        many = int(len(given) > 2)
-        name = f"join<{UNITS[unit]}, {many}>"
-        launch_expression("copy", name, -(-lines * last * unit // 16), *shape, *arrays)
-        start += last * unit
+    for start, *given in _by_eight(parts, widths):
+        shape = whole.data.ptr + start * unit, lines, line
+        many = int(len(parts) > 2)
+        name, size = f"join<{UNITS[unit]}, {many}>", given[-1]
+        launch_expression(
+            "copy", name, -(-lines * size * unit // 16), *shape, divisor(max(1, size)), *given
+        )
 
 
 def cut(whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis: int) -> None:
+    if any(a is not None and a.dtype != whole.dtype for a in parts):
+        _between_types("cut_parts", whole, sizes, parts, axis)
+        return
     found = _lines(whole, sizes, parts, axis)
     if found is None:
         return
     unit, lines, line, widths = found
+    if unit == 16:
+        name = f"cut_parts<{UNITS[unit]}, {UNITS[unit]}, 1"
+        _launch_parts(name, whole.data.ptr, unit, lines, line, parts, widths)
+        return
     start = 0
     for part, width in zip(parts, widths, strict=True):
         if part is not None and width:
             name, shape = f"cut<{UNITS[unit]}>", (lines, line, start, width, divisor(width))
             launch_expression("copy", name, -(-lines * width * unit // 16), whole, part, *shape)
         start += width
+
+
+def _by_eight(parts: Sequence[Array | None], widths: Sequence[int]) -> Iterator[list[Any]]:
+    """Yield where some parts begin in a line, and the arguments of a kernel for them: eight arrays,
+    and where each ends behind that.
+    """
+    start = 0
+    for first in range(0, len(parts), PARTS):
+        given = parts[first : first + PARTS]
+        ends = np.cumsum(widths[first : first + PARTS]).tolist()
+        missing, last = PARTS - len(ends), ends[-1]
+        yield [start, *given, *[None] * missing, *ends, *[last] * missing]
+        start += last
+
+
+def _launch_parts(
+    name: str,
+    whole: int,
+    unit: int,
+    lines: int,
+    line: int,
+    parts: Sequence[Array | None],
+    widths: Sequence[int],
+) -> None:
+    """Launch a kernel, to whose name the parts of a block are added, for the parts of a whole at
+    this address, in units of so many of its bytes.
+    """
+    for start, *given in _by_eight(parts, widths):
+        size, count = given[-1], min(PARTS, len(parts))
+        arguments = whole + start * unit, lines, line, divisor(max(1, size)), *given
+        if size < FEW * count or lines * count > MOST:
+            launch_expression("copy", f"{name}, 0>", lines * size, *arguments)
+        else:
+            longest = max(np.diff(given[PARTS:], prepend=0).tolist())
+            grid = -(-longest // (LONG * THREADS)), lines * count
+            kernel("copy", f"{name}, {count}>")(grid, (THREADS,), arguments)
+
+
+def _between_types(
+    name: str, whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis: int
+) -> None:
+    """Join or cut contiguous parts of another type than the whole's."""
+    there = [a for a in parts if a is not None and a.size]
+    assert sum(sizes) == whole.shape[axis]
+    assert all(a.flags.c_contiguous for a in (whole, *there))
+    assert all(a.dtype == there[0].dtype for a in there)
+    if not there:
+        return
+    inner = prod(whole.shape[axis + 1 :])
+    places = *(size * inner for size in sizes), *(a.data.ptr // a.itemsize for a in (whole, *there))
+    pack = gcd(4, *places)
+    line, types = whole.shape[axis] * inner, (c_type(there[0]), c_type(whole))
+    given = whole.data.ptr, pack * whole.itemsize, whole.size // line, line // pack, parts
+    widths = [size * inner // pack for size in sizes]
+    _launch_parts(f"{name}<{', '.join(types)}, {pack}", *given, widths)
 
 
 def _lines(

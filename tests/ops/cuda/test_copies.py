@@ -172,6 +172,9 @@ PARTS = {  # shape of the whole, axis, sizes
     "of one position": ((4, 12, 1, 1), 1, [4, 8]),
     "three axes": ((2, 6, 5), 1, [2, 4]),
     "none": ((0, 6, 5), 1, [2, 4]),
+    "long lines": ((3, 12000), 1, [2048, 3952, 6000]),
+    "odd long lines": ((3, 6001), 1, [1000, 2001, 3000]),
+    "many long lines": ((2, 24000), 1, [2400] * 10),
 }
 
 
@@ -205,3 +208,22 @@ def test_parts_side_by_side(case, kind, last):
             np.testing.assert_array_equal(
                 loaded(part), np.zeros_like(piece) if a is None else rounded(piece, kind)
             )
+
+
+@pytest.mark.parametrize("kinds", [("uint16", "float32"), ("float32", "uint16")])
+@pytest.mark.parametrize("case", sorted(PARTS.keys() - {"channels", "odd channels"}))
+def test_parts_of_another_type(case, kinds):
+    from caffepy.ops import cuda
+
+    shape, axis, sizes = PARTS[case]
+    x = loaded(stored(data(shape), "uint16"))
+    pieces = np.split(x, np.cumsum(sizes)[:-1], axis)
+    parts = [stored(p, kinds[0]) for p in pieces]
+    whole = stored(np.full(shape, 7), kinds[1])
+    cuda.join(parts, whole, axis)
+    np.testing.assert_array_equal(loaded(whole), x)
+    for part in parts:
+        part.fill(0)
+    cuda.cut(whole, sizes, [None, *parts[1:]], axis)
+    for k, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
+        np.testing.assert_array_equal(loaded(part), piece if k else 0 * piece)

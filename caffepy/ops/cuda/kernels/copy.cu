@@ -108,6 +108,93 @@ template <typename U> __global__ void cut(const U* whole, U* part, i64 lines, i6
   });
 }
 
+constexpr int LONG = 8;  // packs of a thread that has them of one line
+
+// A part of a line: where it lies, and its packs.
+template <typename P> struct PartOf {
+  P* part;
+  unsigned start, end;
+  __device__ PartOf(P* const (&parts)[8], const i64 (&ends)[8]) : part(parts[0]), start(0), end(unsigned(ends[0])) {}
+  __device__ void next(P* to, i64 ends) {
+    part = to;
+    start = end;
+    end = unsigned(ends);
+  }
+};
+
+template <bool IS, typename A, typename B> struct Either { using type = A; };
+template <typename A, typename B> struct Either<false, A, B> { using type = B; };
+
+template <typename X, typename Y, int V> __device__ Pack<Y, V> converted(const Pack<X, V>& x) {
+  Pack<Y, V> y;
+#pragma unroll
+  for (int v = 0; v < V; ++v) y.v[v] = Y(x.v[v]);
+  return y;
+}
+
+// Copies up to eight parts from the lines of the whole, those that are not null, or JOIN to them, in packs of V elements, in
+// which sizes and ends are given: those of the lines in turn; or for long lines (COUNT > 0) blocks (of packs, of the COUNT
+// parts of each line).
+template <typename P, typename W, int V, int COUNT, bool JOIN>
+__device__ void copy_parts(W* whole, i64 lines, i64 line, i64 by_end, P* const (&parts)[8], const i64 (&ends)[8]) {
+  const Divisor by{by_end};
+  const unsigned all = unsigned(ends[7]);
+  using Source = typename Either<JOIN, P, W>::type;
+  using Target = typename Either<JOIN, W, P>::type;
+  const auto between = [](P* part, i64 place, W* whole, i64 at, auto f) {
+    if constexpr (JOIN)
+      f(reinterpret_cast<const Pack<P, V>*>(part) + place, reinterpret_cast<Pack<W, V>*>(whole) + at);
+    else
+      f(reinterpret_cast<const Pack<W, V>*>(whole) + at, reinterpret_cast<Pack<P, V>*>(part) + place);
+  };
+  if constexpr (COUNT > 0) {
+    PartOf<P> found(parts, ends);
+#pragma unroll
+    for (int k = 1; k < COUNT; ++k)
+      if (blockIdx.y % COUNT >= k) found.next(parts[k], ends[k]);
+    if (!found.part) return;
+    const unsigned row = blockIdx.y / COUNT, width = found.end - found.start;
+    const unsigned first = blockIdx.x * (LONG * blockDim.x) + threadIdx.x;
+    between(found.part, i64(row) * width, whole, i64(row) * line + found.start, [=](const auto* from, auto* to) {
+      Pack<Source, V> got[LONG];
+#pragma unroll
+      for (int u = 0; u < LONG; ++u)
+        if (first + u * blockDim.x < width) got[u] = from[first + u * blockDim.x];
+#pragma unroll
+      for (int u = 0; u < LONG; ++u)
+        if (first + u * blockDim.x < width) to[first + u * blockDim.x] = converted<Source, Target, V>(got[u]);
+    });
+    return;
+  }
+  FOR_EACH(i, lines * all) {
+    const Along place(unsigned(i), by, all);
+    PartOf<P> found(parts, ends);
+#pragma unroll
+    for (int k = 1; k < 8; ++k)
+      if (place.at >= found.end) found.next(parts[k], ends[k]);
+    const i64 in_part = i64(place.row) * (found.end - found.start) + place.at - found.start;
+    if (found.part)
+      between(found.part, in_part, whole, i64(place.row) * line + place.at,
+              [](const auto* from, auto* to) { *to = converted<Source, Target, V>(*from); });
+  }
+}
+
+// join of parts P to a whole of another type W.
+template <typename P, typename W, int V, int COUNT>
+__global__ void join_parts(W* whole, i64 lines, i64 line, i64 by_end, P* p0, P* p1, P* p2, P* p3, P* p4, P* p5, P* p6,
+                           P* p7, i64 e0, i64 e1, i64 e2, i64 e3, i64 e4, i64 e5, i64 e6, i64 e7) {
+  copy_parts<P, W, V, COUNT, true>(whole, lines, line, by_end, {p0, p1, p2, p3, p4, p5, p6, p7},
+                                   {e0, e1, e2, e3, e4, e5, e6, e7});
+}
+
+// The other way.
+template <typename P, typename W, int V, int COUNT>
+__global__ void cut_parts(W* whole, i64 lines, i64 line, i64 by_end, P* p0, P* p1, P* p2, P* p3, P* p4, P* p5, P* p6,
+                          P* p7, i64 e0, i64 e1, i64 e2, i64 e3, i64 e4, i64 e5, i64 e6, i64 e7) {
+  copy_parts<P, W, V, COUNT, false>(whole, lines, line, by_end, {p0, p1, p2, p3, p4, p5, p6, p7},
+                                    {e0, e1, e2, e3, e4, e5, e6, e7});
+}
+
 // Where each of consecutive elements of y comes from: channel k * parts + p of y is channel p * (C / parts) + k of x,
 // both (outer, C, inner). Divides once, then counts.
 struct Dealt {
