@@ -93,6 +93,21 @@ def boxes_in(count: int, height: int, width: int, images: int, largest: int) -> 
     return np.column_stack([image, low, low + size]).astype(np.float32)
 
 
+def scattered(count: int) -> Array:
+    """Boxes (1, P, 4) in an image of 600 x 1000 pixels."""
+    return boxes_in(count, 600, 1000, 1, 400)[None, :, 1:].copy()
+
+
+def crowd(count: int) -> Array:
+    """Boxes (1, P, 4) around a fortieth as many objects in an image of 600 x 1000 pixels."""
+    draw = rng()
+    objects = boxes_in(count // 40, 600, 1000, 1, 400)[:, 1:]
+    which = draw.integers(0, len(objects), count)
+    size = np.tile(objects[:, 2:] - objects[:, :2], 2)
+    boxes = objects[which] + draw.normal(0, 0.12, (count, 4)) * size[which]
+    return boxes[None].astype(np.float32)
+
+
 def of_ops(device: CudaDevice) -> list[Case]:
     """Operations on boxes of SSD, and the suppression of proposals."""
     ops, draw = backends.backend(device), rng()
@@ -160,9 +175,9 @@ def of_ops(device: CudaDevice) -> list[Case]:
 
         return make
 
-    def suppress(count: int, most: int) -> Callable[[], Work]:
+    def suppress(given: Array, most: int) -> Callable[[], Work]:
         def make() -> Work:
-            boxes = device.on_device(boxes_in(count, 600, 1000, 1, 400)[None, :, 1:].copy())
+            boxes = device.on_device(given)
             kept, counts = array(1, most, dtype=np.int32), array(1, dtype=np.int32)
             return lambda: ops.suppress_overlaps(boxes, 0.7, 1.0, kept, counts)
 
@@ -180,8 +195,9 @@ def of_ops(device: CudaDevice) -> list[Case]:
         Case("decoding", 8 * word + 32 * COUNT, decode),
         Case("detections, every score", row + 4 * word + 20 * 400 * IMAGES * CLASSES, detect(0)),
         Case("detections, 1 % of scores", row + 4 * word, detect(2.576)),
-        Case("NMS of 6,000, 300 kept", 16 * 6000, suppress(6000, 300)),
-        Case("NMS of 12,000, 2,000 kept", 16 * 12000, suppress(12000, 2000)),
+        Case("NMS of 6,000, 300 kept", 16 * 6000, suppress(scattered(6000), 300)),
+        Case("NMS of 12,000, 2,000 kept", 16 * 12000, suppress(scattered(12000), 2000)),
+        Case("NMS of 12,000 in a crowd", 16 * 12000, suppress(crowd(12000), 2000)),
     ]
 
 

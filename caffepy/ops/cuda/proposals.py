@@ -6,11 +6,13 @@ from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import Array, c_type, launch
 
-LINE = 128
-"""Boxes of a block that looks for overlaps, as in proposals.cu."""
+COLUMN = 128
+"""Boxes that are decided about at a time, as in proposals.cu."""
 
-LEAST, FEW = 1024, 4
-"""Boxes, and boxes for each that is wanted, that are looked at before the others."""
+LEAST, EACH, MANY = 1280, 2, 2048
+"""Boxes that are looked at before the others: so many, or for each that is wanted. From MANY on
+twice as many are looked at next, else all.
+"""
 
 
 def decode_proposals(
@@ -33,18 +35,18 @@ def suppress_overlaps(
     boxes: Array, threshold: float, unit: float, kept: Array, counts: Array
 ) -> None:
     (images, count, _), most = boxes.shape, kept.shape[1]
-    columns = -(-count // 64)
+    columns = -(-count // COLUMN)
     if not columns:
         counts.fill(0)
     if not images or not columns:
         return
-    words = context().array("overlaps", (images, columns, count), np.uint64)
+    bits = context().array("overlaps", (images, columns, count, COLUMN // 64), np.uint64)
     find = kernel("proposals", f"find_overlaps<{c_type(boxes)}>")
     keep = kernel("proposals", "keep_boxes")
-    enough = min(columns, -(-max(LEAST, FEW * most) // 64))
-    for first, last in ((0, enough), (enough, columns)):
-        if first < last:
-            sizes = count, columns, first, most, float(threshold), float(unit)
-            grid = -(-min(64 * last, count) // LINE), last - first, images
-            find(grid, (LINE,), (boxes, counts, words, *sizes))
-            keep((images,), (1024,), (words, kept, counts, count, columns, first, last, most))
+    first, behind = 0, max(LEAST, EACH * most)
+    while first < columns:
+        last = min(columns, -(-behind // COLUMN))
+        sizes = count, columns, first, most, float(threshold), float(unit)
+        find((last, last - first, images), (COLUMN,), (boxes, counts, bits, *sizes))
+        keep((images,), (1024,), (bits, kept, counts, count, columns, first, last, most))
+        first, behind = last, 2 * behind if behind >= MANY else count

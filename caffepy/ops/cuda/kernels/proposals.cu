@@ -45,12 +45,18 @@ __global__ void decode_proposals(const T* scores, const T* deltas, const float* 
 }
 
 // A box and its area.
-struct Area {
+struct alignas(16) Area {
   float v[4], size;
   Area() = default;
   template <typename T> __device__ Area(const T* p, float unit) {
     for (int k = 0; k < 4; ++k) v[k] = float(p[k]);
     size = __fmul_rn(__fadd_rn(__fsub_rn(v[2], v[0]), unit), __fadd_rn(__fsub_rn(v[3], v[1]), unit));
+  }
+  // Whether areas of this size can be compared without a division; false for what is no number.
+  __device__ bool plain() const {
+    bool finite = true;
+    for (float x : v) finite &= fabsf(x) < 1e15f;
+    return finite && size > 1e-20f && v[2] >= v[0] && v[3] >= v[1];
   }
 };
 
@@ -59,86 +65,92 @@ struct Limit {
   float threshold, above, below, unit;
   __device__ Limit(double threshold, double unit)
       : threshold(float(threshold)), above(float(threshold) * 1.00001f), below(float(threshold) * 0.99999f), unit(float(unit)) {}
-  __device__ float both(const Area& a, const Area& b) const {
-    const float wide = __fadd_rn(__fsub_rn(fminf(a.v[2], b.v[2]), fmaxf(a.v[0], b.v[0])), unit);
-    const float high = __fadd_rn(__fsub_rn(fminf(a.v[3], b.v[3]), fmaxf(a.v[1], b.v[1])), unit);
-    return __fmul_rn(fmaxf(wide, 0.0f), fmaxf(high, 0.0f));
-  }
-  __device__ float either(const Area& a, const Area& b, float both) const { return __fsub_rn(__fadd_rn(a.size, b.size), both); }
+  __device__ float length(float low, float high) const { return __fadd_rn(__fsub_rn(high, low), unit); }
   __device__ bool passes(const Area& a, const Area& b) const {
-    const float overlap = both(a, b);
-    return __fdiv_rn(overlap, either(a, b, overlap)) > threshold;
+    const float wide = length(fmaxf(a.v[0], b.v[0]), fminf(a.v[2], b.v[2]));
+    const float high = length(fmaxf(a.v[1], b.v[1]), fminf(a.v[3], b.v[3]));
+    const float both = __fmul_rn(fmaxf(wide, 0.0f), fmaxf(high, 0.0f));
+    return __fdiv_rn(both, __fsub_rn(__fadd_rn(a.size, b.size), both)) > threshold;
   }
-  // The same without a division; `near` where that is not sure.
-  __device__ bool guess(const Area& a, const Area& b, bool& near) const {
-    const float overlap = both(a, b), all = either(a, b, overlap), least = below * all;
-    const bool over = overlap > above * all;
-    near = !(least > 1e-30f && (over || overlap < least));
-    return over;
+  // Shifts a bit into each of two words: it is not above the threshold, it is below, both for sure; if neither, that is not
+  // sure. For plain areas and a threshold that is above 0: without a division, by the signs of two sums.
+  __device__ void guess(const Area& a, const Area& b, unsigned& not_above, unsigned& is_below) const {
+    const float wide = length(fmaxf(a.v[0], b.v[0]), fminf(a.v[2], b.v[2]));
+    const float high = length(fmaxf(a.v[1], b.v[1]), fminf(a.v[3], b.v[3]));
+    const float both = __fmul_rn(fmaxf(wide, 0.0f), high);  // 0 or less unless both are above 0
+    const float either = __fsub_rn(__fadd_rn(a.size, b.size), both);
+    not_above = __funnelshift_l(__float_as_uint(fmaf(-above, either, both)), not_above, 1);
+    is_below = __funnelshift_l(__float_as_uint(fmaf(-below, either, both)), is_below, 1);
   }
 };
 
-constexpr int LINE = 128;  // boxes p of a block
+constexpr int COLUMN = 128;           // boxes of a column, a bit each
+constexpr int WORDS = COLUMN / 32;
 
-// Bit b of word (n, q, p): another box, 64 q + b, overlaps p, which is no later than the last of these. Blocks (of boxes p,
+struct alignas(16) Bits {
+  unsigned v[WORDS];
+  __device__ void operator|=(const Bits& other) {
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w) v[w] |= other.v[w];
+  }
+  __device__ bool any() const {
+    unsigned all = 0;
+    for (unsigned word : v) all |= word;
+    return all;
+  }
+  __device__ int count() const {
+    int all = 0;
+    for (unsigned word : v) all += __popc(word);
+    return all;
+  }
+  // Those of the first `number` boxes of a column alone.
+  __device__ void cut(i64 number) {
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w) {
+      const i64 here = number - 32 * w;
+      if (here < 32) v[w] &= here > 0 ? (1u << here) - 1 : 0;
+    }
+  }
+};
+
+// Bit b of (n, q, p): another box, COLUMN * q + b, overlaps p, which is no later than the last of these. Blocks (of boxes p,
 // q from `first` on, n), a thread a box p. Nothing unless `counts` (N) are below `most`, where there are some.
 template <typename T>
-__global__ void __launch_bounds__(LINE)
-find_overlaps(const T* boxes, const int* counts, u64* words, i64 count, i64 columns, i64 first, i64 most, double threshold,
-              double unit) {
-  __shared__ Area others[64];
-  const i64 n = blockIdx.z, q = first + blockIdx.y, start = 64 * q, p = blockIdx.x * i64(LINE) + threadIdx.x;
-  if (blockIdx.x * i64(LINE) > start + 63 || (first && counts[n] >= most)) return;
+__global__ void __launch_bounds__(COLUMN)
+find_overlaps(const T* boxes, const int* counts, Bits* overlaps, i64 count, i64 columns, i64 first, i64 most,
+              double threshold, double unit) {
+  __shared__ Area others[COLUMN];
+  __shared__ unsigned odd[WORDS];
+  const i64 n = blockIdx.z, q = first + blockIdx.y, start = COLUMN * q, p = blockIdx.x * i64(COLUMN) + threadIdx.x;
+  if (blockIdx.x > q || (first && counts[n] >= most)) return;
   const T* all = boxes + n * count * 4;
-  const int here = int(min(count - start, i64(64)));
+  const int here = int(min(count - start, i64(COLUMN)));
   const Limit limit(threshold, unit);
-  if (threadIdx.x < 64) others[threadIdx.x] = Area(all + 4 * (start + min(int(threadIdx.x), here - 1)), limit.unit);
+  const bool quick = limit.threshold > 1e-6f && limit.threshold < 1e6f && limit.unit >= 0;
+  const Area other(all + 4 * (start + min(int(threadIdx.x), here - 1)), limit.unit);
+  others[threadIdx.x] = other;
+  const unsigned votes = __ballot_sync(0xffffffffu, !other.plain());
+  if (threadIdx.x % 32 == 0) odd[threadIdx.x / 32] = votes;
   __syncthreads();
-  if (p >= count || p > start + 63) return;
+  if (p >= count) return;
   const Area own(all + 4 * p, limit.unit);
-  u64 word = 0;
+  const unsigned none = quick && own.plain() ? 0 : 0xffffffffu;
+  Bits bits;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    unsigned bits = 0, unsure = 0;
+  for (int w = 0; w < WORDS; ++w) {
+    unsigned not_above = 0, is_below = 0;
 #pragma unroll
-    for (int b = 0; b < 32; ++b) {
-      bool near;
-      if (limit.guess(own, others[32 * half + b], near)) bits |= 1u << b;
-      if (near) unsure |= 1u << b;
-    }
+    for (int b = 31; b >= 0; --b) limit.guess(own, others[32 * w + b], not_above, is_below);
+    unsigned unsure = (not_above & ~is_below) | odd[w] | none, over = ~not_above & ~unsure;
     for (; unsure; unsure &= unsure - 1) {
       const int b = __ffs(unsure) - 1;
-      bits &= ~(1u << b);
-      if (limit.passes(own, others[32 * half + b])) bits |= 1u << b;
+      if (limit.passes(own, others[32 * w + b])) over |= 1u << b;
     }
-    word |= u64(bits) << (32 * half);
+    bits.v[w] = over;
   }
-  if (here < 64) word &= (u64(1) << here) - 1;
-  if (p >= start) word &= ~(u64(1) << (p - start));
-  words[(n * columns + q) * count + p] = word;
-}
-
-// Of the boxes of a word that may stay those that no kept one before overlaps, at most `most`, by a warp; `pairs` are the
-// words of lane and lane + 32. All boxes that nothing undecided before them overlaps are decided at once.
-__device__ u64 decide(u64 undecided, const u64 (&pairs)[2], i64 most) {
-  const unsigned lane = threadIdx.x % 32;
-  u64 before[2], kept = 0;
-#pragma unroll
-  for (int k = 0; k < 2; ++k) before[k] = pairs[k] & ((u64(1) << (lane + 32 * k)) - 1);
-  while (undecided) {
-    u64 stay = 0, go = 0;
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const bool open = undecided >> (lane + 32 * k) & 1;
-      stay |= u64(__ballot_sync(0xffffffffu, open && !(before[k] & undecided))) << (32 * k);
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) go |= u64(__ballot_sync(0xffffffffu, (before[k] & stay) != 0)) << (32 * k);
-    kept |= stay;
-    undecided &= ~(stay | go);
-  }
-  while (__popcll(kept) > most) kept &= ~(u64(1) << (63 - __clzll(kept)));
-  return kept;
+  bits.cut(here);
+  if (blockIdx.x == q) bits.v[threadIdx.x / 32] &= ~(1u << threadIdx.x % 32);
+  overlaps[(n * columns + q) * count + p] = bits;
 }
 
 __device__ unsigned warp_or(unsigned x) {
@@ -151,73 +163,120 @@ __device__ unsigned warp_or(unsigned x) {
 #endif
 }
 
-// A block for each image takes the boxes of columns `first` to `last` in turn, 64 at a time: those that no earlier one of
-// the kept overlaps, until `most` are kept. The first warp decides about a column, while the others look what boxes kept
-// before overlap in the next one; what those just kept overlap there the first warp has read ahead.
+// Of the boxes of a column that may stay those that no kept one before overlaps, at most `most`, by a warp; `overlaps` are
+// those of boxes lane, lane + 32, ... with the column. All boxes that nothing undecided before them overlaps are decided at
+// once.
+__device__ Bits decide(Bits undecided, const Bits (&overlaps)[WORDS], i64 most) {
+  const unsigned before = (1u << threadIdx.x % 32) - 1;
+  Bits kept = {};
+  // Whether one of these boxes lies before box lane + 32 w and overlaps it.
+  const auto meets = [&](int w, const Bits& boxes) {
+    unsigned met = overlaps[w].v[w] & boxes.v[w] & before;
+#pragma unroll
+    for (int v = 0; v < w; ++v) met |= overlaps[w].v[v] & boxes.v[v];
+    return met != 0;
+  };
+  while (undecided.any()) {
+    Bits stay, go;
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w) {
+      const bool open = undecided.v[w] >> threadIdx.x % 32 & 1;
+      stay.v[w] = __ballot_sync(0xffffffffu, open && !meets(w, undecided));
+    }
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w) {
+      go.v[w] = __ballot_sync(0xffffffffu, meets(w, stay));
+      kept.v[w] |= stay.v[w];
+    }
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w) undecided.v[w] &= ~(stay.v[w] | go.v[w]);
+  }
+  i64 room = most;
+#pragma unroll
+  for (int w = 0; w < WORDS; ++w) {
+    while (__popc(kept.v[w]) > room) kept.v[w] &= ~(0x80000000u >> __clz(kept.v[w]));
+    room -= __popc(kept.v[w]);
+  }
+  return kept;
+}
+
+// A block for each image takes the boxes of columns `first` to `last` in turn, a column at a time: those that no earlier
+// one of the kept overlaps, until `most` are kept. The first warp decides about a column, while the others look what boxes
+// kept before overlap in the next one; what those just kept overlap there the first warp has read ahead.
 __global__ void __launch_bounds__(1024)
-keep_boxes(const u64* words, int* kept, int* counts, i64 count, i64 columns, i64 first, i64 last, i64 most) {
+keep_boxes(const Bits* overlaps, int* kept, int* counts, i64 count, i64 columns, i64 first, i64 last, i64 most) {
   constexpr int ROOM = 2048;
-  __shared__ unsigned gone[3][2];  // halves of a column, the next one, and that after it
+  __shared__ Bits gone[3];  // of a column, the next one, and that after it
   __shared__ int room[ROOM], shared_found[2];
   const i64 n = blockIdx.x;
   const int lane = threadIdx.x % 32;
-  words += n * columns * count;
+  overlaps += n * columns * count;
   kept += n * most;
   int* list = most <= ROOM ? room : kept;
   int found = first ? counts[n] : 0;
   if (found >= most) return;
   for (int k = threadIdx.x; k < found; k += blockDim.x) list[k] = kept[k];
-  if (threadIdx.x < 6) gone[threadIdx.x / 2][threadIdx.x % 2] = 0;
+  if (threadIdx.x < 3) gone[threadIdx.x] = {};
   __syncthreads();
   const auto look = [&](i64 q, int from, int step) {
-    constexpr int U = 4;  // words of a thread on their way
-    u64 bits = 0;
+    constexpr int U = 4;  // of a thread on their way
+    const Bits* of_column = overlaps + q * count;
+    Bits bits = {};
     for (int start = from; start < found; start += U * step) {
-      u64 got[U];
+      Bits got[U];
 #pragma unroll
-      for (int u = 0; u < U; ++u) got[u] = start + u * step < found ? words[q * count + list[start + u * step]] : 0;
+      for (int u = 0; u < U; ++u) {
+        got[u] = {};
+        if (start + u * step < found) got[u] = of_column[list[start + u * step]];
+      }
 #pragma unroll
       for (int u = 0; u < U; ++u) bits |= got[u];
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const unsigned all = warp_or(unsigned(bits >> (32 * half)));
-      if (lane == 0 && all) atomicOr(&gone[q % 3][half], all);
+    for (int w = 0; w < WORDS; ++w) {
+      const unsigned all = warp_or(bits.v[w]);
+      if (lane == 0 && all) atomicOr(&gone[q % 3].v[w], all);
     }
   };
   look(first, threadIdx.x, blockDim.x);
-  u64 pairs[2], next[2], late = 0;  // of the first warp: words of a column's boxes with it, and with the next column
+  Bits with[WORDS], next[WORDS], late = {};  // of the first warp: a column's boxes with it, and with the next column
   const auto load = [&](i64 q) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const i64 p = 64 * q + lane + 32 * k;
+    for (int w = 0; w < WORDS; ++w) {
+      const i64 p = COLUMN * q + lane + 32 * w;
       const bool here = q < last && p < count;
-      pairs[k] = here ? words[q * count + p] : 0;
-      next[k] = here && q + 1 < last ? words[(q + 1) * count + p] : 0;
+      with[w] = next[w] = {};
+      if (here) with[w] = overlaps[q * count + p];
+      if (here && q + 1 < last) next[w] = overlaps[(q + 1) * count + p];
     }
   };
   if (threadIdx.x < 32) load(first);
   __syncthreads();
   for (i64 q = first; q < last && found < most; ++q) {
     if (threadIdx.x < 32) {
-      const i64 start = 64 * q, here = min(count - start, i64(64));
-      const u64 all = here < 64 ? (u64(1) << here) - 1 : ~u64(0);
-      const u64 words_of[2] = {pairs[0], pairs[1]}, words_with[2] = {next[0], next[1]};
-      load(q + 1);  // on its way meanwhile
-      const u64 stay = decide(~(u64(gone[q % 3][1]) << 32 | gone[q % 3][0] | late) & all, words_of, most - found);
-      u64 bits = 0;
+      Bits open;
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int b = lane + 32 * k, rank = __popcll(stay & ((u64(1) << b) - 1));
-        if (!(stay >> b & 1)) continue;
-        bits |= words_with[k];
-        list[found + rank] = kept[found + rank] = int(start + b);
+      for (int w = 0; w < WORDS; ++w) open.v[w] = ~(gone[q % 3].v[w] | late.v[w]);
+      open.cut(count - COLUMN * q);
+      const Bits stay = decide(open, with, most - found);
+      Bits bits = {};
+      int rank = found;
+#pragma unroll
+      for (int w = 0; w < WORDS; ++w) {
+        if (stay.v[w] >> lane & 1) {
+          bits |= next[w];
+          const int k = rank + __popc(stay.v[w] & ((1u << lane) - 1));
+          list[k] = kept[k] = int(COLUMN * q + lane + 32 * w);
+        }
+        rank += __popc(stay.v[w]);
       }
-      late = u64(warp_or(unsigned(bits >> 32))) << 32 | warp_or(unsigned(bits));
+#pragma unroll
+      for (int w = 0; w < WORDS; ++w) late.v[w] = warp_or(bits.v[w]);
       if (lane == 0) {
-        shared_found[q % 2] = found + __popcll(stay);
-        gone[(q + 2) % 3][0] = gone[(q + 2) % 3][1] = 0;
+        shared_found[q % 2] = rank;
+        gone[(q + 2) % 3] = {};
       }
+      load(q + 1);
     } else if (q + 1 < last) {
       look(q + 1, threadIdx.x - 32, blockDim.x - 32);
     }
