@@ -63,8 +63,25 @@ take_rois(const T* given, T* rois, double* bad_image, i64 boxes, i64 images, dou
   found.put_down(bad_image);
 }
 
+// Begins to copy a word of 4 bytes to shared memory, where the device can; all of a thread are there after `await_copies`.
+template <typename A, typename T> __device__ void copy_word(A* to, const T* from) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(T) == 4 && sizeof(A) == 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(unsigned(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+    return;
+  }
+#endif
+  *to = A(*from);
+}
+
+__device__ void await_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 // Channels blockIdx.x * K and those that follow of image blockIdx.y, side by side at each cell: in shared memory, or
-// unless STAGED where they are. The block waits before it reads them.
+// unless STAGED where they are. The block waits before it reads them, as `wait` does.
 template <typename T, int K, int STAGED> struct Planes {
   using A = Wide<T>;
   const T* from;
@@ -77,8 +94,16 @@ template <typename T, int K, int STAGED> struct Planes {
         plane(plane),
         count(int(min(i64(K), channels - blockIdx.x * i64(K)))) {
     if (!STAGED) return;
+    if constexpr (K == 1) {  // all on their way at once
+      for (int p = threadIdx.x; p < plane; p += blockDim.x) copy_word(kept[p].v, from + p);
+      return;
+    }
 #pragma unroll 4
     for (int p = threadIdx.x; p < plane; p += blockDim.x) kept[p] = read(p);
+  }
+  __device__ void wait() const {
+    if (STAGED && K == 1) await_copies();
+    __syncthreads();
   }
   __device__ Pack<A, K> read(int p) const {
     Pack<A, K> pack;
@@ -313,7 +338,7 @@ psroi_pool_forward(const T* x, const T* rois, T* y, i64 channels, i64 bins, i64 
   };
   Part_of_box part = find(threadIdx.x);  // on its way with the plane
   const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
-  __syncthreads();
+  plane.wait();
   for (i64 r = threadIdx.x; r < boxes; r += blockDim.x, part = find(r)) {
     if (!part.here) continue;
     const Cells down = part.down, across = part.across;
@@ -370,7 +395,7 @@ psroi_align_forward(const T* x, const T* rois, T* y, i64 channels, i64 bins, i64
   extern __shared__ double shared[];
   const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
   const i64 j = blockIdx.x % bins, i = blockIdx.x / bins % bins;
-  __syncthreads();
+  plane.wait();
   for (i64 r = threadIdx.x; r < boxes; r += blockDim.x) {
     const T* roi = rois + 5 * r;
     if (i64(float(roi[0])) != blockIdx.y) continue;
