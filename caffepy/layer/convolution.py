@@ -247,6 +247,10 @@ class Convolution(_Filtering):
         """True if `forward_maxima` with a ReLU, and its gradient, may save passes for a layout."""
         return not self.copies and self.axis == 1 and self.conv.pools(layout, window)
 
+    def skips_gradient(self, layout: Layout) -> bool:
+        """True if `backward_norm_gradient` of the kernel saves passes, for this layout."""
+        return not self.copies and len(self.blobs) == 1 and self.conv.skips_gradient(layout)
+
     def skips_output(self, layout: Layout) -> bool:
         """True if `forward_normalized` and `backward_normalized` save passes, for this layout."""
         return not self.copies and len(self.blobs) == 1 and self.conv.skips_output(layout)

@@ -20,7 +20,7 @@ from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.scale import Scale
 from caffepy.layer.shape import Concat, Permute, Split
-from caffepy.ops.objects import Maxima, NormForward, NormSums
+from caffepy.ops.objects import Maxima, NormForward, NormGradient, NormSums
 from caffepy.ops.protocol import Window
 from caffepy.proto.caffe_pb2 import PoolingParameter
 
@@ -447,7 +447,7 @@ class NormGroup:
         learns: bool = True,
         has_gradient: Sequence[bool] = (True, True),
     ) -> None:
-        of = {type(member.layer): member for member in members}
+        of = {kind_of(member.layer): member for member in members}
         self.norm, self.convolution = of[BatchNorm], of.get(Convolution)
         assert isinstance(self.norm.layer, BatchNorm)
         self.layer = self.norm.layer
@@ -501,12 +501,29 @@ class NormGroup:
         where the convolution saves passes so, and what follows the BatchNorm tells its mask without
         x.
         """
-        layer, tells = self.layer, self.masks_by_y or self.ceiling is None
-        if self.convolution is None or not (self.learns and tells and self.norm.propagate_down[0]):
-            return False
-        if layer.is_global or any(layer.lacks) or layer.together:
+        tells = self.masks_by_y or self.ceiling is None
+        if self.convolution is None or not (self.learns and tells and self._is_of_batch):
             return False
         return self._convolving.skips_output(self.x.layout)
+
+    @property
+    def skips_gradient(self) -> bool:
+        """True if backward does not write the gradient of x, because the convolution's kernel
+        computes it as it reads what it is made of.
+        """
+        convolution = self.convolution
+        if convolution is None or self.other is not None or self.skipped:
+            return False
+        if not (self._is_of_batch and convolution.propagate_down[0]):
+            return False
+        return self._convolving.skips_gradient(self.x.layout)
+
+    @property
+    def _is_of_batch(self) -> bool:
+        """True if x is normalized by statistics of its own, and gets a gradient."""
+        layer = self.layer
+        others = layer.is_global or any(layer.lacks) or layer.together
+        return not others and self.norm.propagate_down[0]
 
     @property
     def _convolving(self) -> Convolution:
@@ -602,6 +619,9 @@ class NormGroup:
         if self.skipped:
             self._backward_at_once()
             return
+        if self.skips_gradient:
+            self._backward_past_gradient()
+            return
         source = self.norm.bottoms[0] if self.convolution is None else self.x
         if self.summed is not None:
             given = _flat(self.x.data), self.layer.numbers.data, self.line.data
@@ -610,6 +630,21 @@ class NormGroup:
         else:
             self._backward_norm(_flat(source.diff) if self.norm.propagate_down[0] else None)
         self._backward_convolution()
+
+    def _backward_past_gradient(self) -> None:
+        """Backward without the gradient of x."""
+        assert self.convolution is not None
+        (bottom,), convolution, layer = self.convolution.bottoms, self._convolving, self.layer
+        if self.summed is None:
+            first = self.sums_of(self._touched[0])
+            assert first is not None
+            layer.ops.norm_sums(first)
+        assert self.summed is not None
+        dy = NormGradient(self.x.data, layer.numbers.data, self.line.data, self.summed.diff)
+        self.summed = None
+        norm = None if self.sums_for is None else self.sums_for.sums_of(bottom)
+        given = bottom.data, convolution.blobs[0].data, dy, convolution.weight_diff
+        convolution.conv.backward_norm_gradient(*given, bottom.diff if norm is None else norm)
 
     def _backward_at_once(self) -> None:
         """Backward without x, and without its gradient."""
@@ -635,12 +670,15 @@ class NormGroup:
 
     def _top_diffs(self) -> tuple[list[Array], Array | None]:
         """Return the gradients of the tops, and where their masked sum goes, if it is wanted."""
-        # Tops whose diff was never touched get no gradient.
-        touched = [top for top in self.tops if top.diff_memory.touched]
-        dys = [top.diff for top in touched or self.tops[:1]]
+        dys = [top.diff for top in self._touched]
         if self.other is not None and self.wants_other:
             return dys, self.other.diff
         return dys, dys[0] if self.masks_by_y or len(dys) > 1 else None
+
+    @property
+    def _touched(self) -> Sequence[Blob]:
+        """The tops that get a gradient: the diffs of the others were never touched."""
+        return [top for top in self.tops if top.diff_memory.touched] or self.tops[:1]
 
     def _sums_of(self, bottom: Blob, dy: Array) -> NormSums | None:
         """Return what the convolution computes with the gradient of its bottom, if it does."""
@@ -757,13 +795,18 @@ GROUPS: dict[tuple[type[Layer], type[Layer]], Callable[[Sequence[Member]], Fused
 """The class for a group without a BatchNorm, by the types of its first and last layers."""
 
 
+def kind_of(layer: Layer) -> type[Layer]:
+    """Return the type by which patterns know a layer."""
+    return Convolution if isinstance(layer, Convolution) else type(layer)
+
+
 def make_group(members: Sequence[Member], learns: bool, has_gradient: Sequence[bool]) -> FusedGroup:
     """Return the group; `learns` if it runs backward, then `has_gradient` of each top counts."""
     if any(isinstance(member.layer, BatchNorm) for member in members):
         if isinstance(members[-1].layer, Pooling):
             return NormPooling(members, learns)
         return NormGroup(members, learns, has_gradient)
-    kinds = [type(member.layer) for member in members]
+    kinds = [kind_of(member.layer) for member in members]
     if kinds[:2] == [Convolution, Pooling]:
         return PooledConvolution(members)
     last = members[-1].layer

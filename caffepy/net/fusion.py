@@ -18,6 +18,7 @@ from caffepy.layer.fused import (
     Member,
     NormGroup,
     NormPooling,
+    kind_of,
     make_group,
 )
 from caffepy.layer.neuron import Dropout, ReLU, ReLU6
@@ -295,7 +296,7 @@ def _takes_mask(before: Sequence[Layer], node: Node) -> bool:
 
 def _extend(nodes: Sequence[Node], group: list[int], index: int | None, kind: type[Layer]) -> bool:
     """Append a layer to the group if it is of this type and fits; return whether it does."""
-    if index is None or type(nodes[index].layer) is not kind:
+    if index is None or kind_of(nodes[index].layer) is not kind:
         return False
     node = nodes[index]
     first = nodes[group[0]] if group else node

@@ -79,6 +79,15 @@ class NormSums(NamedTuple):
     line: Array
 
 
+class NormGradient(NamedTuple):
+    """What `Ops.norm_gradient` takes, to write the gradient of x."""
+
+    x: Array
+    numbers: Array
+    line: Array
+    g: Array
+
+
 class Convolution(Protocol):
     """A convolution of fixed shapes: x (N, C, *spatial), w (O, C/g, *kernel), y (N, O, *out).
 
@@ -134,6 +143,16 @@ class Convolution(Protocol):
     ) -> None:
         """Add to dw and db, from the gradient of the maxima; that of the output need not be
         written.
+        """
+
+    def skips_gradient(self, layout: Layout) -> bool:
+        """Return True if the method below saves passes over arrays of this layout."""
+
+    def backward_norm_gradient(
+        self, x: Array, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
+    ) -> None:
+        """`backward_weight` without a bias, and `backward_data` or `backward_data_norm`, of a dy
+        that need not be written.
         """
 
     def skips_output(self, layout: Layout) -> bool:

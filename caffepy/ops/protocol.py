@@ -471,6 +471,11 @@ class Ops(Protocol):
     ) -> None:
         """Write masked as `norm_backward` does, where there is a y or no ceiling."""
 
+    def norm_sums(self, norm: objects.NormSums) -> None:
+        """The first half of `norm_backward` of the gradient that norm.masked holds
+        (`objects.NormSums`).
+        """
+
     def norm_gradient(self, x: Array, numbers: Array, line: Array, g: Array, dx: Array) -> None:
         """dx = factor * g + slope * x + rest, with slope and rest of each channel in line (2, C):
         the second half of `norm_backward` after `objects.NormSums`. dx may be g.

@@ -33,12 +33,16 @@ class Convolution:
         out = [(x + 2 * p - (d * (k - 1) + 1)) // s + 1 for x, k, s, p, d in axes]
         self.y_shape = (x_shape[0], w_shape[0], *out)
 
-    def pools(self, layout: Layout, window: Windows) -> bool:
-        """False, likewise."""
+    def skips_gradient(self, layout: Layout) -> bool:
+        """False: no room is planned for what only a backward pass skips."""
         return False
 
     def skips_output(self, layout: Layout) -> bool:
         """False: some GPUs skip outputs, all have room for them in the plan."""
+        return False
+
+    def pools(self, layout: Layout, window: Windows) -> bool:
+        """False, likewise."""
         return False
 
 

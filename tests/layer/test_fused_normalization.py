@@ -12,7 +12,11 @@ from caffepy.device.blob import Blob, Layout
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
+from caffepy.layer.convolution import Convolution
+from caffepy.layer.eltwise import Eltwise
 from caffepy.layer.fused import Member, NormGroup, make_group
+from caffepy.layer.pooling import Pooling
+from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 from tests.layer.harness import random
 
@@ -26,6 +30,9 @@ TEXTS = {
     "Pointwise": (
         "convolution_param { num_output: 8 kernel_size: 1 weight_filler { type: 'msra' } }"
     ),
+    "Depthwise": (
+        "convolution_param { kernel_size: 3 pad: 1 bias_term: false weight_filler { type: 'msra' } }"
+    ),
     "BatchNorm": "batch_norm_param { moving_average_fraction: 0.9 }",
     "Scale": (
         "scale_param { bias_term: true filler { type: 'gaussian' } "
@@ -38,12 +45,16 @@ TEXTS = {
     "ReLU6": "",
     "Split": "",
 }
+TYPES = {"Pointwise": "Convolution", "Depthwise": "ConvolutionDepthwise"}
 GROUPS = {
     "all": "Convolution BatchNorm Scale Eltwise ReLU Split",
     "block": "Convolution BatchNorm Scale Eltwise ReLU",
     "usual": "Convolution BatchNorm Scale ReLU",
     "linear": "Convolution BatchNorm Scale",
     "pointwise": "Pointwise BatchNorm Scale ReLU",
+    "each channel": "Depthwise BatchNorm Scale ReLU6",
+    "each channel, linear": "Depthwise BatchNorm",
+    "each channel, split": "Depthwise BatchNorm Scale ReLU Split",
     "maxima": "Convolution BatchNorm Scale ReLU Pooling",
     "maxima, no convolution": "BatchNorm Scale ReLU Pooling",
     "pointwise sum": "Pointwise BatchNorm Scale Eltwise ReLU Split",
@@ -88,7 +99,7 @@ class Chain:
             self.members = []
             blob = self.x
             for kind in types:
-                of = "Convolution" if kind == "Pointwise" else kind
+                of = TYPES.get(kind, kind)
                 param = text_format.Parse(f'type: "{of}" {TEXTS[kind]}', LayerParameter())
                 if kind == "BatchNorm" and frozen:
                     param.batch_norm_param.use_global_stats = True
@@ -100,7 +111,7 @@ class Chain:
                     if swap
                     else [blob, self.other]
                 )
-                own = of in ("Convolution", "Eltwise", "Pooling") or not in_place
+                own = isinstance(layer, Convolution | Eltwise | Pooling) or not in_place
                 tops = (
                     [self._blob() for _ in range(2)]
                     if kind == "Split"
@@ -190,6 +201,16 @@ def agree(answers, truths, near, flips=0):
 def test_as_its_layers(name, phase, frozen, in_place):
     chain, alone = (Chain(MEMBERS[name], in_place, phase, frozen=frozen) for _ in range(2))
     agree(chain.run(grouped(chain)), alone.run(), 1e-9)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["each channel", "each channel, linear", "each channel, split"])
+def test_without_the_gradient_between(name, frozen, monkeypatch):
+    monkeypatch.setattr(cpu.Convolution, "skips_gradient", lambda *_: True)
+    chain, alone = (Chain(MEMBERS[name], True, frozen=frozen) for _ in range(2))
+    group = grouped(chain)
+    assert group.skips_gradient != frozen
+    agree(chain.run(group), alone.run(), 1e-9)
 
 
 def test_the_other_blob_may_come_first():

@@ -31,6 +31,12 @@ def conv(name: str, bottom: str) -> str:
     return library.layer("Convolution", name, bottom, CONV)
 
 
+def each_channel(kind: str, name: str, bottom: str) -> str:
+    return library.layer(
+        kind, name, bottom, CONV.replace("num_output: 5", "num_output: 3 group: 3")
+    )
+
+
 def on(kind: str, name: str, blob: str, more: str = "", top: str = "") -> str:
     return library.layer(kind, name, blob, more, top=top or blob)
 
@@ -77,6 +83,12 @@ NETS = {
     + norm("c")
     + on("ReLU", "r", "c")
     + on("Power", "p", "c", top="last"),
+    "norm of each channel": each_channel("ConvolutionDepthwise", "c", "data")
+    + norm("c")
+    + on("ReLU", "r", "c")
+    + each_channel("DepthwiseConvolution", "d", "c")
+    + norm("d")
+    + on("Power", "p", "d", top="last"),
     "norm, overwritten": normed(on("Sigmoid", "s", "c")),
     "norm and dropout": normed(on("Dropout", "d", "c")),
     "norm not in place": conv("c", "data") + norm("c", False) + on("ReLU", "r", "c_n", top="last"),
@@ -228,6 +240,7 @@ GROUPS = {
     "conv relu, overwritten": [],
     "conv relu in place, overwritten": [["c", "r"]],
     "norm": [["c", "bn_c", "scale_c", "r"]],
+    "norm of each channel": [["c", "bn_c", "scale_c", "r"], ["d", "bn_d", "scale_d"]],
     "norm, overwritten": [["c", "bn_c", "scale_c", "r"]],
     "norm and dropout": [["c", "bn_c", "scale_c", "r"]],
     "norm not in place": [["c", "bn_c", "scale_c", "r"]],
@@ -361,7 +374,8 @@ def test_what_is_not(what: str, body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "groups"), [("caffenet", 7), ("googlenet", 57), ("vgg16", 15), ("resnet50", 53)]
+    ("model", "groups"),
+    [("caffenet", 7), ("googlenet", 57), ("vgg16", 15), ("resnet50", 53), ("shufflenet_v2", 56)],
 )
 def test_bundled_nets(model: str, groups: int) -> None:
     path = models.path(model, "deploy")

@@ -1,5 +1,5 @@
 """Convolutions that compute half the gradient of the normalization before them, with their own, and
-those whose output is skipped: on the CPU, where they can but usually do not, against nets in which
+those whose output, or its gradient, is skipped: on the CPU, where they can but usually do not, against nets in which
 each computes its own.
 """
 
@@ -79,10 +79,10 @@ SHARED = {
 """By the blob that a group makes: the convolution that computes half of its backward."""
 
 
-@pytest.fixture(params=[False, True], ids=["kept", "skipped"])
+@pytest.fixture(params=["", "output", "gradient"], ids=["kept", "skipped", "gradient skipped"])
 def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let convolutions compute these sums on the CPU too, and skip outputs; the list grows with
-    each time.
+    """Let convolutions compute these sums on the CPU too, and skip outputs or their gradients;
+    the list grows with each time.
     """
     calls: list[int] = []
     run = cpu.Convolution.backward_data_norm
@@ -92,7 +92,9 @@ def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
         run(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cpu.Convolution, "sums_gradients", lambda *_: True)
-    monkeypatch.setattr(cpu.Convolution, "skips_output", lambda *_: request.param)
+    for what in ("output", "gradient"):
+        skips = request.param == what
+        monkeypatch.setattr(cpu.Convolution, f"skips_{what}", lambda *_, skips=skips: skips)
     monkeypatch.setattr(cpu.Convolution, "backward_data_norm", counted)
     return calls
 

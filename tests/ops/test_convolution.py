@@ -7,7 +7,7 @@ import pytest
 
 from caffepy.device.threads import num_threads
 from caffepy.ops import cpu
-from caffepy.ops.objects import Maxima, NormSums
+from caffepy.ops.objects import Maxima, NormGradient, NormSums
 
 
 def naive(x, w, stride, pad, dilation, group):
@@ -162,6 +162,39 @@ def test_the_number_of_threads_changes_no_bit(case):
 
 def data(shape, seed):
     return np.random.default_rng(seed).standard_normal(shape)
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["alone", "with sums"])
+def test_gradients_past_that_of_a_normalization(sums):
+    """backward_norm_gradient is norm_gradient, then the gradients of it."""
+    x, w, z, g = (
+        data((2, 6, 5, 4), 0),
+        data((6, 1, 3, 3), 1),
+        data((2, 6, 5, 4), 2),
+        data((2, 6, 5, 4), 3),
+    )
+    conv = cpu.Convolution(x.shape, w.shape, ((1, 1), (1, 1), (1, 1)), 6, np.float64)
+    numbers, line, of_x = data((4, 6), 4), data((2, 6), 5), data((4, 6), 6)
+    answers = []
+    for together in (True, False):
+        dw, masked, sums_of, its_line = (np.ones(s) for s in (w.shape, x.shape, (2, 6), (2, 6)))
+        to = NormSums(x, of_x, None, None, None, np.inf, masked, *sums_of, its_line)
+        if together:
+            dy = NormGradient(z, numbers, line, g)
+            conv.backward_norm_gradient(x, w, dy, dw, to if sums else masked)
+        else:
+            dy = np.empty(g.shape)
+            flat = (a.reshape(2, 6, -1) for a in (z, g, dy))
+            of_z, of_g, of_dy = flat
+            cpu.norm_gradient(of_z, numbers, line, of_g, of_dy)
+            conv.backward_weight(x, dy, dw, None)
+            if sums:
+                conv.backward_data_norm(dy, w, to)
+            else:
+                conv.backward_data(dy, w, masked)
+        answers.append([dw, masked, sums_of, its_line])
+    for a, b in zip(*answers, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_numbers_of_a_normalization_after_it():

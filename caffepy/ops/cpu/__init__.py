@@ -105,6 +105,7 @@ from caffepy.ops.cpu.normalization import (
     norm_forward,
     norm_gradient,
     norm_mask,
+    norm_sums,
 )
 from caffepy.ops.cpu.permutohedral import Lattice
 from caffepy.ops.cpu.pooling import (

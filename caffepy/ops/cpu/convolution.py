@@ -36,6 +36,7 @@ from caffepy.ops.cpu.normalization import (
     batch_norm_prepare,
     norm_backward,
     norm_forward,
+    norm_gradient,
     norm_sums,
 )
 from caffepy.ops.cpu.pointwise import Pointwise
@@ -51,7 +52,14 @@ from caffepy.ops.cpu.tile import (
 )
 from caffepy.ops.cpu.winograd import Winograd
 from caffepy.ops.cpu.winograd import suits as is_winograd
-from caffepy.ops.objects import Maxima, NormForward, NormSums, Preparation, Windows
+from caffepy.ops.objects import (
+    Maxima,
+    NormForward,
+    NormGradient,
+    NormSums,
+    Preparation,
+    Windows,
+)
 
 Sizes = Sequence[int]
 
@@ -568,6 +576,20 @@ class Convolution:
     ) -> None:
         max_pool_backward(maxima.y, maxima.where, output, maxima.window)
         self.backward_weight(x, output, dw, db)
+
+    def skips_gradient(self, layout: Layout) -> bool:
+        return False
+
+    def backward_norm_gradient(
+        self, x: Array, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
+    ) -> None:
+        of = np.empty(dy.g.shape, dy.g.dtype)
+        norm_gradient(_planes(dy.x), dy.numbers, dy.line, _planes(dy.g), _planes(of))
+        self.backward_weight(x, of, dw, None)
+        if isinstance(to, NormSums):
+            self.backward_data_norm(of, w, to)
+        else:
+            self.backward_data(of, w, to)
 
     def skips_output(self, layout: Layout) -> bool:
         return False

@@ -118,6 +118,7 @@ from caffepy.ops.cuda.normalization import (
     norm_forward,
     norm_gradient,
     norm_mask,
+    norm_sums,
     scale_backward,
     scale_forward,
 )

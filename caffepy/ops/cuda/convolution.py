@@ -18,9 +18,9 @@ With the channels last, the levels of candidates of a forward are:
 Before MAX pooling, "forward maxima" is above them: the pooling after it, or kernels that do not
 write the output (pooled_convolution, small_images, strided_images); likewise the gradient.
 
-Before a BatchNorm, "forward moments" is above them: a pass for the sums of y after it, or pointwise
-products that give them. Where the output is skipped, products of our own do all of it
-(covariance.py).
+Before a BatchNorm, "forward moments" is above them: a pass for the sums of y after it, or kernels
+of ours, pointwise or depthwise, that give them. Where the output is skipped, products of our own do
+all of it (covariance.py); depthwise, both gradients are one pass in 16 bits (`backward_both`).
 
 Each level is timed by autotune.fastest, from the innermost outwards, and remembered on disk. The
 gradients have the same levels without "apart"; the gradient of the data has no blocks.
@@ -69,8 +69,9 @@ from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import TYPES, Array, channels_last, lies_channels_last
 from caffepy.ops.cuda.normalization import (
     BY_Y,
+    as_planes,
     batch_norm_prepare,
-    finish_gradient,
+    finish_norm,
     gradient_sums,
     mask_kind,
     moments,
@@ -79,7 +80,14 @@ from caffepy.ops.cuda.normalization import (
 )
 from caffepy.ops.cuda.pointwise import Variant
 from caffepy.ops.cuda.pooling import max_pool_backward, max_pool_forward
-from caffepy.ops.objects import Maxima, NormForward, NormSums, Preparation, Windows
+from caffepy.ops.objects import (
+    Maxima,
+    NormForward,
+    NormGradient,
+    NormSums,
+    Preparation,
+    Windows,
+)
 
 log = logging.getLogger(__name__)
 
@@ -133,16 +141,16 @@ class Convolution:
     ) -> None:
         if not y.size:
             return
-        made, planes = self._for(x, y), _planes(y)
+        made, flat = self._for(x, y), as_planes(y)
         partial = None
         if isinstance(made, _ChannelsLast):
-            partial = made.forward_moments(x, w, b, self._shaped(y), planes)
+            partial = made.forward_moments(x, w, b, self._shaped(y), flat)
         else:
             made.forward(x, w, b, self._shaped(y), False)
         if partial is None:
-            batch_norm_prepare(planes, *preparation)
+            batch_norm_prepare(flat, *preparation)
         else:
-            prepare_from(partial, planes, preparation)
+            prepare_from(partial, flat, preparation)
 
     def pools(self, layout: Layout, window: Windows) -> bool:
         last = layout.channels_last
@@ -178,7 +186,15 @@ class Convolution:
         made = self._for(norm.masked, dy)
         assert isinstance(made, _ChannelsLast)
         partial = made.backward_data_sums(dy, w, norm)
-        _finish(partial, norm)
+        finish_norm(partial, norm)
+
+    def skips_gradient(self, layout: Layout) -> bool:
+        return layout.channels_last and depthwise.suits_both(self._geometry, layout.dtype)
+
+    def backward_norm_gradient(
+        self, x: Array, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
+    ) -> None:
+        depthwise.backward_both(self._geometry, x, w, dy, dw, to)
 
     def skips_output(self, layout: Layout) -> bool:
         return layout.channels_last and covariance.suits(self._geometry, layout.dtype)
@@ -201,7 +217,7 @@ class Convolution:
         assert isinstance(made, _ChannelsLast)
         made.gradients_normalized(x, w, g, numbers, gradients)
         if isinstance(to, NormSums):
-            _finish(made.joined_sums(x, g, to), to)
+            finish_norm(made.joined_sums(x, g, to), to)
         elif to is not None:
             made.joined_data(x, g, to)
 
@@ -244,16 +260,6 @@ class Convolution:
             kind = _ChannelsLast if narrow or channels_last(x, y) else _Plain
             self._made[key] = kind(self._geometry, x.dtype)
         return self._made[key]
-
-
-def _planes(x: Array) -> Array:
-    return x.reshape(*x.shape[:2], prod(x.shape[2:]))
-
-
-def _finish(partial: tuple[Array, int], norm: NormSums) -> None:
-    """Make of partial sums what is wanted of them, if they are."""
-    if norm.x is not None:
-        finish_gradient(partial, _planes(norm.x), norm.numbers, norm.dscale, norm.dbias, norm.line)
 
 
 class _Arrangement:
@@ -475,17 +481,21 @@ class _ChannelsLast:
             return moments(planes)
 
         candidates: list[Make] = [lambda: apart]
-        if b is None:
+        what, choices = "forward moments", list[tuple[_Arrangement, int]]()
+        if b is None and depthwise in self._own:
+            candidates.append(self._depthwise_with_moments)
+            what += " or depthwise"
+        elif b is None:
             ways = [w for w in self._ways if pointwise.suits_moments(w.geometry, self.dtype)]
             choices = list(product(ways, pointwise.WIDTHS))
             candidates += [partial(self._with_moments, *choice) for choice in choices]
 
         def use(chosen: int) -> None:
-            if chosen:
+            if chosen and choices:
                 self._used.append(choices[chosen - 1][0])
 
         key, arrays = ("moments", b is not None), (x, w, b, y, planes)
-        name = f"forward moments {self.geometry}"
+        name = f"{what} {self.geometry}"
         return self._with_sums(key, name, apart, candidates, arrays, use)
 
     def _with_sums(
@@ -509,6 +519,10 @@ class _ChannelsLast:
             self._runs[key] = found[1]
         sums = self._runs[key](*arrays)
         return sums
+
+    def _depthwise_with_moments(self) -> Run:
+        found = depthwise.moments(self.geometry, self.dtype)
+        return lambda x, w, b, y, planes: found(x, w, y)
 
     def _with_moments(self, way: _Arrangement, width: int) -> Run:
         """Return what runs a product with sums."""
@@ -593,7 +607,7 @@ class _ChannelsLast:
         def apart(dy: Array, w: Array, norm: NormSums) -> Any:
             self.backward_data(dy, w, norm.masked)
             given = norm.masked, norm.more, norm.x, norm.y
-            masked, more, x, y = (a if a is None else _planes(a) for a in given)
+            masked, more, x, y = (a if a is None else as_planes(a) for a in given)
             dys = [masked] if more is None else [masked, more]
             how = y, norm.bits, norm.ceiling
             return gradient_sums(x, norm.numbers, dys, *how, masked, None)

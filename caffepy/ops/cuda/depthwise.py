@@ -4,8 +4,9 @@
 The interface is that of small_convolution: lists of candidates for the autotuner.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd, prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -14,7 +15,16 @@ from caffepy.ops.cuda.autotune import Make, Run
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.graphs import Geometry
-from caffepy.ops.cuda.launch import TYPES, Array
+from caffepy.ops.cuda.launch import TYPES, Array, scratch
+from caffepy.ops.cuda.normalization import (
+    BY_X,
+    BY_Y,
+    NO_MASK,
+    finish_norm,
+    norm_sums,
+    what_follows,
+)
+from caffepy.ops.objects import NormGradient, NormSums
 
 THREADS = 256
 CHANNELS = 2
@@ -26,11 +36,13 @@ COLUMNS = 4
 BLOCKS = 132 * 2
 """About as many blocks as a large device needs to be busy."""
 
-RUN, LONG_RUN = 8, 16
-"""Most lines of a strip, and for the gradient of the weights."""
+RUN = 8
+"""Most lines of a strip whose sums nobody wants."""
 
-WAVE = 132 * 3
-"""Blocks of the gradient of the weights that a large device holds at a time."""
+WAVE, WAVE_OF_BOTH = 132 * 3, 132 * 2
+"""Blocks of the gradient of the weights, and of both gradients, that a large device holds at a
+time.
+"""
 
 
 def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
@@ -46,6 +58,11 @@ def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
     )
 
 
+def suits_both(geometry: Geometry, dtype: DTypeLike) -> bool:
+    """Return True if `backward_both` can do it, and is likely to be faster than a pass for each."""
+    return suits(geometry, dtype) and np.dtype(dtype).itemsize == 2
+
+
 def _width(channels: int) -> int:
     """Return the channels of a thread."""
     return gcd(channels, CHANNELS)
@@ -55,11 +72,11 @@ def _name(name: str, dtype: DTypeLike, *numbers: int) -> str:
     return f"{name}<{TYPES[np.dtype(dtype).name]}, {', '.join(map(str, numbers))}>"
 
 
-def _run(threads: int, lines: int, most: int) -> int:
+def _run(threads: int, lines: int) -> int:
     """Return the lines of a strip, if this many threads stand beside each other on the first lines
     of all images: as many as leave the device enough threads, all strips alike.
     """
-    run = max(1, min(most, threads * lines // (BLOCKS * THREADS)))
+    run = max(1, min(RUN, threads * lines // (BLOCKS * THREADS)))
     return -(-lines // -(-lines // run))
 
 
@@ -74,7 +91,7 @@ def _over(
         height, width = (h + p - p // 2 * 2 for h, p in zip((height, width), pads, strict=True))
         height = -(-height // 2)
     side_by_side = n * (c // _width(c)) * -(-width // COLUMNS)
-    run = _run(side_by_side, height, RUN)
+    run = _run(side_by_side, height)
     return -(-side_by_side * -(-height // run) // THREADS), _sizes(target, source, pads, run)
 
 
@@ -97,6 +114,26 @@ def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Make]:
     return [make]
 
 
+def moments(geometry: Geometry, dtype: DTypeLike) -> Callable[[Array, Array, Array], Any]:
+    """Return what runs with x, w, y; it returns partial sums of y and y^2, and into how many each
+    is split.
+    """
+    n, channels, height, columns = geometry.y
+    width, across = _width(channels), n * -(-columns // COLUMNS)
+    blocks, threads, run = _shares(channels // width, across, height, WAVE)
+    variant = width, geometry.stride[0], channels
+    launch = kernel("depthwise", _name("depthwise_moments", dtype, *variant))
+    sizes = _sizes(geometry.y, geometry.x, geometry.padding, run)
+    shared = 8 * prod(threads) * width
+
+    def call(x: Array, w: Array, y: Array) -> tuple[Array, int]:
+        partial = scratch("channels", 2 * blocks[1] * channels)
+        launch(blocks, threads, (x, w, y, partial, *sizes), shared_mem=shared)
+        return partial, blocks[1]
+
+    return call
+
+
 def backward_data(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
     """Return candidates that run with dy, w, dx."""
 
@@ -113,31 +150,107 @@ def backward_data(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
     return [make]
 
 
+def _shares(
+    packs: int, across: int, lines: int, wave: int, size: int = THREADS
+) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """Return blocks and threads, at most `size`, of a kernel that sums over strips of these lines,
+    and the lines of a strip. So many packs of channels and strips of all images stand beside each
+    other; a large device holds `wave` blocks at a time, and they end about at once.
+    """
+    groups = -(-packs // 32)
+    lanes = -(-packs // groups)
+    rows = size // lanes
+
+    def each(run: int) -> int:
+        """Strips of a thread."""
+        return -(-across * -(-lines // run) // (rows * max(1, wave // groups)))
+
+    runs = sorted({-(-lines // parts) for parts in range(1, lines + 1)}, reverse=True)
+    run = min(runs, key=lambda run: each(run) * (run + 2))  # two lines more are read
+    shares = -(-across * -(-lines // run) // (rows * each(run)))
+    return (groups, shares), (lanes, rows), run
+
+
 def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
     """Return candidates that run with x, dy, dw, db or None, and add to the last two."""
 
     def make() -> Run:
         n, channels, height, columns = geometry.y
         width, stride = _width(channels), geometry.stride[0]
-        packs, across = channels // width, -(-columns // (COLUMNS // stride))
-        run = _run(n * packs * across, height, LONG_RUN)
-        strips = n * across * -(-height // run)
-        groups = -(-packs // 32)
-        lanes = -(-packs // groups)
-        rows = THREADS // lanes
-        each = -(-strips // (rows * max(1, WAVE // groups)))
-        shares = -(-strips // (rows * each))
+        across = n * -(-columns // (COLUMNS // stride))
+        of = channels // width, across, height, WAVE
+        (groups, shares), (lanes, rows), run = _shares(*of)
         launch = kernel("depthwise", _name("depthwise_gradient", dtype, width, stride))
-        add = kernel("depthwise", "add_depthwise")
         sizes = _sizes(geometry.y, geometry.x, geometry.padding, run)
         shared = 4 * rows * lanes * width
-        sums = -(-10 * channels // 32)
 
         def gradient(x: Array, dy: Array, dw: Array, db: Array | None) -> None:
-            part = context().array("depthwise gradient", (shares, 10, channels), np.float32)
+            part = _part(shares, channels)
             launch((groups, shares), (lanes, rows), (x, dy, part, *sizes), shared_mem=shared)
-            add((sums,), (32, 8), (part, dw, db, shares, channels))
+            _add(part, dw, db)
 
         return gradient
 
     return [make]
+
+
+def _part(shares: int, channels: int) -> Array:
+    return context().array("depthwise gradient", (shares, 10, channels), np.float32)
+
+
+def _add(part: Array, dw: Array, db: Array | None) -> None:
+    shares, sums, channels = part.shape
+    blocks = -(-sums * channels // 32)
+    kernel("depthwise", "add_depthwise")((blocks,), (32, 8), (part, dw, db, shares, channels))
+
+
+def backward_both(
+    geometry: Geometry,
+    x: Array,
+    w: Array,
+    dy: NormGradient,
+    dw: Array | None,
+    to: NormSums | Array,
+) -> None:
+    """`objects.Convolution.backward_norm_gradient` in one pass, with the sums that a normalization
+    before it wants unless there is more to be added.
+    """
+    n, channels, height, columns = geometry.x
+    width, strided = _width(channels), geometry.stride[0] == 2
+    pads = geometry.padding if strided else [2 - p for p in geometry.padding]
+    lines = height
+    if strided:  # pairs of lines, and of columns
+        height, columns = (k + p - p // 2 * 2 for k, p in zip((height, columns), pads, strict=True))
+        lines = -(-height // 2)
+    mask, after, ceiling, source = NO_MASK, 0, None, x
+    numbers: Any = (None,) * 4
+    at_once = isinstance(to, NormSums) and to.more is None
+    if isinstance(to, NormSums) and at_once:
+        after, ceiling = what_follows(to.ceiling), to.ceiling
+        if to.x is None:
+            mask = NO_MASK if ceiling is None else BY_Y
+        elif to.y is None:
+            mask, numbers, source = BY_X, to.numbers, to.x
+        else:
+            at_once, after = False, 0
+    across = n * -(-columns // COLUMNS)
+    held = (WAVE, THREADS // 2) if mask == BY_X else (WAVE_OF_BOTH, THREADS)
+    blocks, threads, run = _shares(channels // width, across, lines, *held)
+    part, shares = _part(blocks[1], channels), blocks[1]
+    sums = scratch("channels", 2 * shares * channels)
+    mean, _, factor, shift = numbers
+    dx = to.masked if isinstance(to, NormSums) else to
+    variant = width, geometry.stride[0], channels, mask, after
+    launch = kernel("depthwise", _name("depthwise_both", x.dtype, *variant))
+    of_dy = dy.g, dy.x, dy.numbers[2], dy.line
+    before = mean, factor, shift, float(ceiling or 0)
+    sizes = _sizes(geometry.x, geometry.y, pads, run)
+    arguments = (source, w, *of_dy, *before, dx, part, sums, *sizes)
+    launch(blocks, threads, arguments, shared_mem=4 * threads[0] * threads[1] * width)
+    if dw is not None:
+        _add(part, dw, None)
+    if isinstance(to, NormSums):
+        if at_once:
+            finish_norm((sums, shares), to)
+        else:
+            norm_sums(to)

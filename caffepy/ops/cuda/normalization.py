@@ -11,7 +11,7 @@ from caffepy.ops.cuda.channels import channel_pass, finish, lying, sums
 from caffepy.ops.cuda.compiler import prefetch
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import Array, c_type, launch
-from caffepy.ops.objects import Preparation
+from caffepy.ops.objects import NormSums, Preparation
 from caffepy.ops.protocol import Affine, Maybe
 
 NO_MASK, BY_X, BY_Y, BY_BITS = range(4)
@@ -193,6 +193,30 @@ def finish_gradient(
     (parts, splits), (mean, inverse, factor, _) = partial, numbers
     arguments = (parts, mean, inverse, factor, dscale, dbias, line, *lying(x), splits)
     finish("normalization", "backward_finish", x, *arguments)
+
+
+def norm_sums(norm: NormSums) -> None:
+    if not norm.masked.size:
+        return
+    given = norm.masked, norm.more, norm.x, norm.y
+    masked, more, x, y = (None if a is None else as_planes(a) for a in given)
+    dys = [masked] if more is None else [masked, more]
+    changes = masked if norm.ceiling is not None or more is not None else None
+    partial = gradient_sums(x, norm.numbers, dys, y, norm.bits, norm.ceiling, changes, None)
+    finish_norm(partial, norm)
+
+
+def finish_norm(partial: tuple[Array, int], norm: NormSums) -> None:
+    """Make of partial sums what is wanted of them, if they are."""
+    if norm.x is not None:
+        finish_gradient(
+            partial, as_planes(norm.x), norm.numbers, norm.dscale, norm.dbias, norm.line
+        )
+
+
+def as_planes(x: Array) -> Array:
+    """Return x (N, C, ...) as (N, C, P)."""
+    return x.reshape(*x.shape[:2], prod(x.shape[2:]))
 
 
 def norm_gradient(x: Array, numbers: Array, line: Array, g: Array, dx: Array) -> None:

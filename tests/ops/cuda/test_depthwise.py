@@ -6,10 +6,11 @@ import pytest
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
-from caffepy.ops import cpu  # noqa: E402
+from caffepy.ops import cpu, cuda  # noqa: E402
 from caffepy.ops.cuda import depthwise  # noqa: E402
 from caffepy.ops.cuda.graphs import Geometry  # noqa: E402
-from tests.ops.cuda.test_convolution import LAST, PLAIN, close  # noqa: E402
+from caffepy.ops.objects import NormGradient, NormSums  # noqa: E402
+from tests.ops.cuda.test_convolution import LAST, PLAIN, close, host  # noqa: E402
 
 CASES = {
     "one": ((2, 16, 9, 10), (1, 1), (1, 1)),
@@ -62,6 +63,98 @@ def test_all_passes(name, case, bias):
         close("dw", weight_sum, sums[0], kind.tolerance)
         if bias:
             close("db", offset_sum, sums[1], 1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", LAST)
+def test_sums_for_a_normalization_behind(name, case):
+    """Sums of what was written, far from 0, too."""
+    kind = LAST[name]
+    x_shape, stride, pad = CASES[case]
+    w_shape, how = (x_shape[1], 1, 3, 3), (stride, pad, (1, 1))
+    exact = cpu.Convolution(x_shape, w_shape, how, x_shape[1], np.float64)
+    geometry = Geometry(x_shape, w_shape, exact.y_shape, *how)
+    rng = np.random.default_rng(0)
+    x, w = kind.round(3 + rng.standard_normal(x_shape)), rng.standard_normal(w_shape).astype("f")
+    y = kind.on_gpu(np.full(exact.y_shape, np.nan), 0)
+    run = depthwise.moments(geometry, kind.layout.dtype)
+    partial, shares = run(kind.on_gpu(x, 0), PLAIN.on_gpu(w, 0), y)
+    want = np.empty(exact.y_shape)
+    exact.forward(x.astype(np.float64), w.astype(np.float64), None, want)
+    close("y", y, want, kind.tolerance)
+    written = host(y).astype(np.float64)
+    sums = partial.get().reshape(-1)[: 2 * shares * x_shape[1]].reshape(2, shares, -1).sum(1)
+    of_squares = (written**2).sum((0, 2, 3))
+    np.testing.assert_allclose(
+        sums[0], written.sum((0, 2, 3)), rtol=0, atol=1e-5 * of_squares.max()
+    )
+    np.testing.assert_allclose(sums[1], of_squares, 1e-5)
+
+
+# What made x: nothing that matters, a ReLU6 whose result is x, normalizations with what follows; the
+# last two want more than one pass gives.
+BEFORE = ("nothing", "6", "norm", "norm relu", "norm 6", "norm 6 more", "norm 6 sum", "6 more")
+CEILINGS = {"relu": np.inf, "6": 1.0}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_both_gradients_past_that_of_a_normalization(name, case, before):
+    """With the first half of the gradient of a normalization before it."""
+    kind = LAST[name]
+    x_shape, stride, pad = CASES[case]
+    channels = x_shape[1]
+    w_shape, how = (channels, 1, 3, 3), (stride, pad, (1, 1))
+    exact = cpu.Convolution(x_shape, w_shape, how, channels, np.float64)
+    ours = cuda.Convolution(x_shape, w_shape, how, channels, kind.layout.dtype)
+    assert ours.skips_gradient(kind.layout)
+    rng = np.random.default_rng(0)
+    data = rng.standard_normal
+    source, more = (kind.round(data(x_shape)) for _ in range(2))
+    z, g = (kind.round(data(exact.y_shape)) for _ in range(2))
+    of_two, of_four = (2, channels), (4, channels)
+    sizes = w_shape, of_four, of_two, of_four, w_shape, channels, channels, of_two
+    w, numbers, line, of_x, dw, dscale, dbias, its_line = (data(s).astype("f") for s in sizes)
+    of_x[1] = 1 + of_x[1] ** 2
+    _, *words = before.split() if before.startswith("norm") else ("", *before.split())
+    ceiling = next((CEILINGS[word] for word in words if word in CEILINGS), None)
+    x = source
+    if before != "nothing":
+        x = source * of_x[2, :, None, None] + of_x[3, :, None, None]
+        x = x if ceiling is None else np.clip(x, 0, ceiling)
+        x = kind.round(x)
+
+    def wanted(wide, narrow):
+        masked = narrow(np.full(x_shape, np.nan))
+        if before == "nothing":
+            return masked
+        return NormSums(
+            narrow(source) if before.startswith("norm") else None,
+            wide(of_x),
+            narrow(more) if "more" in words else None,
+            narrow(x) if "sum" in words or not before.startswith("norm") else None,
+            None,
+            ceiling,
+            masked,
+            *(wide(a) for a in (dscale, dbias, its_line)),
+        )
+
+    def run(conv, wide, narrow):
+        to, sums = wanted(wide, narrow), wide(dw)
+        dy = NormGradient(narrow(z), wide(numbers), wide(line), narrow(g))
+        conv.backward_norm_gradient(narrow(x), wide(w), dy, sums, to)
+        if before == "nothing":
+            return {"dx": to, "dw": sums}
+        found = {"masked": to.masked, "dw": sums}
+        if to.x is not None:
+            found |= {"dscale": to.dscale, "dbias": to.dbias, "line": to.line}
+        return found
+
+    want = run(exact, lambda a: a.astype(np.float64), lambda a: a.astype(np.float64))
+    have = run(ours, lambda a: PLAIN.on_gpu(a, 0), lambda a: kind.on_gpu(a, 0))
+    for what in want:
+        close(what, have[what], want[what], kind.tolerance)
 
 
 @pytest.mark.parametrize(
