@@ -462,7 +462,6 @@ class NormGroup:
             if isinstance(member.layer, Eltwise):
                 index = 1 if member.bottoms[0] is before.tops[0] else 0
                 self.other, self.wants_other = member.bottoms[index], member.propagate_down[index]
-        self.masks_by_y = self.ceiling is not None and self.other is not None
         self.bits = self.layer.buffer(dtype=np.uint8)  # where y is in the ReLU's range, or nothing
         self._fit()
         source = self.norm.bottoms[0]
@@ -498,11 +497,9 @@ class NormGroup:
     @property
     def skips_output(self) -> bool:
         """True if a forward pass computes y without x, unless it recomputes after one that did not:
-        where the convolution saves passes so, and what follows the BatchNorm tells its mask without
-        x.
+        where the convolution saves passes so.
         """
-        tells = self.masks_by_y or self.ceiling is None
-        if self.convolution is None or not (self.learns and tells and self._is_of_batch):
+        if self.convolution is None or not (self.learns and self._is_of_batch):
             return False
         return self._convolving.skips_output(self.x.layout)
 
@@ -524,6 +521,11 @@ class NormGroup:
         layer = self.layer
         others = layer.is_global or any(layer.lacks) or layer.together
         return not others and self.norm.propagate_down[0]
+
+    @property
+    def masks_by_y(self) -> bool:
+        """True if backward finds the mask of a ReLU in y, or in bits of it, and not in x."""
+        return self.ceiling is not None and (self.other is not None or self.skips_output)
 
     @property
     def _convolving(self) -> Convolution:
@@ -562,9 +564,12 @@ class NormGroup:
         return diffs[0], diffs[1] if len(diffs) > 1 else None
 
     def _fit(self) -> None:
-        """Make room for the bits of the top."""
+        """Make room for the bits of the top, which only a sum's gradient wants: a convolution that
+        reads y has it at hand.
+        """
         y, ops = self.tops[0], self.layer.ops
-        self.bits.reshape([ops.mask_size(y.shape, y.layout) if self.masks_by_y else 0])
+        wanted = self.ceiling is not None and self.other is not None
+        self.bits.reshape([ops.mask_size(y.shape, y.layout) if wanted else 0])
 
     @property
     def kept_bits(self) -> Array | None:

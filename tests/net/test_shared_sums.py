@@ -100,13 +100,13 @@ def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 def test_whose_output_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those before a normalization whose ReLU, if it has one, is that of a sum."""
+    """All of those before a normalization."""
     monkeypatch.setattr(cpu.Convolution, "skips_output", lambda *_: True)
     net = net_of(NET)
     groups = [step for step in net.steps if isinstance(step.group, NormGroup)]
     skipped = {net.nodes[s.layers[0]].name for s in groups if s.group.skips_output}
-    sums = {f"{block}_c" for block in ("one", "two", "three", "four", "five")}
-    assert skipped == {"linear", "one_s", "three_s", "five_s", *sums}
+    inner = {f"{block}_{i}" for block in ("one", "two", "three", "four", "five") for i in "abc"}
+    assert skipped == {"stem", "linear", "one_s", "three_s", "five_s", *inner}
     for step in groups:
         blobs = [] if step.group.skips_output else [step.group.x]
         assert [b for b in step.group.buffers if b.count] == blobs

@@ -27,7 +27,7 @@ MANY, LARGEST, EACH = 1024, 128, 2
 RESIDENT = 2
 """Blocks of cross products that a multiprocessor holds at a time."""
 
-WORTH = 40 << 20
+WORTH = 20 << 20
 """Bytes of an output from which on it is faster not to have it."""
 
 
@@ -39,7 +39,6 @@ def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
         and capability() == 90
         and 2 * inputs <= outputs
         and inputs <= LARGEST
-        and outputs % pointwise.DEEP == 0
         and images * outputs * int(np.prod(out)) * np.dtype(dtype).itemsize >= WORTH
     )
 

@@ -127,7 +127,7 @@ struct Sizes {
 };
 
 // What a row of a goes on with where JOINED, so many numbers at the pixel of the row; b has rows for them, too. The base
-// is added to every row of the product. The depth before it is a multiple of DEEP.
+// is added to every row of the product. The depth before it is a multiple of 8.
 template <typename T> struct Behind {
   const T* a;
   int depth;
@@ -172,7 +172,7 @@ __device__ void product(const T* a, const T* b, const Sizes s, const Pixels pixe
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const bool in = there[i] && from < depth;
-        const T* of_a = JOINED && k >= s.depth ? behind.a + i64(pixels_behind[i]) * behind.depth + (from - s.depth)
+        const T* of_a = JOINED && from >= s.depth ? behind.a + i64(pixels_behind[i]) * behind.depth + (from - s.depth)
                                                : rows_of_a[i] + taps.at(from);
         fetch(stage + in_rows(t / 4 + 64 * i, t % 4), in ? of_a : a, in);
       }
