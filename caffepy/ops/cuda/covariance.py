@@ -18,8 +18,8 @@ from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import THREADS, TYPES, Array
 from caffepy.ops.objects import Preparation
 
-ACROSS, DEEP, STAGES = 128, 64, 3
-"""As in cross_products.cu: the ring of pieces of both factors."""
+ACROSS, DEEP, STAGES, STAGES_OF_ONE = 128, 64, 3, 6
+"""As in cross_products.cu: the ring of pieces of both factors, or of one that is both."""
 
 MANY, LARGEST, EACH = 1024, 128, 2
 """As in covariance.cu. With more inputs the matrices of their pairs cost more than is saved."""
@@ -99,8 +99,7 @@ class Covariance:
 
     def _cross(self, a: Array, x: Array, outputs: int, alike: bool) -> tuple[Array, Array, int]:
         """Return partial products of the channels of a, which are so many, and of x, partial sums
-        of those of a, and into how many they are split; a is at the pixels of x, if `alike`, or has
-        only these.
+        of those of a, and into how many they are split; a is x, if `alike`, or has its pixels only.
         """
         inputs, width = self._inputs, 64 if self._inputs <= 64 else 128
         tiles = -(-outputs // ACROSS) * -(-inputs // width)
@@ -109,7 +108,8 @@ class Covariance:
         sums = context().array("sums of products", (streams, outputs), np.float32)
         name = f"cross_products<{TYPES[self._dtype.name]}, {width}, {int(alike)}, {int(alike)}>"
         found: Any = kernel("cross_products", name)
-        shared = STAGES * DEEP * (ACROSS + width) * 2
+        ring = STAGES_OF_ONE * width if alike else STAGES * (ACROSS + width)
+        shared = ring * DEEP * 2
         found.max_dynamic_shared_size_bytes = shared
         arguments = a, x, products, sums, *_ints(self._rows, outputs, inputs, streams)
         grid = (tiles * streams,)

@@ -31,8 +31,8 @@ WIDTHS = (64, 128)
 ROWS, DEEP, STAGES = 128, 32, 4
 """As in pointwise.cu: rows of a tile, and the ring of pieces of both factors."""
 
-RESIDENT = 2
-"""Blocks that a multiprocessor holds at a time."""
+HELD = {64: 3, 128: 2}
+"""Blocks of each width that a multiprocessor holds at a time."""
 
 
 def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
@@ -128,7 +128,7 @@ class _Product:
         self._kernel = found
         across, of_all = -(-outputs // width), rows(geometry)
         self.outputs = outputs
-        self.streams = max(1, min(-(-of_all // ROWS), RESIDENT * DEVICE // across))
+        self.streams = max(1, min(-(-of_all // ROWS), HELD[width] * DEVICE // across))
         self._blocks = self.streams * across
         sizes = of_all, outputs, depth, self.streams
         self._sizes = *map(np.int32, sizes), *pixels(geometry)

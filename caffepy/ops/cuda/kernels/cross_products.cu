@@ -5,7 +5,7 @@
 #include "mma.cuh"
 #include "pointwise.cuh"
 
-constexpr int THREADS = 256, DEEP = 64, STAGES = 3, ACROSS = 128;
+constexpr int THREADS = 256, DEEP = 64, ACROSS = 128;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -16,11 +16,11 @@ __device__ inline int in_piece(int row, int chunk) {
 
 // products (streams, outputs, inputs) = a^T b of the rows of each stream, sums (streams, outputs) of those of a. A block of
 // 256 threads has ACROSS outputs by E inputs and goes through pieces of DEEP rows, `streams` of them apart, DOWN from the
-// last or up from the first. b is at the pixels of the rows, and a if ALIKE.
+// last or up from the first. b is at the pixels of the rows. ALIKE: a is b, with E channels at most, and is fetched once.
 template <typename T, int E, int ALIKE, int DOWN> __global__ void __launch_bounds__(THREADS, 2)
 cross_products(const T* a, const T* b, float* products, float* sums, int rows, int outputs, int inputs, int streams, PIXELS) {
-  constexpr int A = ACROSS * DEEP * 2, B = E * DEEP * 2, STAGE = A + B;
-  constexpr int OF_A = ACROSS / 8, OF_B = E / 8;  // chunks of a row
+  constexpr int A = ALIKE ? 0 : ACROSS * DEEP * 2, B = E * DEEP * 2, STAGE = A + B, STAGES = ALIKE ? 6 : 3;
+  constexpr int OF_A = ALIKE ? E / 8 : ACROSS / 8, OF_B = E / 8;  // chunks of a row
   extern __shared__ __align__(1024) unsigned char memory[];
   const unsigned ring = shared_address(memory);
   const Pixels pixels = OF_PIXELS;
@@ -36,11 +36,10 @@ cross_products(const T* a, const T* b, float* products, float* sums, int rows, i
       const unsigned stage = ring + fetched % STAGES * STAGE;
       const int at = stream + fetched * streams, from = (DOWN ? pieces - 1 - at : at) * DEEP;
 #pragma unroll
-      for (int i = 0; i < DEEP * OF_A / THREADS; ++i) {
+      for (int i = 0; i < (ALIKE ? 0 : DEEP * OF_A / THREADS); ++i) {
         const int row = (t + i * THREADS) / OF_A, chunk = t % OF_A;
         const bool in = from + row < rows && first_a + chunk * 8 < outputs;
-        const i64 of = ALIKE ? pixels.at(from + row) : from + row;
-        fetch(stage + in_piece(row, chunk), in ? a + of * outputs + first_a + chunk * 8 : a, in);
+        fetch(stage + in_piece(row, chunk), in ? a + i64(from + row) * outputs + first_a + chunk * 8 : a, in);
       }
 #pragma unroll
       for (int i = 0; i < DEEP * OF_B / THREADS; ++i) {
@@ -62,7 +61,7 @@ cross_products(const T* a, const T* b, float* products, float* sums, int rows, i
     __syncthreads();
     fetch_next();
     const int stage = i % STAGES * STAGE;
-    const unsigned of_a = ring + stage + t / 128 * (DEEP * 128), of_b = ring + stage + A;
+    const unsigned of_a = ring + stage + t / 128 % (OF_A / 8) * (DEEP * 128), of_b = ring + stage + A;
     before_products();
 #pragma unroll
     for (int k = 0; k < DEEP; k += 16)
@@ -91,13 +90,13 @@ cross_products(const T* a, const T* b, float* products, float* sums, int rows, i
   if (first_b) return;
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
-  float* parts = reinterpret_cast<float*>(memory);  // (THREADS / OF_A, ACROSS)
+  float* parts = reinterpret_cast<float*>(memory);  // (THREADS / OF_A, OF_A * 8)
 #pragma unroll
-  for (int v = 0; v < 8; ++v) parts[t / OF_A * ACROSS + t % OF_A * 8 + v] = of_channel[v];
+  for (int v = 0; v < 8; ++v) parts[t * 8 + v] = of_channel[v];
   __syncthreads();
-  if (t < ACROSS && first_a + t < outputs) {
+  if (t < OF_A * 8 && first_a + t < outputs) {
     float sum = 0;
-    for (int part = 0; part < THREADS / OF_A; ++part) sum += parts[part * ACROSS + t];
+    for (int part = 0; part < THREADS / OF_A; ++part) sum += parts[part * OF_A * 8 + t];
     sums[i64(stream) * outputs + first_a + t] = sum;
   }
 }

@@ -21,6 +21,9 @@
 
 constexpr int ROWS = 128, DEEP = 32, STAGES = 4, THREADS = 256, WARPS = THREADS / 32;
 
+// Blocks of tiles of E outputs that a multiprocessor holds at a time.
+template <int E> constexpr int HELD = E == 64 ? 3 : 2;
+
 // The depth of a row of a: the channels of so many lines of taps, each `run` numbers from its pixel on; `skip` are from the
 // end of one to the next.
 struct Taps {
@@ -309,7 +312,7 @@ template <typename T> struct Moments {
   }
 };
 
-template <typename T, int E> __global__ void __launch_bounds__(THREADS, 2)
+template <typename T, int E> __global__ void __launch_bounds__(THREADS, HELD<E>)
 pointwise_moments(const T* x, const T* w, T* y, double* partial, int rows, int outputs, int depth, int streams,
                   PIXELS, int channels, int skip, i64 by_run) {
   const Taps taps{channels, skip, Divisor(by_run)};
@@ -336,7 +339,7 @@ template <typename T, int OTHER, int AFTER, int KEEPS> struct Normalized {
       *reinterpret_cast<float4*>(f + v) = *reinterpret_cast<const float4*>(factor + channel + v);
       *reinterpret_cast<float4*>(s + v) = *reinterpret_cast<const float4*>(shift + channel + v);
     }
-    constexpr int U = 4;  // rows at a time, all of which are loaded before any is used
+    constexpr int U = PITCH < 128 ? 2 : 4;  // rows at a time, all of which are loaded before any is used
 #pragma unroll 1
     for (int i = 0; i < EACH; i += U) {
       uint4 of_other[U];
@@ -369,7 +372,7 @@ template <typename T, int OTHER, int AFTER, int KEEPS> struct Normalized {
   __device__ void add(double, double, int, float, double&, double&) const {}
 };
 
-template <typename T, int E, int OTHER, int AFTER, int KEEPS> __global__ void __launch_bounds__(THREADS, 2)
+template <typename T, int E, int OTHER, int AFTER, int KEEPS> __global__ void __launch_bounds__(THREADS, HELD<E>)
 pointwise_normalized(const T* x, const T* w, const float* factor, const float* shift, double ceiling, const T* other, T* y,
                      unsigned char* bits, double*, int rows, int outputs, int depth, int streams, PIXELS) {
   const Pixels pixels = OF_PIXELS;
@@ -401,7 +404,7 @@ template <typename T> struct Spread {
 #define WHAT_IS_BEHIND \
   Behind<T> { behind, behind_depth, base, OF_PIXELS }
 
-template <typename T, int E, int JOINED> __global__ void __launch_bounds__(THREADS, 2)
+template <typename T, int E, int JOINED> __global__ void __launch_bounds__(THREADS, HELD<E>)
 pointwise_spread(const T* dy, const T* w, T* dx, double*, int rows, int outputs, int depth, int streams, PIXELS, BEHIND) {
   const Spread<T> op{dx, OF_PIXELS};
   product_of_rows<T, E, JOINED>(dy, w, Sizes{rows, outputs, depth, streams}, WHAT_IS_BEHIND, op, nullptr);
@@ -431,7 +434,7 @@ template <typename T, int MASK, int AFTER, int MORE, int SUMMED> struct Gradient
         *reinterpret_cast<float4*>(s + v) = *reinterpret_cast<const float4*>(shift + channel + v);
       }
     }
-    constexpr int U = 4;  // rows at a time, all of which are loaded before any is used
+    constexpr int U = PITCH < 128 ? 2 : 4;  // rows at a time, all of which are loaded before any is used
 #pragma unroll 1
     for (int i = 0; i < EACH; i += U) {
       uint4 of_x[U], of_more[U];
@@ -471,7 +474,7 @@ template <typename T, int MASK, int AFTER, int MORE, int SUMMED> struct Gradient
 };
 
 template <typename T, int E, int MASK, int AFTER, int MORE, int SUMMED, int JOINED>
-__global__ void __launch_bounds__(THREADS, 2)
+__global__ void __launch_bounds__(THREADS, HELD<E>)
 pointwise_gradient(const T* dy, const T* w, const T* x, const float* mean, const float* factor, const float* shift,
                    double ceiling, const T* more, const unsigned char* bits, T* g, double* partial, int rows,
                    int outputs, int depth, int streams, PIXELS, BEHIND) {
