@@ -547,7 +547,12 @@ class _ChannelsLast:
         follows = what_follows(norm.ceiling)
         variant = int(norm.other is not None), follows, int(norm.bits is not None)
         make = partial(pointwise.normalized, self.geometry, self.dtype, variant=variant)
-        self._of_widths(f"forward normalized {variant}", make, (x, weights, norm))
+        what, narrow = f"forward normalized {variant}", []
+        if pointwise.suits_narrow(self.geometry, norm):
+            what += " or narrow"
+            own = partial(pointwise.narrow_normalized, self.geometry, self.dtype, follows)
+            narrow.append(own)
+        self._of_widths(what, make, (x, weights, norm), narrow)
 
     def gradients_normalized(
         self, x: Array, w: Array, g: Array, numbers: Array, gradients: Sequence[Array | None]
@@ -562,8 +567,13 @@ class _ChannelsLast:
         weights, behind = self._covariance.joined, (x, self._covariance.base)
         variant = _variant(norm)
         make = partial(pointwise.gradient, self.geometry, self.dtype, variant=variant, joined=True)
-        what = f"backward_data joined sums {variant}"
-        sums: tuple[Array, int] | None = self._of_widths(what, make, (g, weights, norm, behind))
+        what, narrow = f"backward_data joined sums {variant}", []
+        if pointwise.suits_narrow_gradient(self.geometry, norm):
+            what += " or narrow"
+            more = norm.more is not None
+            narrow.append(partial(pointwise.narrow_gradient, self.geometry, self.dtype, more))
+        given = g, weights, norm, behind
+        sums: tuple[Array, int] | None = self._of_widths(what, make, given, narrow)
         return sums or (norm.line, 1)  # ahead there are none, and none are read
 
     def joined_data(self, x: Array, g: Array, dx: Array) -> None:
@@ -573,11 +583,18 @@ class _ChannelsLast:
         make = partial(pointwise.spread, self.geometry, self.dtype, joined=True)
         self._of_widths("backward_data joined", make, (g, weights, dx, behind))
 
-    def _of_widths(self, what: str, make: Callable[..., Run], arrays: Sequence[Any]) -> Any:
-        """Run the fastest of kernels that are made for a width of their tiles."""
+    def _of_widths(
+        self,
+        what: str,
+        make: Callable[..., Run],
+        arrays: Sequence[Any],
+        others: Sequence[Make] = (),
+    ) -> Any:
+        """Run the fastest of kernels that are made for a width of their tiles, and of others."""
 
         def fastest() -> Run | None:
-            candidates = [partial(make, width=width) for width in pointwise.WIDTHS]
+            widths = (partial(make, width=width) for width in pointwise.WIDTHS)
+            candidates: list[Make] = [*widths, *others]
             name = f"{what} {self.geometry}"
             found = autotune.fastest(name, self.dtype, candidates, arrays)
             return found and found[1]
@@ -615,11 +632,19 @@ class _ChannelsLast:
         candidates: list[Make] = [lambda: apart]
         if variant[0] != BY_Y:
             candidates += [partial(self._gradient, width, variant) for width in pointwise.WIDTHS]
-        name = f"backward_data sums {variant} {self.geometry}"
+        what = f"backward_data sums {variant}"
+        if pointwise.suits_narrow_sums(self.geometry, variant):
+            what += " or narrow"
+            candidates.append(partial(self._narrow_sums, variant[1]))
+        name = f"{what} {self.geometry}"
         return self._with_sums(("sums", *variant), name, apart, candidates, (dy, w, norm))
 
     def _gradient(self, width: int, variant: Variant) -> Run:
         found = pointwise.gradient(self.geometry, self.dtype, width, variant)
+        return lambda dy, w, norm: found(dy, self._kept_weights(w), norm)
+
+    def _narrow_sums(self, after: int) -> Run:
+        found = pointwise.narrow_sums(self.geometry, self.dtype, after)
         return lambda dy, w, norm: found(dy, self._kept_weights(w), norm)
 
     def _spreads(self, *_: Any) -> list[Make]:

@@ -22,6 +22,7 @@ from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import THREADS, TYPES, Array, divisor, scratch
+from caffepy.ops.cuda.normalization import BY_X, NO_MASK
 from caffepy.ops.cuda.small_convolution import here
 from caffepy.ops.objects import NormForward, NormSums
 
@@ -173,6 +174,36 @@ def normalized(
     return call
 
 
+NARROW = (16, 32)
+"""Inputs up to which a product may run in registers throughout (narrow.cu)."""
+
+
+def suits_narrow(geometry: Geometry, norm: NormForward) -> bool:
+    """Return True if `narrow_normalized` can do what `normalized` does."""
+    alone = norm.other is None and norm.bits is None
+    return alone and geometry.x[1] <= NARROW[-1] and prod(geometry.stride) == 1
+
+
+def narrow_normalized(
+    geometry: Geometry, dtype: DTypeLike, after: int
+) -> Callable[[Array, Array, NormForward], None]:
+    """Return what runs with x, weights (O, C), and the normalization of their product, without an
+    addend and bits; `after` is what follows it.
+    """
+    depth, outputs, of_all = geometry.x[1], geometry.y[1], rows(geometry)
+    name = _name("normalized", dtype, next(k for k in NARROW if depth <= k), after)
+    launch = kernel("narrow", name.replace("pointwise", "narrow"))
+    slices = -(-outputs // 64)
+    blocks = max(1, min(-(-of_all // ROWS), HELD[128] * DEVICE // slices)), slices
+
+    def call(x: Array, w: Array, norm: NormForward) -> None:
+        _, _, factor, shift = norm.numbers
+        ceiling = norm.ceiling or 0.0
+        launch(blocks, (THREADS,), (x, w, factor, shift, ceiling, norm.y, of_all, outputs, depth))
+
+    return call
+
+
 Variant = tuple[int, int, int, int]
 """Of what a normalization wants: the kind of mask, what follows the normalization, 1 if there is
 more, and 1 if sums are wanted.
@@ -199,6 +230,68 @@ def spread(
     def call(dy: Array, w: Array, dx: Array, behind: Behind | None = None) -> None:
         _clear(geometry, dx)
         run(dy, w, dx, after=_behind(geometry, behind))
+
+    return call
+
+
+def suits_narrow_sums(geometry: Geometry, variant: Variant) -> bool:
+    """Return True if `narrow_sums` can do what `gradient` does."""
+    mask, _, more, sums = variant
+    alone = mask in (NO_MASK, BY_X) and not more and bool(sums)
+    return alone and geometry.y[1] <= NARROW[-1] and prod(geometry.stride) == 1
+
+
+def narrow_sums(
+    geometry: Geometry, dtype: DTypeLike, after: int
+) -> Callable[[Array, Array, NormSums], tuple[Array, int]]:
+    """Return what runs as `gradient`; `after` is what follows the normalization."""
+    depth, outputs, of_all = geometry.y[1], geometry.x[1], rows(geometry)
+    name = _name("sums", dtype, next(k for k in NARROW if depth <= k), after)
+    launch = kernel("narrow", name.replace("pointwise", "narrow"))
+    slices = -(-outputs // 32)
+    blocks = max(1, min(-(-of_all // ROWS), HELD[128] * DEVICE // slices))
+
+    def call(dy: Array, w: Array, norm: NormSums) -> tuple[Array, int]:
+        partial = scratch("channels", 2 * blocks * outputs)
+        mean, _, factor, shift = norm.numbers
+        of_x = norm.x, mean, factor, shift, norm.ceiling or 0.0
+        launch(
+            (blocks, slices),
+            (THREADS,),
+            (dy, w, *of_x, norm.masked, partial, of_all, outputs, depth),
+        )
+        return partial, blocks
+
+    return call
+
+
+def suits_narrow_gradient(geometry: Geometry, norm: NormSums) -> bool:
+    """Return True if `narrow_gradient` can do what a joined `gradient` does."""
+    linear = norm.ceiling is None and norm.x is not None
+    narrow = geometry.x[1] <= NARROW[-1] and prod(geometry.stride) == 1
+    return linear and narrow and _shared_narrow(geometry) <= 40 << 10
+
+
+def _shared_narrow(geometry: Geometry) -> int:
+    """Return the bytes of shared memory for the weights of `narrow_gradient`."""
+    inputs, outputs = geometry.x[1], geometry.y[1]
+    return (-(-outputs // 32) + 1) * 2 * (inputs // 8) * 32 * 8
+
+
+def narrow_gradient(
+    geometry: Geometry, dtype: DTypeLike, more: bool
+) -> Callable[..., tuple[Array, int]]:
+    """Return what runs as a joined `gradient`, for a normalization with no ReLU after it."""
+    inputs, outputs, of_all = geometry.x[1], geometry.y[1], rows(geometry)
+    name = _name("gradient", dtype, inputs, int(more)).replace("pointwise", "narrow")
+    launch, shared = kernel("narrow", name), _shared_narrow(geometry)
+    blocks = max(1, min(-(-of_all // ROWS), HELD[128] * DEVICE))
+
+    def call(g: Array, w: Array, norm: NormSums, behind: Behind) -> tuple[Array, int]:
+        partial = scratch("channels", 2 * blocks * inputs)
+        arrays = g, w, *behind, norm.x, norm.numbers[0], norm.more, norm.masked, partial
+        launch((blocks,), (THREADS,), (*arrays, of_all, inputs, outputs), shared_mem=shared)
+        return partial, blocks
 
     return call
 

@@ -26,6 +26,7 @@ SHAPES = {
     "stride": (5, 48, 9, 7, 128, 2),
     "large stride": (4, 16, 10, 10, 32, 3),
 }
+FEW = [name for name, shape in SHAPES.items() if shape[1] <= 32 and shape[-1] == 1]
 # an addend, the ceiling of what follows
 VARIANTS = {
     "linear": (False, None),
@@ -114,6 +115,22 @@ def test_forward(name, variant, kind):
         np.testing.assert_array_equal(both.bits.get(), passes.reshape(-1))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ["linear", "6 alone"])
+@pytest.mark.parametrize("name", FEW)
+def test_forward_of_few_inputs(name, variant, kind, monkeypatch):
+    from caffepy.ops.cuda import autotune
+
+    def last(name, dtype, candidates, arrays, launches=1):
+        """The last candidate of all, which is that of few inputs where there is one."""
+        run = candidates[-1]()
+        return run and (len(candidates) - 1, run)
+
+    monkeypatch.setattr(autotune, "fastest", last)
+    both = Both(name, kind, variant)
+    near(loaded(both.y_there), both.y, KINDS[kind])
+
+
 def test_numbers_that_are_there_are_taken():
     both = Both("whole tiles", "uint16")
     running = [a.get() for a in both.have[0]]
@@ -173,6 +190,38 @@ def test_backward_to_a_normalization(name, width, monkeypatch):
     near(loaded(have.masked), want.masked, 2e-2)
     for name_ in ("dscale", "dbias", "line"):
         near(getattr(have, name_).get(), getattr(want, name_), 3e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("name", FEW)
+def test_backward_of_few_inputs_to_a_normalization(name, added, kind, monkeypatch):
+    """With the sums for one without a ReLU, and another gradient."""
+    import cupy
+
+    from caffepy.ops.cuda import pointwise
+
+    both = Both(name, kind, "6 alone")
+    c = both.x.shape[1]
+    before, more = (rounded(data(both.x.shape, seed=seed), kind).astype("f") for seed in (5, 6))
+    numbers = np.stack([data(c, seed=8), 1 + data(c, seed=9) ** 2, data(c, seed=10), data(c)])
+
+    def norm(take, narrow):
+        sums, line = (take(np.zeros((2, c), "f")) for _ in range(2))
+        masked = narrow(np.zeros(before.shape, "f"))
+        addend = narrow(more) if added else None
+        of_x = narrow(before), take(numbers.astype("f")), addend, None, None
+        return NormSums(*of_x, None, masked, *sums, line)
+
+    want, have = norm(np.array, np.array), norm(cupy.asarray, lambda a: stored(a, kind, True))
+    monkeypatch.setattr(pointwise, "WIDTHS", ())
+    for a, b in both.backward(want, have):
+        near(b, a, KINDS[kind])
+    near(loaded(have.masked), want.masked, KINDS[kind])
+    near(have.line.get(), want.line, 3e-2)
+    # Without another gradient the sums of this one, dbias, are 0 but for rounding.
+    sums = np.stack([have.dscale.get(), have.dbias.get()])
+    near(sums, np.stack([want.dscale, want.dbias]), 3e-2)
 
 
 def test_means_far_from_0_do_not_cancel():

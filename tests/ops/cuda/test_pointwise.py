@@ -1,5 +1,7 @@
 """Products of pixels and weights with the sums of a normalization, against numpy and the CPU."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,8 @@ SHAPES = {
     "less than a tile": (1, 8, 3, 2, 8, 1),
     "deep": (2, 520, 9, 9, 136, 1),
     "many tiles": (16, 32, 40, 40, 64, 1),
+    "few outputs": (3, 72, 7, 9, 24, 1),
+    "few outputs of many pixels": (16, 96, 20, 20, 16, 1),
     "stride": (5, 48, 9, 7, 64, 2),
     "large stride": (2, 16, 10, 10, 16, 3),
 }
@@ -227,9 +231,20 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("width", [64, 128, None])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", SHAPES)
+def is_narrow(name, variant):
+    """True if products of few outputs in registers give it."""
+    (mask, _, more), (*_, outputs, stride) = VARIANTS[variant], SHAPES[name]
+    return mask != BY_BITS and not more and outputs <= 32 and stride == 1
+
+
+GRADIENTS = [
+    (name, variant, width)
+    for name, variant, width in product(SHAPES, VARIANTS, (64, 128, "narrow", None))
+    if width != "narrow" or is_narrow(name, variant)
+]
+
+
+@pytest.mark.parametrize(("name", "variant", "width"), GRADIENTS)
 def test_gradients_with_sums(name, variant, width):
     """The kernels, and (None) cuDNN's gradient with a pass after it, against the CPU."""
     import cupy
@@ -275,7 +290,12 @@ def test_gradients_with_sums(name, variant, width):
             patch.setattr(autotune, "_autotune", False)
             theirs.backward_data_norm(there, w_there, have)
     else:
-        run = pointwise.gradient(theirs._geometry, np.dtype(kind), width, (*variant, 1))
+        of = theirs._geometry, np.dtype(kind)
+        if width == "narrow":
+            assert pointwise.suits_narrow_sums(of[0], (*variant, 1))
+            run = pointwise.narrow_sums(*of, variant[1])
+        else:
+            run = pointwise.gradient(*of, width, (*variant, 1))
         partial = run(there, stored(weights.reshape(outputs, c), kind), have)
         planes = have.x.reshape(n, c, h * w)
         normalization.finish_gradient(

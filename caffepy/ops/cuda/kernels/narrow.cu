@@ -1,0 +1,295 @@
+// Products of pixels and weights that have few channels on one side, in numbers of 16 bits, normalized at once, and their
+// gradient:
+//
+//   y (rows, outputs) = x (rows, depth) * w (outputs, depth) * factor + shift, with a ReLU after it
+//   dx (rows, inputs) = g (rows, depth) * w (depth, inputs) + x (rows, inputs) * m (inputs, inputs) + base [+ more]
+//
+// A tile of 16 rows is so little work that its way through shared memory, as in pointwise.cu, takes longer than its product.
+// Here a warp has 16 rows by two groups of 32 outputs in registers throughout. Which depth and which output a number of a
+// fragment is (mma.cuh) is free as long as both factors agree: thread (g, t) has the depths from 4 t (8 t if K is 32) on of
+// rows g and g + 8, which lie side by side, and of their products the outputs from 8 t on of each group.
+
+#include "pack.cuh"
+#include "mma.cuh"
+#include "rectify.cuh"
+
+constexpr int GROUP = 32, GROUPS = 2, TILE = 16;
+
+// K / 4 numbers of a row from a depth on, as words; zeros from its end on.
+template <int K> struct alignas(K / 2) Words { unsigned of[K / 8]; };
+
+template <int K, typename T> __device__ Words<K> take_row(const T* row, int from, int depth, bool there) {
+  Words<K> words = {};
+  if (there && from < depth) words = *reinterpret_cast<const Words<K>*>(row + from);
+  return words;
+}
+
+// Partial sums (2, gridDim.x, outputs) of a block, from those of its warps, of outputs from the first on.
+template <int N>
+__device__ void add_warps(const float (&parts)[8][2][N], double* partial, int first, int outputs) {
+  __syncthreads();
+  const int which = threadIdx.x / N, channel = first + threadIdx.x % N;
+  if (which > 1 || channel >= outputs) return;
+  double all = 0;
+  for (int warp = 0; warp < 8; ++warp) all += double(parts[warp][which][threadIdx.x % N]);
+  partial[(i64(which) * gridDim.x + blockIdx.x) * outputs + channel] = all;
+}
+
+template <typename T, int K, int AFTER> __global__ void __launch_bounds__(256, 2)
+narrow_normalized(const T* x, const T* w, const float* factor, const float* shift, double ceiling, T* y, i64 rows,
+                  i64 outputs, i64 depth) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, from = t * (K / 4);
+  const int first = blockIdx.y * (GROUP * GROUPS), warps = blockDim.x / 32 * gridDim.x;
+  const int tiles = int((rows + TILE - 1) / TILE);
+  const float most = float(ceiling);
+  unsigned of_w[GROUPS][4][K / 8];
+  float by[GROUPS][8], plus[GROUPS][8];
+#pragma unroll
+  for (int group = 0; group < GROUPS; ++group) {
+    const int base = first + group * GROUP;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int output = base + g / 2 * 8 + 2 * j + g % 2;
+      const Words<K> words = take_row<K>(w + i64(output) * depth, from, int(depth), output < outputs);
+#pragma unroll
+      for (int k = 0; k < K / 8; ++k) of_w[group][j][k] = words.of[k];
+    }
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+      const bool there = base + 8 * t < outputs;
+      by[group][v] = there ? factor[base + 8 * t + v] : 0.0f;
+      plus[group][v] = there ? shift[base + 8 * t + v] : 0.0f;
+    }
+  }
+  const auto fetch = [&](int tile, int row) {
+    const i64 at = i64(tile) * TILE + row;
+    return take_row<K>(x + at * depth, from, int(depth), at < rows);
+  };
+  int tile = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  Words<K> upper = fetch(tile, g), lower = fetch(tile, g + 8);
+  for (; tile < tiles; tile += warps) {
+    const Words<K> next_upper = fetch(tile + warps, g), next_lower = fetch(tile + warps, g + 8);
+    const i64 row = i64(tile) * TILE + g;
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+      const int base = first + group * GROUP;
+      if (base >= outputs) break;
+      float sum[4][4] = {};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int k = 0; k < K / 8; k += 2) {
+          const unsigned a[4] = {upper.of[k], lower.of[k], upper.of[k + 1], lower.of[k + 1]};
+          const unsigned b[2] = {of_w[group][j][k], of_w[group][j][k + 1]};
+          multiply<T>(sum[j], a, b);
+        }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Pack<T, 8> pack;
+#pragma unroll
+        for (int v = 0; v < 8; ++v) {
+          float z = fmaf(sum[v / 2][2 * half + v % 2], by[group][v], plus[group][v]);
+          if (AFTER && z <= 0) z = 0;
+          if (AFTER == CLIPPED && z > most) z = most;
+          pack.v[v] = T(z);
+        }
+        if (row + 8 * half < rows && base + 8 * t < outputs)
+          *reinterpret_cast<Pack<T, 8>*>(y + (row + 8 * half) * outputs + base + 8 * t) = pack;
+      }
+    }
+    upper = next_upper;
+    lower = next_lower;
+  }
+}
+
+// dx, and partial sums (2, blocks, inputs) of it and of dx * (of - mean), of (rows, inputs). m follows w in memory; its words
+// for each step of 16 depths and 8 inputs lie in shared memory as a warp needs them. A step of 32 depths that begins
+// behind those of w is of x and m.
+template <typename T, int N, int MORE> __global__ void __launch_bounds__(256, 2)
+narrow_gradient(const T* g, const T* w, const T* x, const float* base, const T* of, const float* mean, const T* more, T* dx,
+                double* partial, i64 rows, i64 inputs, i64 depth) {
+  constexpr int TILES = N / 8, DEEP = 32;
+  extern __shared__ uint2 of_w[];  // (steps, 2, TILES, 32)
+  __shared__ float parts[8][2][N];
+  const int lane = threadIdx.x % 32, row = lane / 4, t = lane % 4, warp = threadIdx.x / 32, warps = gridDim.x * 8;
+  const int of_g = int(depth + DEEP - 1) / DEEP, steps = of_g + 1;
+  const int tiles = int((rows + TILE - 1) / TILE);
+  const unsigned short* const weights = reinterpret_cast<const unsigned short*>(w);
+  for (int i = threadIdx.x; i < steps * 2 * TILES * 32; i += 256) {
+    const int step = i / (2 * TILES * 32), half = i / (TILES * 32) % 2, column = i / 32 % TILES * 8 + i % 32 / 4;
+    const int last = step < of_g ? int(depth) : int(depth + inputs);
+    const int from = (step < of_g ? step * DEEP : int(depth)) + i % 4 * 8 + half * 4;
+    unsigned short of[4];
+    for (int k = 0; k < 4; ++k)
+      of[k] = from + k < last && column < inputs ? weights[i64(from + k) * inputs + column] : (unsigned short)(0);
+    of_w[i] = make_uint2(of[0] | unsigned(of[1]) << 16, of[2] | unsigned(of[3]) << 16);
+  }
+  float plus[TILES][2], mu[TILES][2], first[TILES][2] = {}, second[TILES][2] = {};
+#pragma unroll
+  for (int j = 0; j < TILES; ++j)
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+      const int channel = j * 8 + 2 * t + v;
+      plus[j][v] = channel < inputs ? base[channel] : 0.0f;
+      mu[j][v] = channel < inputs ? mean[channel] : 0.0f;
+    }
+  __syncthreads();
+  for (int tile = blockIdx.x * 8 + warp; tile < tiles; tile += warps) {
+    const i64 at[2] = {i64(tile) * TILE + row, i64(tile) * TILE + row + 8};
+    const auto fetch = [&](int step, int half) {
+      const bool there = at[half] < rows;
+      return step < of_g ? take_row<DEEP>(g + at[half] * depth + step * DEEP, 8 * t, int(depth) - step * DEEP, there)
+                         : take_row<DEEP>(x + at[half] * inputs, 8 * t, step == of_g ? int(inputs) : 0, there);
+    };
+    float sum[TILES][4] = {};
+    Pack<T, 2> of_x[2][TILES], others[2][TILES];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int j = 0; j < TILES; ++j) {
+        const bool there = at[half] < rows && j * 8 + 2 * t < inputs;
+        const i64 where = there ? at[half] * inputs + j * 8 + 2 * t : 0;
+        of_x[half][j] = *reinterpret_cast<const Pack<T, 2>*>(of + where);
+        if (MORE) others[half][j] = *reinterpret_cast<const Pack<T, 2>*>(more + where);
+      }
+    Words<DEEP> upper = fetch(0, 0), lower = fetch(0, 1), upper_1 = fetch(1, 0), lower_1 = fetch(1, 1);
+#pragma unroll 2
+    for (int step = 0; step < steps; ++step) {
+      const Words<DEEP> upper_2 = fetch(step + 2, 0), lower_2 = fetch(step + 2, 1);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const unsigned a[4] = {upper.of[2 * half], lower.of[2 * half], upper.of[2 * half + 1], lower.of[2 * half + 1]};
+#pragma unroll
+        for (int j = 0; j < TILES; ++j) {
+          const uint2 words = of_w[((step * 2 + half) * TILES + j) * 32 + lane];
+          const unsigned b[2] = {words.x, words.y};
+          multiply<T>(sum[j], a, b);
+        }
+      }
+      upper = upper_1, lower = lower_1;
+      upper_1 = upper_2, lower_1 = lower_2;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int j = 0; j < TILES; ++j) {
+        if (at[half] >= rows || j * 8 + 2 * t >= inputs) continue;
+        Pack<T, 2> pair;
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+          float d = sum[j][2 * half + v] + plus[j][v];
+          if (MORE) d += float(others[half][j].v[v]);
+          first[j][v] += d;
+          second[j][v] += d * (float(of_x[half][j].v[v]) - mu[j][v]);
+          pair.v[v] = T(d);
+        }
+        *reinterpret_cast<Pack<T, 2>*>(dx + at[half] * inputs + j * 8 + 2 * t) = pair;
+      }
+  }
+#pragma unroll
+  for (int j = 0; j < TILES; ++j)
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+#pragma unroll
+      for (int between = 4; between < 32; between *= 2) {
+        first[j][v] += __shfl_xor_sync(0xffffffffu, first[j][v], between);
+        second[j][v] += __shfl_xor_sync(0xffffffffu, second[j][v], between);
+      }
+      if (row == 0) {
+        parts[warp][0][j * 8 + 2 * t + v] = first[j][v];
+        parts[warp][1][j * 8 + 2 * t + v] = second[j][v];
+      }
+    }
+  add_warps<N>(parts, partial, 0, int(inputs));
+}
+
+// g = dy (rows, depth) * w (depth, outputs), 0 where a ReLU after x * factor + shift passes nothing, and partial sums (2,
+// gridDim.x, outputs) of g and of g * (x - mean), x as a normalization got it. A warp has 16 rows by a group of outputs.
+template <typename T, int K, int AFTER> __global__ void __launch_bounds__(256, 2)
+narrow_sums(const T* dy, const T* w, const T* x, const float* mean, const float* factor, const float* shift, double ceiling,
+            T* g, double* partial, i64 rows, i64 outputs, i64 depth) {
+  __shared__ float parts[8][2][GROUP];
+  const int row = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32, warps = gridDim.x * 8;
+  const int from = t * (K / 4), first_output = blockIdx.y * GROUP, channel = first_output + 8 * t;
+  const int tiles = int((rows + TILE - 1) / TILE);
+  const bool inside = channel < outputs;
+  const float most = float(ceiling);
+  const unsigned short* const weights = reinterpret_cast<const unsigned short*>(w);
+  unsigned of_w[4][K / 8];
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int k = 0; k < K / 8; ++k) {
+      const int output = first_output + row / 2 * 8 + 2 * j + row % 2;
+      unsigned word = 0;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = from + 2 * k + i;
+        if (at < depth && output < outputs) word |= unsigned(weights[at * outputs + output]) << 16 * i;
+      }
+      of_w[j][k] = word;
+    }
+  float mu[8], by[8], plus[8], first[8] = {}, second[8] = {};
+#pragma unroll
+  for (int v = 0; v < 8; ++v) {
+    mu[v] = inside ? mean[channel + v] : 0.0f;
+    by[v] = AFTER && inside ? factor[channel + v] : 0.0f;
+    plus[v] = AFTER && inside ? shift[channel + v] : 0.0f;
+  }
+  const auto fetch = [&](int tile, int half) {
+    const i64 at = i64(tile) * TILE + row + 8 * half;
+    return take_row<K>(dy + at * depth, from, int(depth), at < rows);
+  };
+  int tile = blockIdx.x * 8 + warp;
+  Words<K> upper = fetch(tile, 0), lower = fetch(tile, 1);
+  for (; tile < tiles; tile += warps) {
+    const i64 at = i64(tile) * TILE + row;
+    uint4 of_x[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const i64 place = inside && at + 8 * half < rows ? (at + 8 * half) * outputs + channel : 0;
+      of_x[half] = *reinterpret_cast<const uint4*>(x + place);
+    }
+    const Words<K> next_upper = fetch(tile + warps, 0), next_lower = fetch(tile + warps, 1);
+    float sum[4][4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int k = 0; k < K / 8; k += 2) {
+        const unsigned a[4] = {upper.of[k], lower.of[k], upper.of[k + 1], lower.of[k + 1]};
+        const unsigned b[2] = {of_w[j][k], of_w[j][k + 1]};
+        multiply<T>(sum[j], a, b);
+      }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!inside || at + 8 * half >= rows) continue;
+      const Pack<T, 8>& xs = reinterpret_cast<const Pack<T, 8>&>(of_x[half]);
+      Pack<T, 8> pack;
+#pragma unroll
+      for (int v = 0; v < 8; ++v) {
+        const float of = float(xs.v[v]);
+        float d = sum[v / 2][2 * half + v % 2];
+        if (passes_nothing<AFTER>(fmaf(of, by[v], plus[v]), most)) d = 0;
+        first[v] += d;
+        second[v] += d * (of - mu[v]);
+        pack.v[v] = T(d);
+      }
+      *reinterpret_cast<Pack<T, 8>*>(g + (at + 8 * half) * outputs + channel) = pack;
+    }
+    upper = next_upper;
+    lower = next_lower;
+  }
+#pragma unroll
+  for (int v = 0; v < 8; ++v) {
+#pragma unroll
+    for (int between = 4; between < 32; between *= 2) {
+      first[v] += __shfl_xor_sync(0xffffffffu, first[v], between);
+      second[v] += __shfl_xor_sync(0xffffffffu, second[v], between);
+    }
+    if (row == 0) {
+      parts[warp][0][8 * t + v] = first[v];
+      parts[warp][1][8 * t + v] = second[v];
+    }
+  }
+  add_warps<GROUP>(parts, partial, first_output, int(outputs));
+}
