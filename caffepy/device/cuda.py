@@ -1,5 +1,6 @@
 """CudaDevice: one GPU with its streams, its random numbers and the error flags of its kernels."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
@@ -20,9 +21,29 @@ from caffepy.device.gpus import (
     open_ahead,
     translate_errors,
 )
+from caffepy.device.graph_nodes import replace_memsets
 from caffepy.device.streams import NOT_READY, OF_CAPTURES, Streams
 
 MOST_ERROR_FLAGS = 1024
+
+
+class _Executable:
+    """A captured graph of a GPU, instantiated; it is freed with the object."""
+
+    def __init__(self, runtime: Any, captured: int, gpu: int) -> None:
+        try:
+            replace_memsets(captured, gpu)
+            self._made: int = runtime.graphInstantiate(captured)
+        finally:
+            runtime.graphDestroy(captured)
+        self._runtime = runtime
+        weakref.finalize(self, runtime.graphExecDestroy, self._made).atexit = False
+
+    def launch(self, stream: Any) -> None:
+        self._runtime.graphLaunch(self._made, stream.ptr)
+
+    def upload(self, stream: Any) -> None:
+        self._runtime.graphUpload(self._made, stream.ptr)
 
 
 class CudaGraph:
@@ -200,7 +221,8 @@ class CudaDevice(Device):
                     raise DeviceError(f"it cannot be captured: {last_line(error)}") from error
                 raise
             try:
-                graph = self.stream.end_capture()
+                captured = cuda.runtime.streamEndCapture(self.stream.ptr)
+                graph = _Executable(cuda.runtime, captured, self.index)
                 graph.upload(self.stream)
             except cuda.runtime.CUDARuntimeError as error:
                 raise DeviceError(f"it cannot be captured: {last_line(error)}") from error

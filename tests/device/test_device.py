@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import caffepy.device.cuda
 from caffepy.core.errors import DataError
+from caffepy.device import graph_nodes
 from caffepy.device.cuda import CudaDevice, CudaGraph
 from caffepy.device.device import Device
 from caffepy.device.streams import Streams
@@ -169,6 +171,41 @@ def test_a_gpu_whose_memory_cannot_be_read_is_lost_and_not_at_work(
     runtime = SimpleNamespace(streamQuery={2: status}.__getitem__, CUDARuntimeError=_FailedError)
     device._cupy = streams._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     assert (device.idle, device.lost) == (idle, lost)
+
+
+@pytest.mark.gpu
+def test_small_memsets_of_a_captured_graph_are_done_by_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In their place: after what was before, before what comes after them, and no others."""
+    counts = []
+
+    def counted(graph: int, gpu: int) -> int:
+        counts.append(graph_nodes.replace_memsets(graph, gpu))
+        return counts[-1]
+
+    monkeypatch.setattr(caffepy.device.cuda, "replace_memsets", counted)
+    device = CudaDevice(0)
+    with device.scope():
+        import cupy
+
+        small, large, sums = cupy.ones(300, "f"), cupy.ones(1 << 20, "f"), cupy.zeros(300, "f")
+
+        def work() -> None:
+            sums.__iadd__(small)
+            small.fill(0)
+            large.fill(0)
+            small.__iadd__(2)
+            large.__iadd__(3)
+
+        work()
+        graph = device.capture(work)
+        for _ in range(3):
+            graph.replay()
+        assert counts == [1]
+        assert (device.on_host(small) == 2).all()
+        assert (device.on_host(large) == 3).all()
+        assert (device.on_host(sums) == 1 + 3 * 2).all()
 
 
 def test_a_graph_gives_back_what_it_holds_whoever_refers_to_it() -> None:
