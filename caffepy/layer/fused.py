@@ -85,6 +85,10 @@ class ConvolutionReLU:
     def backward(self) -> None:
         layer, dy = self.layer, self.top.diff
         (x,) = layer.copies or [self.bottom]
+        if self.begins and not self.propagate_down:
+            gradients = layer.weight_diff, layer.bias_diff
+            layer.conv.backward_weight_relu(x.data, self.top.data, dy, *gradients)
+            return
         if self.begins:
             rows = self.top.data, dy
             if layer.axis != 1:  # (N, O, ...), also where several axes stand for N

@@ -145,6 +145,11 @@ class Convolution(Protocol):
         written.
         """
 
+    def backward_weight_relu(
+        self, x: Array, y: Array, dy: Array, dw: Array | None, db: Array | None
+    ) -> None:
+        """Add to dw and db of y = relu(w * x + b); may change dy."""
+
     def skips_gradient(self, layout: Layout) -> bool:
         """Return True if the method below saves passes over arrays of this layout."""
 

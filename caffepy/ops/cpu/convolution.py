@@ -31,7 +31,7 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.depthwise import Depthwise
 from caffepy.ops.cpu.depthwise import suits as is_depthwise
-from caffepy.ops.cpu.neuron import relu_forward
+from caffepy.ops.cpu.neuron import relu_bias_backward, relu_forward
 from caffepy.ops.cpu.normalization import (
     batch_norm_prepare,
     norm_backward,
@@ -576,6 +576,13 @@ class Convolution:
     ) -> None:
         max_pool_backward(maxima.y, maxima.where, output, maxima.window)
         self.backward_weight(x, output, dw, db)
+
+    def backward_weight_relu(
+        self, x: Array, y: Array, dy: Array, dw: Array | None, db: Array | None
+    ) -> None:
+        relu_bias_backward(y.reshape(self.y_shape), dy.reshape(self.y_shape), db)
+        if dw is not None:
+            self.backward_weight(x, dy, dw, None)
 
     def skips_gradient(self, layout: Layout) -> bool:
         return False

@@ -3,9 +3,10 @@
 With the channels last, the levels of candidates of a forward are:
 
     Convolution.forward                            key in the tuned plans
-    +- "... small", "... depthwise", "... pointwise": cuDNN, or something of our own
+    +- "... small", "... few channels", "... depthwise", "... pointwise": cuDNN, or our own
        +- small_convolution: the best tilings by estimated cycles
        +- small_images: likewise, beside it, but for the weights
+       +- few_channels: images of few channels; with ReLU's mask in the gradient of the weights
        +- depthwise: each channel by itself
        +- pointwise: the gradient of the weights as one product
        +- cuDNN, "... ways": how weights and image are arranged for it (filters.py)
@@ -49,6 +50,7 @@ from caffepy.ops.cuda import (
     compiler,
     covariance,
     depthwise,
+    few_channels,
     graphs,
     pointwise,
     pooled_convolution,
@@ -242,6 +244,18 @@ class Convolution:
             max_pool_backward(maxima.y, maxima.where, output, maxima.window)
             self.backward_weight(x, output, dw, db)
 
+    def backward_weight_relu(
+        self, x: Array, y: Array, dy: Array, dw: Array | None, db: Array | None
+    ) -> None:
+        y, dy = self._shaped(y), self._shaped(dy)
+        made = self._for(x, dy) if dy.size else None
+        if dw is not None and isinstance(made, _ChannelsLast):
+            made.backward_weight_relu(x, y, dy, dw, db)
+            return
+        relu_bias_backward(y, dy, db)
+        if dw is not None:
+            self.backward_weight(x, dy, dw, None)
+
     def _shaped(self, y: Array) -> Array:
         """Return y in its usual shape: its first axes may be several in place of N, and the last
         one may be missing.
@@ -392,6 +406,7 @@ class _ChannelsLast:
         self._ways = _arrangements(geometry, dtype)
         own = (
             (small_convolution, "small"),
+            (few_channels, "few channels"),
             (depthwise, "depthwise"),
             (pointwise, "pointwise"),
         )
@@ -693,6 +708,26 @@ class _ChannelsLast:
             return *given, *_scratch(dw, db)
 
         self._apart_or_at_once(key, name, apart, own, (*given, dw, db), scratch)
+
+    def backward_weight_relu(
+        self, x: Array, y: Array, dy: Array, dw: Array, db: Array | None
+    ) -> None:
+        """The same with the mask of y, which dy may get."""
+
+        def apart(x: Array, y: Array, dy: Array, dw: Array, db: Array | None) -> None:
+            relu_bias_backward(y, dy, db)
+            self.backward_weight(x, dy, dw, None)
+
+        def make() -> Run | None:
+            if not few_channels.suits(self.geometry, self.dtype):
+                return apart
+            own = partial(few_channels.backward_weight_relu, self.geometry, self.dtype)
+            candidates: list[Make] = [lambda: apart, own]
+            name, arrays = f"backward_weight relu {self.geometry}", (x, y, dy, *_scratch(dw, db))
+            found = autotune.fastest(name, self.dtype, candidates, arrays, LAUNCHES)
+            return found and found[1]
+
+        _run(self._runs, ("relu", db is not None), make, (x, y, dy, dw, db))
 
     def _own_way(self, what: str) -> Callable[..., list[Make]] | None:
         """Return what lists our own candidates for a pass; None without any."""
