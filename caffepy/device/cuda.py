@@ -198,7 +198,7 @@ class CudaDevice(Device):
         return self._streams.fork(name, after)
 
     def wait_stream(self, name: str = "layer") -> None:
-        """Make the main stream wait for the work of this side stream."""
+        """Make the current stream wait for the work of this side stream."""
         self._streams.wait(name)
 
     def capture(self, work: Callable[[], None]) -> CudaGraph:

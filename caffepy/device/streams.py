@@ -7,7 +7,8 @@
     "sync"                            +-- all-reduce ---+
 
 `fork(name)` (going down) makes a side stream wait for what the main one was given so far, and
-`wait(name)` (going up) makes the main stream wait for the side stream. Both are CUDA events: the
+`wait(name)` (going up) makes the main stream, or the side stream in whose context it
+is called, wait for the side stream. Both are CUDA events: the
 host waits for nothing. What the main one is given between `fork` and its context is enqueued first,
 but not waited for. Work of one side stream runs in order, and forks no further: a branch
 computes its weight gradients itself.
@@ -16,6 +17,7 @@ computes its weight gradients itself.
 |---|---|---|
 | `layer` | weight gradients | layers, in backward |
 | `branch 1` and so on | branches of a net | the net's loops |
+| `update` | updates of large weights with their gradients | layers, in backward |
 | `sync` | all-reduce of a bucket of gradients | the NCCL synchronizer |
 | `factors` | weight gradients from gathered factors | the NCCL synchronizer |
 | `control` | loss check | the solver's step |
@@ -35,6 +37,9 @@ BRANCH = "branch"
 
 URGENT = "", "sync", "phase timer"
 """Streams whose work others wait for, beside branches; "" is the main one."""
+UPDATE = "update"
+"""The stream whose work nobody waits for within a step: all others come first."""
+
 PRIORITY = -5
 """Priority of urgent streams, or the nearest that the GPU has; kernels of a graph keep it. The
 lowest is 0."""
@@ -70,7 +75,7 @@ class Streams:
         except IndexError:
             with self._cupy.cuda.Device(self._gpu):
                 urgent = name in URGENT or name.startswith(BRANCH)
-                priority = PRIORITY if urgent else 0
+                priority = PRIORITY if urgent else 0 if name == UPDATE else -1
                 stream = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
         self._taken.append((key, stream))
         return stream
@@ -115,10 +120,11 @@ class Streams:
             self.current = self.main
 
     def wait(self, name: str) -> None:
-        """Make the main stream wait for this side stream, unless it has already."""
+        """Make the current stream wait for this side stream, unless the main one already has."""
         if name in self._forked:
-            self._forked.discard(name)
-            self.main.wait_event(self._mark(self.side[name]))
+            if self.current is self.main:
+                self._forked.discard(name)
+            self.current.wait_event(self._mark(self.side[name]))
 
     def _mark(self, stream: Any) -> Any:
         event = self._cupy.cuda.Event(disable_timing=True)

@@ -1,7 +1,8 @@
 """Fully connected layers, and products of matrices."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array, Blob, Layout
+from caffepy.device.streams import UPDATE
 from caffepy.layer.base import Blobs, Layer, Weighted, layer
 from caffepy.proto.caffe_pb2 import FillerParameter, MarginInnerProductParameter
 
@@ -41,6 +43,10 @@ class InnerProduct(Weighted):
     """Set where several solvers compute the weight's gradient together."""
     overwrites = False
     """True to overwrite the weight's gradient (beta = 0) since nothing else adds to it."""
+    update: Callable[[Array, Array], None] | None = None
+    """Set where the weight is updated with its gradient a.T @ b, given a (M, R) and b (M, C), as
+    soon as those are there: the gradient is not kept.
+    """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.inner_product_param
@@ -121,24 +127,38 @@ class InnerProduct(Weighted):
             dy, db = narrow, None
         if x.dtype != w.dtype:
             w = self.narrow_weight.data
+        update_stream: AbstractContextManager[object] = nullcontext()
+        if down and self.update is not None:
+            update_stream = self.device.side_stream(UPDATE)
         with self.side_stream(down):
             if db is not None:
                 self.ops.bias_gradient(dy, db)
-            if self.param_propagate_down[0] and self.factors is None:
+            if self.param_propagate_down[0] and self.factors is None and self.update is None:
                 self.weight_gradient(dy, x, not self.overwrites)
         if self.param_propagate_down[0] and self.factors is not None:
             self.factors(dy, x)
         if down:
             dx = bottom.diff.reshape(self.rows, self.inputs)
             self.ops.matmul(dy, w.T if self.transposed else w, dx)  # (M, O) @ (O, K)
+        if self.update is not None:
+            with update_stream:
+                self.update(*self.gradient_factors(dy, x))
 
     def weight_gradient(self, dy: Array, x: Array, accumulate: bool, scale: float = 1.0) -> None:
         """dw = scale * dy.T @ x, or dw += that, of dy (M, O) and x (M, K), both of one type."""
-        dw = self.blobs[0].diff
-        if self.transposed:
-            self.ops.matmul(x.T, dy, dw, accumulate, scale)  # (K, M) @ (M, O)
-        else:
-            self.ops.matmul(dy.T, x, dw, accumulate, scale)  # (O, M) @ (M, K)
+        a, b = self.gradient_factors(dy, x)
+        self.ops.matmul(a.T, b, self.blobs[0].diff, accumulate, scale)
+
+    def gradient_factors(self, dy: Array, x: Array) -> tuple[Array, Array]:
+        """Return a and b of dw = a.T @ b: (O, M) @ (M, K), or transposed (K, M) @ (M, O)."""
+        return (x, dy) if self.transposed else (dy, x)
+
+    @property
+    def fuses_update(self) -> bool:
+        """True if `update` saves passes. Backward must not read the weight itself after it."""
+        dtype = self.narrow_weight.layout.dtype
+        is_narrow = dtype != self.blobs[0].dtype
+        return is_narrow and self.ops.fuses_update(self.rows, self.blobs[0].shape, dtype)
 
 
 class _Margin(NamedTuple):

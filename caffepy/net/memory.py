@@ -8,7 +8,8 @@ reads them, and from the moment that writes them again. Memories that are never 
 moment may overlap in the arena; nets that run one after the other share one arena.
 
 Between passes the content of the arena is undefined. Work on a side stream must be waited for
-before the next moment begins.
+before the next moment begins, but for that of layers that may update a large weight with its
+gradient, beside all that follows: what their backward touches is live up to the end.
 """
 
 import logging
@@ -22,6 +23,7 @@ from caffepy.device.blob import Blob, Memory
 from caffepy.layer.fused import ConcatReLUs
 from caffepy.layer.shape import Split
 from caffepy.net.fusion import Step
+from caffepy.net.gradients import large_products
 from caffepy.net.net import Net
 
 log = logging.getLogger(__name__)
@@ -120,7 +122,8 @@ def lifetimes(usage: Usage) -> dict[Memory, Interval]:
     """
     kept = set(always_live(usage.net))
     spans: dict[Memory, list[int]] = {}  # first and last moment, of each time in turn
-    for moment, (again, touched, *_) in enumerate(_moments(usage)):
+    moments = list(_moments(usage))
+    for moment, (again, touched, *_) in enumerate(moments):
         for memory, writes in touched:
             if memory not in spans:
                 if writes:
@@ -131,6 +134,9 @@ def lifetimes(usage: Usage) -> dict[Memory, Interval]:
                 spans[memory] += [moment, moment]
             else:
                 spans[memory][-1] = moment
+    for memory in {m for moment in moments if moment.goes_on for m, _ in moment.touched}:
+        if memory in spans:
+            spans[memory][-1] = len(moments) - 1
     found = {}
     for memory, (first, *between, last) in spans.items():
         if memory not in kept:
@@ -188,21 +194,24 @@ def touched_data(net: Net, step: Step) -> Touched:
 
 class _Moment(NamedTuple):
     """Whether a moment recomputes, and (memory, is written) in the order in which it touches them;
-    the pass and region of its step.
+    the pass and region of its step; whether its work may go on beside later moments.
     """
 
     again: bool
     touched: list[tuple[Memory, bool]]
     backward: bool = False
     region: int = 0
+    goes_on: bool = False  # up to the end of the pass
 
 
 def _moments(usage: Usage) -> Iterator[_Moment]:
     """Yield each moment; branches that run beside each other share one."""
-    for (backward, region), found in groupby(_steps(usage), lambda moment: moment[2:]):
+    for (backward, region), group in groupby(_steps(usage), lambda moment: moment[2:4]):
+        found = list(group)
         if region and not usage.recompute:
             merged = [touch for moment in found for touch in moment.touched]
-            yield _Moment(False, merged, backward, region)
+            goes_on = any(moment.goes_on for moment in found)
+            yield _Moment(False, merged, backward, region, goes_on)
         else:
             yield from found
 
@@ -210,6 +219,7 @@ def _moments(usage: Usage) -> Iterator[_Moment]:
 def _steps(usage: Usage) -> Iterator[_Moment]:
     """Yield each step of a pass as a moment."""
     net = usage.net
+    large = list(large_products(net).values()) if usage.learns else []
     data = [touched_data(net, step) for step in usage.steps]
     forward = [
         [*((memory, False) for memory in of.reads), *((memory, True) for memory in of.writes)]
@@ -233,7 +243,8 @@ def _steps(usage: Usage) -> Iterator[_Moment]:
             *((blob.diff_memory, True) for blob in (step.group.own_diffs if step.group else ())),
             *_half(step),
         ]
-        yield _Moment(False, touched, True, step.region)
+        goes_on = any(net.layers[index] in large for index in step.layers or [step.last])
+        yield _Moment(False, touched, True, step.region, goes_on)
 
 
 def _half(step: Step) -> Iterator[tuple[Memory, bool]]:

@@ -1239,3 +1239,21 @@ class Ops(Protocol):
         adam (beta1, beta2, delta, correction): m, v = means of g, g^2 by beta1, beta2; w -=
         rate*correction*m/(sqrt(v) + delta).
         """
+
+    def fuses_update(self, depth: int, shape: Sequence[int], dtype: DTypeLike) -> bool:
+        """Return True if `product_update` saves passes, for factors (depth, R) and (depth, C) of
+        this type and a parameter of this shape, (R, C).
+        """
+
+    def product_update(
+        self,
+        rule: str,
+        a: Array,
+        b: Array,
+        arrays: Sequence[Array],
+        segments: Segments,
+        numbers: Sequence[Number],
+    ) -> None:
+        """Update arrays (R, C) in place, w and the rule's history, as `update_params` does with the
+        gradient a.T @ b of a (M, R) and b (M, C), which is not kept; there is one segment.
+        """

@@ -13,7 +13,8 @@ iter_size times) and `close`.
     device's stream    data | forward | backward             | all-reduce | check_and_scale, update
     stream "layer"                      weight gradients
     stream "control"                  | accumulate_loss, and check_and_scale if that needs no
-                                        gradients: one solver, no callbacks, clipping or loss scale
+                                        gradients: one solver, no callbacks, clipping or loss scale;
+                                        then large weights are updated beside, too
     stream "sync"                       all-reduce of gradients that are final, NCCL
 """
 
@@ -132,7 +133,7 @@ class CapturedRunner:
     # what is captured
 
     def _iteration(self) -> None:
-        with self._step.overwrite_gradients():
+        with self._step.overwrite_gradients(update=self._step.checks_early):
             self._begin()
             self._pass()
             self._close()
@@ -151,7 +152,7 @@ class CapturedRunner:
         net.forward(steps=steps)
         with nullcontext() if step.synchronizer else step.device.side_stream("control"):
             step.accumulate_loss()
-            if self._checks_early:
+            if step.checks_early:
                 step.update_state.check_and_scale(step.params.diff)
         step.phase_timer.mark("forward")
         net.backward(steps=steps)
@@ -161,17 +162,10 @@ class CapturedRunner:
         step = self._step
         step.gradients_ready()
         step.device.wait_stream("control")
-        if self._checks_early:
+        if step.checks_early:
             step.apply_rule()
         else:
             step.update()
-
-    @property
-    def _checks_early(self) -> bool:
-        """True if the loss check can overlap backward: no clipping, no loss scale, no callbacks."""
-        step = self._step
-        needs_norm = step.update_state.needs_norm
-        return step.param.iter_size == 1 and not needs_norm and not step.callbacks
 
 
 Runner = EagerRunner | CapturedRunner

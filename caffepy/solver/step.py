@@ -6,6 +6,7 @@ averages gradients over solvers) and `update`. `runners.py` has the two ways to 
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -116,6 +117,8 @@ class Step:
         )
         self._large = large_products(net)
         self._added_to = self.params.without(self._large)
+        self._updated: list[int] = []  # numbers of parameters that layers update
+        self._parts: dict[tuple[int, int], tuple[slice, Segments]] = {}
         self.fused = device.is_cuda  # on the CPU a command asks for it
         self.graphs = self._new_graphs()
         self._rule_replay = Replay(net, self.apply_rule, lambda: [Part(self.apply_rule, True)])
@@ -152,7 +155,8 @@ class Step:
             self._looked_ahead = True
             for _, node in self.net.own_nodes:
                 node.layer.read_ahead()
-            self.net.compile_ahead(self.graphs.eager_steps)
+            with self.overwrite_gradients(update=self.checks_early):
+                self.net.compile_ahead(self.graphs.eager_steps)
             with self.device.scope(), ops.backend(self.device).compile_ahead():
                 self.apply_rule()
 
@@ -165,15 +169,28 @@ class Step:
             getattr(callback, "adds_nothing", False) for callback in called
         )
 
-    def overwrite_gradients(self) -> AbstractContextManager[None]:
-        """With iter_size 1, let layers overwrite (beta = 0) large gradients instead of adding."""
-        return self._overwriting() if self._large else nullcontext()
+    @property
+    def checks_early(self) -> bool:
+        """True if the loss check can overlap backward: no clipping, no loss scale, no callbacks."""
+        return self.param.iter_size == 1 and not (self.update_state.needs_norm or self.callbacks)
+
+    def overwrite_gradients(self, update: bool = False) -> AbstractContextManager[None]:
+        """With iter_size 1, let layers overwrite (beta = 0) large gradients instead of adding.
+
+        With `update`, those that can update their weights at once, so that `apply_rule` leaves them
+        out, if nobody can look at gradients: `check_and_scale` must come before backward.
+        """
+        return self._overwriting(update) if self._large else nullcontext()
 
     @contextmanager
-    def _overwriting(self) -> Iterator[None]:
+    def _overwriting(self, update: bool) -> Iterator[None]:
         try:
             self._set_overwrites(self.param.iter_size == 1 and self.gradients_untouched)
+            seen = self.graphs.net_callbacks or self.param.snapshot_diff or not self.saves_memory
+            if update and self.overwrites and not seen:
+                self._let_layers_update()
             yield
+            self.whole = self.whole or bool(self._updated)
         except BaseException:
             with suppress(Exception):  # of a device that failed, say
                 for layer in self._large.values():
@@ -182,6 +199,42 @@ class Step:
             raise
         finally:
             self._set_overwrites(False)
+            for number in self._updated:
+                self._large[number].update = None
+            self._updated = []
+
+    def _let_layers_update(self) -> None:
+        for number, layer in sorted(self._large.items()):
+            if layer.fuses_update:
+                layer.update = partial(self._update_with_product, number)
+                self._updated.append(number)
+        self.whole = not self._updated
+
+    def _update_with_product(self, number: int, a: Array, b: Array) -> None:
+        """Update the parameter of this number, (R, C), with the gradient a.T @ b."""
+        self.device.wait_stream("control")
+        arrays = [self.params.split(flat)[number] for flat in (self.params.data, *self.history)]
+        numbers = self.rule.all_numbers(self.param, self.update_state.correction)
+        segments = self._with_numbers(self._part(number, number + 1)[1])
+        ops.backend(self.device).product_update(self.rule.name, a, b, arrays, segments, numbers)
+
+    def _part(self, first: int, end: int) -> tuple[slice, Segments]:
+        """Return where consecutive parameters lie in the flat arrays, and their segments."""
+        if (first, end) not in self._parts:
+            start, ends = self.params.segments[first][0], self.params.ends[first:end]
+            every, part = self._segments, slice(first, end)
+            segments = every._replace(
+                ends=self.device.on_device(ends - start),
+                rates=every.rates[part],
+                decays=every.decays[part],
+            )
+            self._parts[first, end] = slice(start, int(ends[-1])), segments
+        return self._parts[first, end]
+
+    def _with_numbers(self, segments: Segments) -> Segments:
+        """Return segments with the numbers of this update."""
+        state = self.update_state
+        return segments._replace(scale=state.scale, rate=state.rate, decay=state.decay, go=state.go)
 
     @property
     def overwrites(self) -> bool:
@@ -263,14 +316,24 @@ class Step:
         self.phase_timer.mark("update")
 
     def apply_rule(self) -> None:
-        """Run the update rule on all parameters; `go` of the update state may forbid it."""
-        state = self.update_state
-        segments = self._segments._replace(
-            scale=state.scale, rate=state.rate, decay=state.decay, go=state.go
-        )
-        w, g = self.params.data, self.params.diff
-        update = Update(self.param, w, g, self.history, segments, state.correction)
-        self.rule.apply(ops.backend(self.device), update)
+        """Run the update rule on all parameters but those that layers have updated; `go` of the
+        update state may forbid it.
+        """
+        flat = [self.params.data, self.params.diff, *self.history]
+        for arrays, segments in self._left(flat) if self._updated else [(flat, self._segments)]:
+            w, g, *history = arrays
+            numbered, correction = self._with_numbers(segments), self.update_state.correction
+            update = Update(self.param, w, g, history, numbered, correction)
+            self.rule.apply(ops.backend(self.device), update)
+
+    def _left(self, flat: Sequence[Array]) -> Iterator[tuple[list[Array], Segments]]:
+        """Yield parts of the flat arrays that layers have not updated."""
+        first = 0
+        for end in (*self._updated, len(self.params.blobs)):
+            if first < end:
+                place, segments = self._part(first, end)
+                yield [array[place] for array in flat], segments
+            first = end + 1
 
     def restore_stats(self) -> None:
         """Restore the running statistics saved before a failed iteration."""

@@ -50,10 +50,12 @@ class Rule:
 
     def apply(self, ops: Ops, u: Update) -> None:
         """Update w and history in place."""
-        numbers: list[Number] = [*self.numbers(u.param)]
-        if self.corrected:
-            numbers.append(u.correction)
+        numbers = self.all_numbers(u.param, u.correction)
         ops.update_params(self.name, (u.w, u.g, *u.history), u.segments, numbers)
+
+    def all_numbers(self, param: SolverParameter, correction: Number) -> list[Number]:
+        """Return the numbers of a setting, and the bias correction if the rule takes it."""
+        return [*self.numbers(param), *([correction] if self.corrected else [])]
 
     def correction(self, param: SolverParameter, iteration: int) -> float:
         """Return the bias correction, sqrt(1 - b2^t) / (1 - b1^t), t = iteration + 1, or 1."""

@@ -13,7 +13,7 @@ from caffepy import models
 from caffepy.device.blob import Array, Layout, Memory
 from caffepy.device.device import Device
 from caffepy.models.synthetic import image_shape, synthetic
-from caffepy.net import Net
+from caffepy.net import Net, gradients
 from caffepy.net.fusion import Step
 from caffepy.net.memory import ALIGNMENT, Interval, Usage, lifetimes, plan, save_memory
 from caffepy.proto.caffe_pb2 import TRAIN
@@ -342,6 +342,22 @@ def test_what_lives_longer_than_a_pass_is_left_alone() -> None:
     }
     names = {name for name, blob in blobs.items() if blob.diff_memory in shared}
     assert names == {"p", "a", "max", "fc", "fc_fc_drop_0_split_0"}
+
+
+def test_what_a_large_weight_is_updated_with_lives_up_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The update may run beside all that follows it in backward."""
+    text = (
+        conv("first", "data") + library.inner_product("large", "first", 7) + loss("last", "large")
+    )
+    net = net_of(DATA + text)
+    read = net.blobs["first"].data_memory, net.blobs["large"].diff_memory
+    usage = Usage(net, plain(net), True)
+    ends = [lifetimes(usage)[memory].last for memory in read]
+    monkeypatch.setattr(gradients, "LARGE", 4 * net.learnable_params[2].count)
+    later = [lifetimes(usage)[memory].last for memory in read]
+    assert max(ends) < later[0] == later[1] == 2 * len(net.layers) - 1
 
 
 def test_a_blob_that_grows_leaves_the_arena_and_the_others_stay() -> None:

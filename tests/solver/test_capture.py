@@ -204,6 +204,44 @@ def test_convolutions_in_each_precision(precision: str) -> None:
     same(RULES["SGD"] + SHOWN + TESTS + "clip_gradients: 1 ", net)
 
 
+WIDE = (
+    library.inputs("in", data=(8, 64), label=(8,))
+    + library.inner_product("wide", "data", 40, filler=library.NARROW)
+    + library.relu("wide_relu", "wide")
+    + library.inner_product("wider", "wide", 48, "transpose: true", filler=library.NARROW)
+    + library.inner_product("last", "wider", 16, filler=library.NARROW)
+    + library.softmax_loss("last")
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_large_weights_are_updated_with_their_gradients(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from caffepy.ops.cuda import outer_products
+
+    monkeypatch.setattr(math_mode.default(), "precision", "bf16")
+    monkeypatch.setattr(gradients, "LARGE", 0)
+    monkeypatch.setattr(outer_products, "LEAST", 1)
+    ended = []
+    for capture in (True, False):
+        solver = solver_of(RULES[rule], WIDE, capture=capture)
+        rng = np.random.default_rng(0)
+        if capture:
+            solver.save_memory()
+        for _ in range(6):
+            solver.net.blobs["data"].host_data[...] = rng.standard_normal((8, 64))
+            solver.net.blobs["label"].host_data[...] = rng.integers(0, 16, 8)
+            solver.step(1)
+        assert (replays(solver) > 0) == capture
+        weights = [layer.blobs[0] for layer in large_products(solver.net).values()]
+        assert len(weights) == 3
+        assert [bool(w.host_diff.any()) for w in weights] == [not capture] * 3
+        ended.append(numbers(solver))
+        solver.close()
+    np.testing.assert_array_equal(*ended)
+
+
 def test_as_on_the_cpu() -> None:
     """But for dropout, whose masks are others."""
     net = DIGITS_NET.replace("Dropout", "AbsVal")

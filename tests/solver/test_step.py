@@ -62,6 +62,64 @@ def test_large_gradients_are_written_rather_than_added_to(
     np.testing.assert_allclose(solver.params.diff, straight.params.diff, rtol=1e-5, atol=1e-7)
 
 
+def test_large_weights_are_updated_with_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others by the rule as ever; the gradient of those is not written."""
+    straight = solver_of("weight_decay: 0.01 ", DEEPER)
+    straight.step(4)
+    monkeypatch.setattr(gradients, "LARGE", 41)
+    monkeypatch.setattr(InnerProduct, "fuses_update", True)
+    solver = solver_of("weight_decay: 0.01 ", DEEPER)
+    step, net = solver.iterations.step, solver.net
+    step.saves_memory = True  # nobody looks at gradients
+    (first,) = large_products(net).values()
+    first.blobs[0].diff.fill(np.nan)
+    for iteration in range(4):
+        step.set_hyperparams(0.1, iteration)
+        with step.overwrite_gradients(update=True):
+            step.begin()
+            net.forward(steps=net.steps)
+            step.accumulate_loss()
+            step.update_state.check_and_scale(step.params.diff)
+            assert not step.whole
+            net.backward(steps=net.steps)
+            step.apply_rule()
+        assert step.whole
+        assert first.update is None
+    assert np.isnan(first.blobs[0].diff).all()
+    for mine, other in zip(
+        (solver.params.data, *solver.history),
+        (straight.params.data, *straight.history),
+        strict=True,
+    ):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-7)
+
+
+class Looking:
+    """A callback of a net that changes nothing."""
+
+    adds_nothing = True
+
+    def __call__(self, layer: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("why", ["a script may look", "snapshot_diff", "a callback of the net"])
+def test_weights_are_updated_after_all_gradients_where_these_are_seen(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "LARGE", 41)
+    monkeypatch.setattr(InnerProduct, "fuses_update", True)
+    solver = solver_of("snapshot_diff: true " if why == "snapshot_diff" else "", DEEPER)
+    step = solver.iterations.step
+    step.saves_memory = why != "a script may look"
+    if why == "a callback of the net":
+        solver.net.after_backward.append(Looking())
+    with step.overwrite_gradients(update=True):
+        (first,) = step._large.values()
+        assert first.update is None
+        assert step.whole
+
+
 NORMS = NET.replace(
     IP + '"x"',
     """layer { name: "conv" type: "Convolution" bottom: "x" top: "conv"

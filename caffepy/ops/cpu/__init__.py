@@ -140,7 +140,7 @@ from caffepy.ops.cpu.selection import add_rows, take_rows, top_values
 from caffepy.ops.cpu.staging import Staging
 from caffepy.ops.cpu.timers import PhaseTimer, Stopwatch
 from caffepy.ops.cpu.transform import transform_batch
-from caffepy.ops.cpu.update import update_params
+from caffepy.ops.cpu.update import fuses_update, product_update, update_params
 from caffepy.ops.cpu.update_state import Sums, UpdateState
 from caffepy.ops.cpu.vector_norm import (
     normalize_backward,

@@ -11,9 +11,11 @@ from math import sqrt
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
+from caffepy.ops.cpu.blas import matmul
 from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
 from caffepy.ops.update_state import Number, Segments
 
@@ -147,6 +149,24 @@ def update_params(
     )
     run = partial(RULES[rule], *arrays, read, tuple(map(_readable, numbers)))
     parallel(run, arrays[0].size, GRAIN)
+
+
+def fuses_update(depth: int, shape: Sequence[int], dtype: DTypeLike) -> bool:
+    return False
+
+
+def product_update(
+    rule: str,
+    a: Array,
+    b: Array,
+    arrays: Sequence[Array],
+    segments: Segments,
+    numbers: Sequence[Number],
+) -> None:
+    w, *histories = (array.reshape(-1) for array in arrays)
+    gradient = np.empty(arrays[0].shape, w.dtype)
+    matmul(a.T, b, gradient)  # (R, M) @ (M, C)
+    update_params(rule, (w, gradient.reshape(-1), *histories), segments, numbers)
 
 
 def _readable(number: Number) -> Array:

@@ -122,6 +122,7 @@ from caffepy.ops.cuda.normalization import (
     scale_backward,
     scale_forward,
 )
+from caffepy.ops.cuda.outer_products import fuses_update, product_update
 from caffepy.ops.cuda.permutohedral import Lattice
 from caffepy.ops.cuda.pooling import (
     ave_pool_backward,

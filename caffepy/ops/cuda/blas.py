@@ -1,4 +1,6 @@
-"""Matrix products by cuBLAS; small ones by a kernel of product.cu if it is faster."""
+"""Matrix products by cuBLAS; small ones by a kernel of product.cu if it is faster, and sums of few
+outer products by those of outer_products.cu: a captured step may make the same sums there.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -7,7 +9,7 @@ from math import gcd
 import numpy as np
 
 from caffepy.device import cublas, math_mode
-from caffepy.ops.cuda import autotune
+from caffepy.ops.cuda import autotune, outer_products
 from caffepy.ops.cuda.compiler import kernel, looks_ahead, prefetch
 from caffepy.ops.cuda.context import capability, context
 from caffepy.ops.cuda.copies import convert
@@ -41,6 +43,9 @@ def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: floa
     if not a.size:
         if not accumulate:
             out.fill(0)
+        return
+    if outer_products.suits_product(a, b, out):
+        outer_products.multiply(a, b, out, accumulate, scale)
         return
     own = _own_way(a, b, out, accumulate) if scale == 1 and _is_small(a, b, out) else None
     if own is not None:

@@ -21,6 +21,19 @@ def _on_device(a: Any, dtype: Any) -> Array:
     return cupy.asarray(np.ascontiguousarray(a, dtype))
 
 
+def multipliers(segments: Segments, dtype: Any) -> tuple[Array, Array]:
+    """Return the factors of rate and decay of each segment as arrays of the device."""
+    rates, decays = (_on_device(a, dtype) for a in (segments.rates, segments.decays))
+    return rates, decays
+
+
+def constants(segments: Segments, numbers: Sequence[Number]) -> list[Any]:
+    """Return the arguments of a kernel for the numbers of the segments, and the rule's four."""
+    common = (segments.scale, segments.rate, segments.decay, segments.go)
+    rest = [0.0] * (4 - len(numbers))
+    return [n for value in (*common, *numbers, *rest) for n in number(value)]
+
+
 def update_params(
     rule: str, arrays: Sequence[Array], segments: Segments, numbers: Sequence[Number]
 ) -> None:
@@ -29,10 +42,5 @@ def update_params(
     if not w.size or not count:
         return
     ends = _on_device(segments.ends, np.int64)
-    rates, decays = (_on_device(a, w.dtype) for a in (segments.rates, segments.decays))
-    common = (segments.scale, segments.rate, segments.decay, segments.go)
-    constants = (
-        n for value in (*common, *numbers, *[0.0] * (4 - len(numbers))) for n in number(value)
-    )
-    arguments = (*arrays, w.size, ends, rates, decays, count, int(segments.l1), *constants)
-    launch("update", rule, w, packs(w), *arguments)
+    how = w.size, ends, *multipliers(segments, w.dtype), count, int(segments.l1)
+    launch("update", rule, w, packs(w), *arrays, *how, *constants(segments, numbers))
