@@ -18,6 +18,7 @@ computes its weight gradients itself.
 | `layer` | weight gradients | layers, in backward |
 | `branch 1` and so on | branches of a net | the net's loops |
 | `update` | updates of large weights with their gradients | layers, in backward |
+| `weights` | large weights in 16 bits | the solver's step |
 | `sync` | all-reduce of a bucket of gradients | the NCCL synchronizer |
 | `factors` | weight gradients from gathered factors | the NCCL synchronizer |
 | `control` | loss check | the solver's step |

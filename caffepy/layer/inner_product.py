@@ -16,6 +16,11 @@ from caffepy.proto.caffe_pb2 import FillerParameter, MarginInnerProductParameter
 
 log = logging.getLogger(__name__)
 
+AHEAD = 1 << 26
+"""Multiplications of a product from which on its weight is converted ahead: smaller ones convert it
+themselves.
+"""
+
 
 class Factors(Protocol):
     """Computes the mean over several solvers of the gradient of a layer's weight."""
@@ -39,6 +44,8 @@ class InnerProduct(Weighted):
     seeks_preferred_layout = True
     is_matrix_product = True
     backward_reads_top = False
+    narrowed_on = ""
+    """Side stream on which forward's narrow weight is made ahead, if it is."""
     factors: "Factors | None" = None
     """Set where several solvers compute the weight's gradient together."""
     overwrites = False
@@ -70,7 +77,7 @@ class InnerProduct(Weighted):
         self.rows = prod(shape[: self.axis])
         top[0].reshape((*shape[: self.axis], self.outputs))
         narrow = bottom[0].layout.dtype
-        self.narrow_weight = self.buffer(self.blobs[0].shape, narrow)
+        self.narrow_weight, self.narrowed_on = self.buffer(self.blobs[0].shape, narrow), ""
         self.narrow_dy = self.buffer((self.rows, self.outputs), narrow)
 
     @property
@@ -104,10 +111,23 @@ class InnerProduct(Weighted):
             squares = (w * w).sum(axis=0 if self.transposed else 1, keepdims=True)
             np.divide(w, np.sqrt(squares + 1e-12), out=w)
         narrow = self.narrow_weight.data if x.dtype != w.dtype else None
+        if narrow is not None and self.narrowed_on:
+            self.device.wait_stream(self.narrowed_on)
+            w, narrow = narrow, None
         if not self.transposed:
             w, narrow = w.T, None if narrow is None else narrow.T
         self.ops.inner_product(x, w, narrow, b, relu, y)  # (M, K) @ (K, O)
         return y
+
+    def narrow_ahead(self, stream: str) -> None:
+        """Make what forward multiplies by, if it is not the weight itself, in the context of a side
+        stream of this name.
+        """
+        w, narrow = self.blobs[0], self.narrow_weight
+        is_large = self.rows * w.count >= AHEAD and not self.normalizes
+        if is_large and narrow.layout.dtype != w.dtype:
+            self.ops.convert(w.data, narrow.data)
+            self.narrowed_on = stream
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dw += dy.T @ x, db += column sums of dy, dx = dy @ w."""

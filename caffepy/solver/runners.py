@@ -12,6 +12,7 @@ iter_size times) and `close`.
 
     device's stream    data | forward | backward             | all-reduce | check_and_scale, update
     stream "layer"                      weight gradients
+    stream "weights"    large ones in 16 bits
     stream "control"                  | accumulate_loss, and check_and_scale if that needs no
                                         gradients: one solver, no callbacks, clipping or loss scale;
                                         then large weights are updated beside, too
@@ -149,7 +150,8 @@ class CapturedRunner:
     def _pass(self) -> None:
         step = self._step
         net, steps = step.net, step.graphs.computing
-        net.forward(steps=steps)
+        with step.narrowed_ahead():
+            net.forward(steps=steps)
         with nullcontext() if step.synchronizer else step.device.side_stream("control"):
             step.accumulate_loss()
             if step.checks_early:

@@ -23,6 +23,9 @@ from caffepy.solver.capture import GraphRunner
 from caffepy.solver.params import Params
 from caffepy.solver.update import Update, rules
 
+WEIGHTS = "weights"
+"""The side stream on which large weights are converted."""
+
 LOSS_SCALE = 2.0**16
 """Initial loss scale of nets with float16 blobs."""
 
@@ -202,6 +205,20 @@ class Step:
             for number in self._updated:
                 self._large[number].update = None
             self._updated = []
+
+    @contextmanager
+    def narrowed_ahead(self) -> Iterator[None]:
+        """Context of a forward pass beside which large weights are converted to the type in which
+        they are multiplied.
+        """
+        try:
+            with self.device.side_stream(WEIGHTS):
+                for layer in self._large.values():
+                    layer.narrow_ahead(WEIGHTS)
+            yield
+        finally:
+            for layer in self._large.values():
+                layer.narrowed_on = ""
 
     def _let_layers_update(self) -> None:
         for number, layer in sorted(self._large.items()):
