@@ -42,20 +42,20 @@ template <typename T>
 __device__ void fill(unsigned* piece, int words, const T* image, int height, int numbers, int first_row, int before,
                      int next, int pitch, Divisor of_pitch) {
   for (int i0 = threadIdx.x; i0 < words; i0 += AT_ONCE * 256) {
-    unsigned values[AT_ONCE];
+    unsigned short lows[AT_ONCE], highs[AT_ONCE];
+    unsigned keeps[AT_ONCE];
 #pragma unroll
-    for (int u = 0; u < AT_ONCE; ++u) {
+    for (int u = 0; u < AT_ONCE; ++u) {  // without branches, so that all loads are under way at once
       const int i = i0 + u * 256, line = of_pitch.quotient(i), at = i - line * pitch - before, row = first_row + line;
-      values[u] = 0;
-      if (i >= words || row < 0 || row >= height) continue;
-      const T* from = image + i64(row) * numbers;
-      const unsigned low = at >= 0 && at < numbers ? from[at].bits : 0;
-      const unsigned high = at + next >= 0 && at + next < numbers ? from[at + next].bits : 0;
-      values[u] = high << 16 | low;
+      const bool inside = i < words && row >= 0 && row < height;
+      const bool low = inside && at >= 0 && at < numbers, high = inside && at + next >= 0 && at + next < numbers;
+      lows[u] = image[low ? row * numbers + at : 0].bits;
+      highs[u] = image[high ? row * numbers + at + next : 0].bits;
+      keeps[u] = (high ? 0xffff0000u : 0) | (low ? 0xffffu : 0);
     }
 #pragma unroll
     for (int u = 0; u < AT_ONCE; ++u)
-      if (i0 + u * 256 < words) piece[i0 + u * 256] = values[u];
+      if (i0 + u * 256 < words) piece[i0 + u * 256] = (unsigned(highs[u]) << 16 | lows[u]) & keeps[u];
   }
 }
 
@@ -168,21 +168,12 @@ few_channels_gradient(const T* x, const T* y, const T* dy, float* part, int numb
 
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int n = tile / pieces, p0 = tile % pieces * lines;
-    // Lets the cache fetch what a warp soon takes: a thread asks for the outputs of one position of dy or y.
-    const auto fetch_ahead = [&](int unit) {
-      const int line = of_steps.quotient(unit), q = (unit - line * steps) * 16 + lane_id % 16;
-      const T* from = (lane_id < 16 ? dy : y) + ((i64(n) * out_height + p0 + line) * out_width + q) * outputs + first;
-      if (unit < lines * steps && p0 + line < out_height && q < out_width)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-    };
-    fetch_ahead(warp);
     fill(piece, words, x + i64(n) * height * width * channels, height, width * channels, p0 * step_h - top,
          left * channels, next, pitch, of_pitch);
     __syncthreads();
     for (int unit = warp; unit < lines * steps; unit += WARPS) {
       const int line = of_steps.quotient(unit), q0 = (unit - line * steps) * 16;
       if (p0 + line >= out_height) break;
-      fetch_ahead(unit + WARPS);
       const i64 begin = ((i64(n) * out_height + p0 + line) * out_width + q0) * outputs + first + g * 8;
       Eight right[4];
 #pragma unroll
