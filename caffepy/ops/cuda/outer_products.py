@@ -14,11 +14,11 @@ from caffepy.ops.cuda.launch import THREADS, Array, c_type
 from caffepy.ops.cuda.update import constants, multipliers
 from caffepy.ops.update_state import Number, Segments
 
-EDGE = 128
-"""Rows and columns of the sums of a block."""
+ROWS, COLUMNS, CHUNK = 64, 256, 64
+"""Sums of a block, and outer products that it adds at a time."""
 
-SHARED = 4 * EDGE * (EDGE + 8)
-"""Bytes of shared memory of a block: the sums, or as many for pieces of the factors."""
+SHARED = 2 * 2 * CHUNK * (ROWS + 8 + COLUMNS + 8)
+"""Bytes of shared memory of a block: for two pieces of both factors."""
 
 DEPTH, LEAST = 512, 1 << 21
 """Most outer products of a sum and least number of sums for which these kernels are made."""
@@ -73,5 +73,5 @@ def product_update(
 def _launch(expression: str, rows: int, columns: int, *arguments: Any) -> None:
     found: Any = kernel("outer_products", expression)
     found.max_dynamic_shared_size_bytes = SHARED
-    grid = -(-columns // EDGE), -(-rows // EDGE)
+    grid = -(-columns // COLUMNS), -(-rows // ROWS)
     found(grid, (THREADS,), arguments, shared_mem=SHARED)

@@ -2,22 +2,18 @@
 // than to make them. out (rows, columns) = sum over d of outer(a_d, b_d), with a (depth, rows) and b (depth, columns) in
 // numbers of 16 bits, C-contiguous, rows and columns multiples of 8.
 //
-//                 columns          A block makes 128 x 128 sums by tensor cores, a warp 64 x 32 of them; lines of a and b
-//           +----+----+----+----+  come to shared memory by cp.async, CHUNK of the depth at a time, the next ones while
-//   128     | w0 | w1 | w2 | w3 |  these are multiplied. Then the sums go there, so that a warp takes whole lines of 512
-//   rows    +----+----+----+----+  bytes of what lies in device memory, which the cache fetches in the meantime.
-//           | w4 | w5 | w6 | w7 |
-//           +----+----+----+----+  The order of a sum is that of the depth.
+// A block makes 64 x 256 sums by tensor cores, a warp 64 x 32 of them; lines of a and b come to shared memory by cp.async,
+// CHUNK of the depth at a time, the next ones while these are multiplied. Then the sums go there, so that a warp takes
+// whole lines of 1024 bytes of what lies in device memory. The order of a sum is that of the depth.
 
 #include "pack.cuh"
 #include "mma.cuh"
 #include "rules.cuh"
 
-constexpr int EDGE = 128, HALF = 64, CHUNK = 64;
-constexpr int PITCH = EDGE + 8, LINE = EDGE + 8;  // lines in shared memory begin in different banks
-constexpr int LINES = 8;                           // of a warp at a time
-
-constexpr int NEXT = LINE / 4;
+constexpr int ROWS = 64, COLUMNS = 256, CHUNK = 64;
+constexpr int A_PITCH = ROWS + 8, PITCH = COLUMNS + 8;  // lines in shared memory begin in different banks
+constexpr int PIECES = CHUNK * (A_PITCH + PITCH);       // numbers of a piece of both factors
+constexpr int LINES = 4, PACKS = 2 * LINES;             // of a thread at a time
 
 using Four = Pack<float, 4>;
 
@@ -26,25 +22,45 @@ __device__ inline void fetch(unsigned to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-// Calls finish(sums, at, there) for packs of four neighbours, of LINES lines at a time, those of sums NEXT packs apart:
-// where the first is in out, and how many of the lines are there.
+// Pieces of LENGTH numbers of the lines of a factor from `first` on, in each thread's turn
+template <typename T, int LENGTH>
+__device__ void fetch_lines(T* to, const T* from, int first, int depth, int start, int length) {
+  constexpr int OF_LINE = LENGTH / 8;
+#pragma unroll
+  for (int i = 0; i < CHUNK * OF_LINE / 256; ++i) {
+    const int p = i * 256 + threadIdx.x, line = p / OF_LINE, at = p % OF_LINE * 8, d = first + line;
+    const bool there = d < depth && start + at < length;
+    fetch(shared_address(to + line * (LENGTH + 8) + at), there ? from + i64(d) * length + start + at : from, there);
+  }
+}
+
+// The packs of four neighbours that a thread takes at a time: two of each of LINES lines.
+struct Packs {
+  const float* sums;  // in shared memory
+  i64 at;             // of the first pack in out
+  int lines, columns;  // that are there
+  bool second;
+  __device__ bool there(int i) const { return i / 2 < lines && (i % 2 == 0 || second); }
+  __device__ i64 place(int i) const { return at + i / 2 * columns + i % 2 * (COLUMNS / 2); }
+  __device__ Four sum(int i) const { return *reinterpret_cast<const Four*>(sums + i / 2 * PITCH + i % 2 * (COLUMNS / 2)); }
+  __device__ Four load(const float* array, int i) const { return *reinterpret_cast<const Four*>(array + place(i)); }
+  __device__ void store(float* array, int i, const Four& four) const {
+    *reinterpret_cast<Four*>(array + place(i)) = four;
+  }
+};
+
+// Calls finish(packs) until all of out had its turn.
 template <typename T, typename F>
 __device__ void sum_products(const T* a, const T* b, int depth, int rows, int columns, F finish) {
   extern __shared__ __align__(16) unsigned char room[];
-  T(*pieces)[2][CHUNK * PITCH] = reinterpret_cast<T(*)[2][CHUNK * PITCH]>(room);  // two pieces of each factor
-  static_assert(EDGE * LINE * sizeof(float) <= 4 * CHUNK * PITCH * sizeof(T), "sums take no more than pieces");
+  T* pieces = reinterpret_cast<T*>(room);  // two of each factor
+  static_assert(ROWS * PITCH * sizeof(float) <= 2 * PIECES * sizeof(T), "sums take no more than pieces");
   const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, near = lane_id % 8, half = lane_id / 8 % 2 * 8;
-  const int far = lane_id / 16 * 8, down = warp / 4 * HALF, across = warp % 4 * 32;
-  const int top = blockIdx.y * EDGE, left = blockIdx.x * EDGE;
+  const int far = lane_id / 16 * 8, across = warp * 32, top = blockIdx.y * ROWS, left = blockIdx.x * COLUMNS;
   const auto load = [&](int first, int buffer) {
-    constexpr int PACKS = EDGE / 8;  // of a line
-#pragma unroll
-    for (int i = 0; i < CHUNK * PACKS / 256; ++i) {
-      const int p = i * 256 + threadIdx.x, line = p / PACKS, at = p % PACKS * 8, d = first + line;
-      const bool in_a = d < depth && top + at < rows, in_b = d < depth && left + at < columns;
-      fetch(shared_address(&pieces[buffer][0][line * PITCH + at]), in_a ? a + i64(d) * rows + top + at : a, in_a);
-      fetch(shared_address(&pieces[buffer][1][line * PITCH + at]), in_b ? b + i64(d) * columns + left + at : b, in_b);
-    }
+    T* to = pieces + buffer * PIECES;
+    fetch_lines<T, ROWS>(to, a, first, depth, top, rows);
+    fetch_lines<T, COLUMNS>(to + CHUNK * A_PITCH, b, first, depth, left, columns);
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
   float sums[4][4][4] = {};
@@ -57,13 +73,14 @@ __device__ void sum_products(const T* a, const T* b, int depth, int rows, int co
       asm volatile("cp.async.wait_group 0;" ::: "memory");
     }
     __syncthreads();
-    const unsigned from_a = shared_address(&pieces[buffer][0][(far + near) * PITCH + down + half]);
-    const unsigned from_b = shared_address(&pieces[buffer][1][(half + near) * PITCH + across + far]);
+    const T* piece = pieces + buffer * PIECES;
+    const unsigned from_a = shared_address(piece + (far + near) * A_PITCH + half);
+    const unsigned from_b = shared_address(piece + CHUNK * A_PITCH + (half + near) * PITCH + across + far);
 #pragma unroll
     for (int k = 0; k < CHUNK; k += 16) {
       unsigned left_words[4][4], right_words[2][4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) matrices<true>(left_words[i], from_a + unsigned(sizeof(T)) * (k * PITCH + i * 16));
+      for (int i = 0; i < 4; ++i) matrices<true>(left_words[i], from_a + unsigned(sizeof(T)) * (k * A_PITCH + i * 16));
 #pragma unroll
       for (int j = 0; j < 2; ++j) matrices<true>(right_words[j], from_b + unsigned(sizeof(T)) * (k * PITCH + j * 16));
 #pragma unroll
@@ -83,43 +100,33 @@ __device__ void sum_products(const T* a, const T* b, int depth, int rows, int co
     for (int j = 0; j < 4; ++j)
 #pragma unroll
       for (int k = 0; k < 4; k += 2) {
-        const int row = down + i * 16 + lane_id / 4 + k * 4, column = across + j * 8 + lane_id % 4 * 2;
-        *reinterpret_cast<Pack<float, 2>*>(tile + row * LINE + column) = {sums[i][j][k], sums[i][j][k + 1]};
+        const int row = i * 16 + lane_id / 4 + k * 4, column = across + j * 8 + lane_id % 4 * 2;
+        *reinterpret_cast<Pack<float, 2>*>(tile + row * PITCH + column) = {sums[i][j][k], sums[i][j][k + 1]};
       }
   __syncthreads();
   const int column = left + lane_id * 4;
   if (column >= columns) return;
 #pragma unroll 1
-  for (int line = warp * LINES; line < EDGE; line += 8 * LINES) {
-    const Four* found = reinterpret_cast<const Four*>(tile + line * LINE + lane_id * 4);
-    finish(found, i64(top + line) * columns + column, rows - top - line);
-  }
-}
-
-// Lets the cache fetch the block's part of an array (rows, columns).
-__device__ inline void fetch_ahead(const float* array, int rows, int columns) {
-  constexpr int PIECES = EDGE * sizeof(float) / 128;  // of a line
-  for (int i = threadIdx.x; i < EDGE * PIECES; i += 256) {
-    const int row = blockIdx.y * EDGE + i / PIECES, column = blockIdx.x * EDGE + i % PIECES * 32;
-    if (row < rows && column < columns)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(array + i64(row) * columns + column));
-  }
+  for (int line = warp * LINES; line < ROWS; line += 8 * LINES)
+    finish(Packs{tile + line * PITCH + lane_id * 4, i64(top + line) * columns + column, rows - top - line, columns,
+                 column + COLUMNS / 2 < columns});
 }
 
 // out = scale * sums, added to what is there if `adds`
 template <typename T> __global__ void __launch_bounds__(256, 2)
 outer_products(const T* a, const T* b, float* out, int depth, int rows, int columns, int adds, float scale) {
-  if (adds) fetch_ahead(out, rows, columns);
-  sum_products(a, b, depth, rows, columns, [=](const Four* sums, i64 at, int there) {
-    Four before[LINES] = {};
+  sum_products(a, b, depth, rows, columns, [=](const Packs& packs) {
+    Four before[PACKS] = {};
 #pragma unroll
-    for (int i = 0; i < LINES; ++i)
-      if (adds && i < there) before[i] = *reinterpret_cast<const Four*>(out + at + i * columns);
+    for (int i = 0; i < PACKS; ++i)
+      if (adds && packs.there(i)) before[i] = packs.load(out, i);
 #pragma unroll
-    for (int i = 0; i < LINES; ++i) {
+    for (int i = 0; i < PACKS; ++i) {
+      if (!packs.there(i)) continue;
+      const Four sum = packs.sum(i);
 #pragma unroll
-      for (int v = 0; v < 4; ++v) before[i].v[v] += scale * sums[i * NEXT].v[v];
-      if (i < there) *reinterpret_cast<Four*>(out + at + i * columns) = before[i];
+      for (int v = 0; v < 4; ++v) before[i].v[v] += scale * sum.v[v];
+      packs.store(out, i, before[i]);
     }
   });
 }
@@ -133,23 +140,20 @@ outer_update(const T* a, const T* b, float* w, float* h, float* u, int depth, in
   if (VALUE(go) == 0) return;
   constexpr bool TWO = RULE::HISTORIES == 2;
   const RULE rule(float(VALUE(a_)), float(VALUE(b_)), float(VALUE(c_)), float(VALUE(d_)));
-  fetch_ahead(w, rows, columns);
-  fetch_ahead(h, rows, columns);
-  if (TWO) fetch_ahead(u, rows, columns);
   const float factor = float(VALUE(scale)), step = float(VALUE(rate)) * *rates, shrink = float(VALUE(decay)) * *decays;
-  sum_products(a, b, depth, rows, columns, [=](const Four* sums, i64 at, int there) {
-    Four weights[LINES], first[LINES], second[LINES];
+  sum_products(a, b, depth, rows, columns, [=](const Packs& packs) {
+    Four weights[PACKS], first[PACKS], second[PACKS];
 #pragma unroll
-    for (int i = 0; i < LINES; ++i) {
-      if (i >= there) continue;
-      weights[i] = *reinterpret_cast<const Four*>(w + at + i * columns);
-      first[i] = *reinterpret_cast<const Four*>(h + at + i * columns);
-      if (TWO) second[i] = *reinterpret_cast<const Four*>(u + at + i * columns);
+    for (int i = 0; i < PACKS; ++i) {
+      if (!packs.there(i)) continue;
+      weights[i] = packs.load(w, i);
+      first[i] = packs.load(h, i);
+      if (TWO) second[i] = packs.load(u, i);
     }
 #pragma unroll
-    for (int i = 0; i < LINES; ++i) {
-      if (i >= there) continue;
-      const Four gradient = sums[i * NEXT];
+    for (int i = 0; i < PACKS; ++i) {
+      if (!packs.there(i)) continue;
+      const Four gradient = packs.sum(i);
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
         float& x = weights[i].v[v];
@@ -159,9 +163,9 @@ outer_update(const T* a, const T* b, float* w, float* h, float* u, int depth, in
         else
           x -= rule(step, r, first[i].v[v]);
       }
-      *reinterpret_cast<Four*>(w + at + i * columns) = weights[i];
-      *reinterpret_cast<Four*>(h + at + i * columns) = first[i];
-      if (TWO) *reinterpret_cast<Four*>(u + at + i * columns) = second[i];
+      packs.store(w, i, weights[i]);
+      packs.store(h, i, first[i]);
+      if (TWO) packs.store(u, i, second[i]);
     }
   });
 }
