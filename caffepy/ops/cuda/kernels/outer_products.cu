@@ -22,7 +22,7 @@ __device__ inline void fetch(unsigned to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-// Pieces of LENGTH numbers of the lines of a factor from `first` on, in each thread's turn
+// CHUNK lines of a factor, from `first` on, to shared memory: LENGTH numbers of each from `start` on.
 template <typename T, int LENGTH>
 __device__ void fetch_lines(T* to, const T* from, int first, int depth, int start, int length) {
   constexpr int OF_LINE = LENGTH / 8;
