@@ -197,6 +197,8 @@ class Solver:
         again before backward (`caffepy.net.recompute`). "auto": only if that is needed, and for as
         few layers as can be, to fit into `room` bytes, by default this solver's part of the
         device's free memory, which so many `solvers` share, less what is needed beside blobs.
+
+        For commands: nobody may look at blobs and gradients afterwards, even where none are shared.
         """
         train = memory.Usage(self.net, self._step.graphs.steps, True)
         tests = [memory.Usage(p.net, p.graphs.steps, False) for p in self._test_passes]
@@ -209,6 +211,7 @@ class Solver:
         least = memory.WORTH if recompute == 1 else 0
         usages = [choose(train, tests, recompute, room or 0), *tests]
         self._step.saves_memory = memory.save_memory(usages, least) > 0
+        self._step.scripts_look = False
 
     def run_eagerly(self, reason: str) -> None:
         """Run each layer by itself from now on; the log says why."""

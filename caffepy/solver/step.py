@@ -97,6 +97,7 @@ class Step:
         self.synchronizer: Synchronizer | None = None  # one of the callbacks
         self._pulls = False  # the synchronizer brings parameters in `on_start`
         self.saves_memory = False  # blobs share memory: a pass leaves no activations behind
+        self.scripts_look = True  # at blobs and gradients, between iterations
         self.whole = True  # no update is under way
         self.begun = False  # an iteration is under way
         self.capture = True  # the CPU may replay passes
@@ -189,7 +190,7 @@ class Step:
     def _overwriting(self, update: bool) -> Iterator[None]:
         try:
             self._set_overwrites(self.param.iter_size == 1 and self.gradients_untouched)
-            seen = self.graphs.net_callbacks or self.param.snapshot_diff or not self.saves_memory
+            seen = self.graphs.net_callbacks or self.param.snapshot_diff or self.scripts_look
             if update and self.overwrites and not seen:
                 self._let_layers_update()
             yield

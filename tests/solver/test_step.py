@@ -70,7 +70,7 @@ def test_large_weights_are_updated_with_their_gradients(monkeypatch: pytest.Monk
     monkeypatch.setattr(InnerProduct, "fuses_update", True)
     solver = solver_of("weight_decay: 0.01 ", DEEPER)
     step, net = solver.iterations.step, solver.net
-    step.saves_memory = True  # nobody looks at gradients
+    step.scripts_look = False
     (first,) = large_products(net).values()
     first.blobs[0].diff.fill(np.nan)
     for iteration in range(4):
@@ -111,7 +111,7 @@ def test_weights_are_updated_after_all_gradients_where_these_are_seen(
     monkeypatch.setattr(InnerProduct, "fuses_update", True)
     solver = solver_of("snapshot_diff: true " if why == "snapshot_diff" else "", DEEPER)
     step = solver.iterations.step
-    step.saves_memory = why != "a script may look"
+    step.scripts_look = why == "a script may look"
     if why == "a callback of the net":
         solver.net.after_backward.append(Looking())
     with step.overwrite_gradients(update=True):
