@@ -118,6 +118,7 @@ class BinaryInnerProduct(InnerProduct):
     """InnerProduct with `binarize`d weights, whose gradient the weights get (HWGQ)."""
 
     seeks_preferred_layout = False
+    can_replay = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
@@ -136,10 +137,6 @@ class BinaryInnerProduct(InnerProduct):
 
     def layout_for(self, preferred: Layout) -> Layout:
         return PLAIN
-
-    @property
-    def can_replay(self) -> bool:  # type: ignore[override]
-        return False
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         binarize(self.blobs[0].data, self.param.binary_inner_product_param, self.binary.data)
