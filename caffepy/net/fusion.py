@@ -9,19 +9,12 @@ from typing import NamedTuple
 
 from caffepy.layer import Layer
 from caffepy.layer.convolution import Convolution
+from caffepy.layer.convolution_groups import ConcatReLUs, ConvolutionReLU
 from caffepy.layer.eltwise import Eltwise
-from caffepy.layer.fused import (
-    PATTERNS,
-    ConcatReLUs,
-    ConvolutionReLU,
-    FusedGroup,
-    Member,
-    NormGroup,
-    NormPooling,
-    kind_of,
-    make_group,
-)
+from caffepy.layer.fused import PATTERNS, FusedGroup, make_group
+from caffepy.layer.group import Member, kind_of
 from caffepy.layer.neuron import Dropout, ReLU, ReLU6
+from caffepy.layer.norm_groups import NormGroup, NormPooling
 from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.shape import Concat, Flatten, Permute, Split

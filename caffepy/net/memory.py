@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from caffepy.device.blob import Blob, Memory
-from caffepy.layer.fused import ConcatReLUs
+from caffepy.layer.convolution_groups import ConcatReLUs
 from caffepy.layer.shape import Split
 from caffepy.net.fusion import Step
 from caffepy.net.gradients import large_products

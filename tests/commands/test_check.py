@@ -13,7 +13,7 @@ from caffepy.cli.check import check
 from caffepy.commands.check import LayerOnGpu, NetInfo, as_json, inspect, is_solver, outer_fields
 from caffepy.commands.largest_batch import LargestBatch, largest_batch
 from caffepy.core.errors import ConfigError, UsageError
-from caffepy.layer.fused import NormGroup
+from caffepy.layer.norm_groups import NormGroup
 from caffepy.net.memory import Usage
 from caffepy.net.recompute import OVERHEAD
 from tests.nets import library

@@ -11,14 +11,14 @@ from caffepy.device.blob import PLAIN, Blob, Layout
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
-from caffepy.layer.fused import (
+from caffepy.layer.convolution_groups import (
     ConvolutionLRN,
     ConvolutionMeans,
     ConvolutionPooling,
     ConvolutionReLU,
-    Member,
     PooledConvolution,
 )
+from caffepy.layer.group import Member
 from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 from tests.layer.harness import random

@@ -9,7 +9,8 @@ from caffepy.device.blob import Blob, Layout
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
-from caffepy.layer.fused import InnerProductGroup, Member
+from caffepy.layer.fused import InnerProductGroup
+from caffepy.layer.group import Member
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 from tests.layer.harness import random
 

@@ -14,7 +14,9 @@ from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
 from caffepy.layer.convolution import Convolution
 from caffepy.layer.eltwise import Eltwise
-from caffepy.layer.fused import Member, NormGroup, make_group
+from caffepy.layer.fused import make_group
+from caffepy.layer.group import Member
+from caffepy.layer.norm_groups import NormGroup
 from caffepy.layer.pooling import Pooling
 from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter

@@ -8,7 +8,9 @@ import pytest
 from caffepy import models
 from caffepy.device.blob import Layout, Memory
 from caffepy.device.device import Device
-from caffepy.layer.fused import ConcatReLUs, JoinedMaps, Member
+from caffepy.layer.convolution_groups import ConcatReLUs
+from caffepy.layer.fused import JoinedMaps
+from caffepy.layer.group import Member
 from caffepy.layer.shape import Concat, Permute
 from caffepy.net import Net
 from caffepy.net.fusion import find_groups, joined_maps

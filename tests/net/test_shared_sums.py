@@ -6,7 +6,7 @@ each computes its own.
 import numpy as np
 import pytest
 
-from caffepy.layer.fused import NormGroup
+from caffepy.layer.norm_groups import NormGroup
 from caffepy.net import Net
 from caffepy.net.memory import lifetimes, save_memory
 from caffepy.net.recompute import in_segments
