@@ -2,6 +2,7 @@
 
 import logging
 import os
+import struct
 import subprocess
 import sys
 from importlib import import_module
@@ -9,11 +10,13 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import pytest
 
 import caffepy.data
 import caffepy.ops.cpu
+from caffepy.core.errors import UsageError
 from caffepy.data.datum_fields import int32
 from caffepy.ops.cpu import compiler, machine_code
 from caffepy.ops.cpu.compiler import Kernel, inlined, kernel
@@ -94,6 +97,19 @@ def test_results_of_each_type(value):
     assert isinstance(same(value), type(value.item() if isinstance(value, np.generic) else value))
 
 
+@pytest.mark.parametrize("number", [1 << 63, -(1 << 63) - 1])
+def test_a_number_that_does_not_fit_is_refused_and_compiles_nothing(number, folder):
+    """numba would make uint64 of it, and the file of int would hold what it compiled for that."""
+
+    def half(x):
+        return x / 2
+
+    with pytest.raises(struct.error):
+        kernel(half)(number)
+    assert not list(folder.iterdir())
+    assert [kernel(half)(-3), kernel(half)(-3)] == [-1.5, -1.5]
+
+
 @kernel
 def refuse(x):
     if x[0] < 0:
@@ -131,6 +147,13 @@ def test_a_numba_that_does_otherwise_calls_its_kernels_itself(monkeypatch, caplo
     assert [count_up(), count_up()] == [[1, 1, 1]] * 2
     (message,) = caplog.messages
     assert "called by numba (other arguments)" in message
+
+
+def test_a_numba_that_must_not_compile_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
+    for argument in (np.zeros(3), ("a", "b")):
+        with pytest.raises(UsageError, match="NUMBA_DISABLE_JIT is set"):
+            kernel(add_one)(argument)
 
 
 def test_emission_refuses_arguments_of_another_layout():
@@ -194,6 +217,17 @@ def test_code_is_kept_until_what_it_refers_to_changes(folder, compilations, monk
     assert [run(), run()] == [12, 12]
     assert compilations == ["add"] * 3
     assert len(list(folder.iterdir())) == 1  # those of older code are removed
+
+
+def test_code_is_made_anew_if_it_is_called_otherwise(folder, compilations, monkeypatch):
+    """A newer caffepy in the same place finds files of kernels that did not change."""
+    count_up()
+    changed = folder / "machine_code.py"
+    changed.write_bytes(Path(machine_code.__file__).read_bytes() + b"# changed\n")
+    monkeypatch.setattr(machine_code, "__file__", str(changed))
+    monkeypatch.setattr(compiler, "_environment", compiler._environment.__wrapped__)
+    assert count_up() == [1, 1, 1]
+    assert compilations == ["add_one"] * 2
 
 
 def test_files_of_other_types_stay(folder):

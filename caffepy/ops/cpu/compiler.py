@@ -29,6 +29,7 @@ import llvmlite.binding as llvm
 import numpy as np
 
 from caffepy.core.cache import cache_file
+from caffepy.core.errors import UsageError
 from caffepy.core.files import temporary
 from caffepy.ops.cpu import machine_code
 from caffepy.ops.cpu.machine_code import Entry, Kinds, describe, words_of
@@ -137,15 +138,12 @@ class Kernel:
     @cached_property
     def dispatcher(self) -> Any:
         """numba's function, which compiles for each list of types, and which only kernels call."""
-        import numba
-
         options = {**self.options, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        return numba.njit(**options)(self._for_numba())
+        return _compiling_numba().njit(**options)(self._for_numba())
 
     @cached_property
     def _kept_by_numba(self) -> Any:
-        import numba
-
+        numba = _compiling_numba()
         try:
             return numba.njit(**self.options, cache=True)(self._for_numba())
         except RuntimeError as error:  # no place for its files
@@ -174,6 +172,17 @@ class Kernel:
         return types.FunctionType(
             code, {**known, **names}, function.__name__, function.__defaults__, cells
         )
+
+
+def _compiling_numba() -> Any:
+    """Import numba; UsageError if it was told not to compile."""
+    import numba
+
+    if numba.config.DISABLE_JIT:
+        raise UsageError(
+            "NUMBA_DISABLE_JIT is set, but caffepy's CPU kernels run compiled only; unset it"
+        )
+    return numba
 
 
 # files
@@ -300,13 +309,16 @@ def _digest(*values: object) -> str:
 
 @functools.cache
 def _environment() -> str:
-    """What code depends on beside its source: versions, the processor, numba's settings."""
+    """What code depends on beside its source: how it is called, versions, the processor, numba's
+    settings.
+    """
     numba = importlib.util.find_spec("numba")
     assert numba
     assert numba.origin
     version = os.stat(Path(numba.origin).with_name("_version.py"))
     settings = [item for item in os.environ.items() if item[0].startswith("NUMBA_")]
     return _digest(
+        [Path(source).read_bytes() for source in (machine_code.__file__, __file__)],
         (sys.version_info, np.__version__, llvmlite.__version__),
         (version.st_mtime_ns, version.st_size),
         (llvm.get_process_triple(), llvm.get_host_cpu_name()),

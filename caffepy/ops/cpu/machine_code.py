@@ -117,7 +117,10 @@ def _numpy_is_known() -> bool:
 
 
 def words_of(args: Sequence[Any]) -> list[Word] | None:
-    """Return the words of arguments; None if one is of a type that only numba can pass."""
+    """Return the words of arguments; None if one is of a type that only numba can pass.
+
+    struct.error if a number does not fit, of which numba would make another type.
+    """
     if not _numpy_is_known():
         return None
     found: list[Word] = []
@@ -132,6 +135,7 @@ def words_of(args: Sequence[Any]) -> list[Word] | None:
                 return None
             found += members
         elif type(arg) in FORMATS:
+            struct.pack(FORMATS[type(arg)], arg)
             found.append(Word(FORMATS[type(arg)]))
         else:
             return None
