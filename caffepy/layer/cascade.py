@@ -285,9 +285,13 @@ class DecodeBBox(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         counts = [prod(blob.shape[1:]) if blob.count else 0 for blob in bottom[:2]]
-        if counts != [8, 5] or len({blob.shape[:1] for blob in bottom}) > 1:
-            shapes = " and ".join(str(list(blob.shape)) for blob in bottom)
-            raise ConfigError(f"DecodeBBox needs deltas (R, 8) and rois (R, 5), not {shapes}")
+        rows = {blob.shape[:1] for blob in bottom}
+        if counts != [8, 5] or len(rows) > 1 or not bottom[-1].count:
+            shapes = ", ".join(str(list(blob.shape)) for blob in bottom)
+            raise ConfigError(
+                "DecodeBBox needs deltas (R, 8), rois (R, 5) and true boxes (R, 1 or more), "
+                f"not {shapes}"
+            )
         if not self.started:
             top[0].reshape((bottom[1].shape[0], 5, 1, 1))
 

@@ -359,7 +359,7 @@ class ProposalTarget(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.proposal_target_param
         rng = np.random.default_rng(self.device.draw_seed())
-        truths = bottom[1].data.reshape(bottom[1].shape[0], -1)
+        truths = bottom[1].data.reshape(-1, prod(bottom[1].shape[1:]))
         of_cascade = truths.shape[1] > 7
         if of_cascade:
             truths = truths[truths[:, 0] != -1]

@@ -12,6 +12,7 @@ from caffepy.layer.base import Blobs, Layer, layer
 
 NEAR = 3  # rows and columns to each side of a peak whose mean place it is
 TAPS = 4  # of a cubic
+MOST = 1000  # times as large
 
 
 @layer("ImResize")
@@ -30,6 +31,8 @@ class ImResize(Layer):
         param, shape = self.param.imresize_param, bottom[0].shape
         if len(shape) != 4 or 0 in shape:
             raise ConfigError(f"ImResize needs (N, C, H, W), not {list(shape)}")
+        if not all(abs(n) <= MOST for n in (param.factor, param.start_scale, param.scale_gap)):
+            raise ConfigError(f"factor, start_scale and scale_gap must be at most {MOST}")
         size = [param.target_spatial_height, param.target_spatial_width]
         if param.factor:
             size = [int(np.float32(param.factor) * n) for n in shape[2:]]

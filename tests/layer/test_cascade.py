@@ -389,6 +389,8 @@ def test_frcnn_output_refused(settings, shapes, message):
 def test_decoded_boxes_of_other_shapes(shape):
     with pytest.raises(ConfigError, match=r"DecodeBBox needs deltas \(R, 8\)"):
         Single('type: "DecodeBBox"', np.zeros(shape), np.zeros((2, 5)))
+    with pytest.raises(ConfigError, match=r"true boxes .*, not \[2, 8\], \[2, 5\], \[2, 0\]"):
+        Single('type: "DecodeBBox"', np.zeros((2, 8)), np.zeros((2, 5)), np.zeros((2, 0)))
 
 
 def test_frcnn_output_of_no_proposals():

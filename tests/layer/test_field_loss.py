@@ -470,6 +470,15 @@ def test_proposal_target_of_cascade_draws_a_box_where_none_is_left():
     assert ((top[0, 3:] - top[0, 1:3]) >= 31).all()
 
 
+@pytest.mark.parametrize("columns", [7, 8])
+def test_proposal_target_without_true_boxes(columns):
+    rois, _ = regions(count=3)
+    text = proposal_target("batch_size: 2")
+    boxes, *others = Single(text, rois, np.zeros((0, columns)), tops=6).forward()
+    assert boxes.shape == (2, 5, 1, 1)
+    assert not any(top.any() for top in others)
+
+
 def test_deltas_of_some_overlaps_have_no_weight():
     rois, truths = regions()
     text = proposal_target("batch_size: -1 bbox_thr_lw: 0.6 bbox_thr_hg: 0.9")

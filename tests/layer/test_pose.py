@@ -67,6 +67,12 @@ def test_a_scale_that_leaves_nothing():
         Single('type: "ImResize" imresize_param { factor: 2 start_scale: 2 }', random(1, 1, 6, 6))
 
 
+@pytest.mark.parametrize("setting", ["factor: inf", "start_scale: nan", "scale_gap: -1e38"])
+def test_scales_that_are_no_sizes(setting):
+    with pytest.raises(ConfigError, match="start_scale and scale_gap must be at most 1000"):
+        Single(f'type: "ImResize" imresize_param {{ {setting} }}', random(2, 1, 6, 6))
+
+
 def peaks(parts=2, most=3, threshold=0.5):
     return (
         f'type: "Nms" nms_param {{ threshold: {threshold} max_peaks: {most} num_parts: {parts} }}'
