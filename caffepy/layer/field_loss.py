@@ -26,19 +26,14 @@ LEAST_NEGATIVES = 4  # in an image, for each class
 SURE = 0.975  # overlap above which a region is the true box itself
 
 
-class OfFields(Layer):
-    """Base: the settings of layers that compare maps with their labels."""
+class OfLabels(Layer):
+    """Base: what layers have in common that compare maps with labels of 6 rows."""
 
     settings: Any
 
     def read_settings(self, settings: Any) -> None:
-        """Keep the settings; ConfigError for sizes that are lacking."""
+        """Keep the settings; ConfigError for impossible ones."""
         self.settings = settings
-        for name in ("cls_num", "field_w", "field_h", "downsample_rate"):
-            if not getattr(settings, name):
-                raise ConfigError(f"{self.type} needs a {name} of 1 or more")
-        if settings.coord_num != DELTAS:
-            raise ConfigError(f"coord_num is 4, not {settings.coord_num}")
         if not (settings.field_whr > 0 and settings.field_xyr > 0):
             raise ConfigError("field_whr and field_xyr must be above 0")
         if settings.objectness and settings.cls_num != 2:
@@ -46,6 +41,32 @@ class OfFields(Layer):
         loss = self.param.loss_param
         self.ignored = loss.ignore_label if loss.HasField("ignore_label") else None
         self.mean, self.std = units_of(self.param)
+
+    def classes(self, labels: Array) -> tuple[Array, Array]:
+        """Return the class of each place (M, H, W), and True where it is not ignored."""
+        found = labels[:, 0].astype(np.int64)
+        if self.settings.objectness:
+            found = np.minimum(found, 1)
+        heeded = np.ones(found.shape, bool) if self.ignored is None else found != self.ignored
+        wrong = heeded & ((found < 0) | (found >= self.settings.cls_num))
+        if wrong.any():
+            raise DataError(
+                f"{self.type}: label {found[wrong][0]} is none of {self.settings.cls_num} classes"
+            )
+        return found, heeded
+
+
+class OfFields(OfLabels):
+    """Base: layers of maps of one field, and their settings."""
+
+    def read_settings(self, settings: Any) -> None:
+        """Keep the settings; ConfigError for sizes that are lacking."""
+        for name in ("cls_num", "field_w", "field_h", "downsample_rate"):
+            if not getattr(settings, name):
+                raise ConfigError(f"{self.type} needs a {name} of 1 or more")
+        if settings.coord_num != DELTAS:
+            raise ConfigError(f"coord_num is 4, not {settings.coord_num}")
+        super().read_settings(settings)
         self.field = np.array([settings.field_w, settings.field_h], np.float32)
 
     def check_maps(self, bottom: Blobs) -> None:
@@ -57,19 +78,6 @@ class OfFields(Layer):
                 f"{self.type} needs maps (N, {wanted}, H, W) and labels (N, {ROWS}, H, W), not "
                 f"{maps} and {labels}"
             )
-
-    def classes(self, labels: Array) -> tuple[Array, Array]:
-        """Return the class of each place (N, H, W), and True where it is not ignored."""
-        found = labels[:, 0].astype(np.int64)
-        if self.settings.objectness:
-            found = np.minimum(found, 1)
-        heeded = np.ones(found.shape, bool) if self.ignored is None else found != self.ignored
-        wrong = heeded & ((found < 0) | (found >= self.settings.cls_num))
-        if wrong.any():
-            raise DataError(
-                f"{self.type}: label {found[wrong][0]} is none of {self.settings.cls_num} classes"
-            )
-        return found, heeded
 
     def boxes(self, labels: Array) -> tuple[Array, Array]:
         """Return True at true boxes (N, H, W), and at those that are ignored, too."""

@@ -10,22 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.core.errors import ConfigError, DataError
+from caffepy.core.errors import ConfigError
 from caffepy.data.overlap import overlaps
 from caffepy.device.blob import Array
-from caffepy.layer.base import Blobs, Layer, LossLayer, layer
-from caffepy.layer.cascade import bounded, from_fields, units_of
-from caffepy.layer.field_loss import DELTAS, LEAST_SIDE, ROWS
+from caffepy.layer.base import Blobs, LossLayer, layer
+from caffepy.layer.cascade import bounded, from_fields
+from caffepy.layer.field_loss import DELTAS, LEAST_SIDE, ROWS, OfLabels
 
 
-class OfGroups(Layer):
-    """Base: the settings of layers that compare maps of G fields with their labels."""
-
-    settings: Any
+class OfGroups(OfLabels):
+    """Base: layers of maps of G fields, and their settings."""
 
     def read_settings(self, settings: Any) -> None:
         """Keep the settings; ConfigError for sizes that are lacking."""
-        self.settings = settings
         fields = list(zip(settings.field_w, settings.field_h, strict=False))
         if (
             not fields
@@ -35,13 +32,7 @@ class OfGroups(Layer):
             raise ConfigError(f"{self.type} needs as many field_w as field_h, one or more, above 0")
         if not settings.cls_num or not settings.stride:
             raise ConfigError(f"{self.type} needs a cls_num and a stride of 1 or more")
-        if not (settings.field_whr > 0 and settings.field_xyr > 0):
-            raise ConfigError("field_whr and field_xyr must be above 0")
-        if settings.objectness and settings.cls_num != 2:
-            raise ConfigError(f"objectness is of 2 classes, not {settings.cls_num}")
-        loss = self.param.loss_param
-        self.ignored = loss.ignore_label if loss.HasField("ignore_label") else None
-        self.mean, self.std = units_of(self.param)
+        super().read_settings(settings)
         self.fields = np.array(fields, np.float32)  # (G, 2)
 
     def check_maps(self, bottom: Blobs) -> None:
@@ -57,19 +48,6 @@ class OfGroups(Layer):
                 f"{self.type} needs scores (N * {count}, {self.settings.cls_num}, H, W), deltas (N "
                 f"* {count}, {DELTAS}, H, W) and labels (N * {count}, {ROWS}, H, W), not {listed}"
             )
-
-    def classes(self, labels: Array) -> tuple[Array, Array]:
-        """Return the class of each place (N * G, H, W), and True where it is not ignored."""
-        found = labels[:, 0].astype(np.int64)
-        if self.settings.objectness:
-            found = np.minimum(found, 1)
-        heeded = np.ones(found.shape, bool) if self.ignored is None else found != self.ignored
-        wrong = heeded & ((found < 0) | (found >= self.settings.cls_num))
-        if wrong.any():
-            raise DataError(
-                f"{self.type}: label {found[wrong][0]} is none of {self.settings.cls_num} classes"
-            )
-        return found, heeded
 
     def backgrounds(self, labels: Array) -> Array:
         """Return True at places (N * G, H, W) that no true box comes near."""
