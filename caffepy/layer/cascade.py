@@ -333,9 +333,8 @@ class ScaleRoute(Layer):
                 "scale_route_param: low_scale must be 0 or more, high_scale no less, not "
                 f"{self.low:g} and {self.high:g}"
             )
-        if {blob.shape[0] for blob in bottom} != {bottom[0].shape[0]} or bottom[0].count != (
-            5 * bottom[0].shape[0]
-        ):
+        rows = bottom[0].shape[:1]
+        if {blob.shape[:1] for blob in bottom} != {rows} or bottom[0].count != 5 * prod(rows):
             shapes = ", ".join(str(list(blob.shape)) for blob in bottom)
             raise ConfigError(f"ScaleRoute needs rois (R, 5) and bottoms (R, ...), not {shapes}")
         if not self.started:
@@ -347,7 +346,7 @@ class ScaleRoute(Layer):
         size = rois[:, 3:] - rois[:, 1:3]
         scale = np.sqrt(np.where((size >= 0).all(axis=1), np.prod(size + 1, axis=1), 0))
         places = np.flatnonzero((scale >= self.low) & (scale < self.high))
-        if len(places):
+        if len(places) or not len(rois):
             return list(places)
         known = [bound for bound in (self.low, self.high) if 0 < bound < np.inf]
         middle = np.sqrt(np.prod(known)) if len(known) == 2 else known[0] if known else 256.0

@@ -27,7 +27,10 @@ def count_priors(bottom: Blobs, classes: int, groups: int) -> int:
     locations, in so many groups, and scores.
     """
     locations, scores, priors = bottom[:3]
-    n, count = locations.shape[0], priors.shape[2] // 4 if len(priors.shape) > 2 else 0
+    n, count = (
+        locations.shape[locations.axis(0)],
+        priors.shape[2] // 4 if len(priors.shape) > 2 else 0,
+    )
     if priors.shape[:3] != (1, 2, 4 * count) or priors.count != 8 * count:
         raise ConfigError(f"priors must have the shape (1, 2, P * 4), not {list(priors.shape)}")
     for what, blob, each in (("locations", locations, 4 * groups), ("scores", scores, classes)):
@@ -105,8 +108,8 @@ class DetectionOutput(Layer):
             self.files = ResultFiles(saved, labels, self.path)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        n, groups = bottom[0].shape[0], 1 if self.settings.share_location else self.classes
-        count = count_priors(bottom, self.classes, groups)
+        groups = 1 if self.settings.share_location else self.classes
+        count, n = count_priors(bottom, self.classes, groups), bottom[0].shape[0]
         top_k = self.settings.nms_param.top_k
         limited = self.settings.nms_param.HasField("top_k") and top_k > -1
         most = min(top_k, count) if limited else count

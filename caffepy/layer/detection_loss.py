@@ -241,7 +241,7 @@ class BoxAnnotatorOHEM(Layer):
         keep = np.sum(harder & (image == image[:, None]), axis=1) < self.most
         top[0].data.reshape(-1)[...] = np.where(keep, labels.reshape(-1), self.ignore)
         of_box = keep.reshape(self.view[0], 1, self.view[1])
-        lying = (self.view[0], -1, self.view[1])
+        lying = around(bottom[3], 1)
         np.multiply(weights.reshape(lying), of_box, out=top[1].data.reshape(lying))
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:

@@ -430,6 +430,8 @@ class SegAccuracy(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self.view = around(bottom[0], 1)
         check_labels(bottom[0], bottom[1], self.view)
+        if not self.view[1]:
+            raise ConfigError(f"scores of shape {list(bottom[0].shape)} have no classes")
         top[0].reshape((1, 1, 1, 3))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:

@@ -118,9 +118,9 @@ class MultiBoxLoss(ClassLoss):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape(())
-        n, groups = bottom[0].shape[0], 1 if self.settings.share_location else self.classes
+        groups = 1 if self.settings.share_location else self.classes
         truths = bottom[3]
-        count = count_priors(bottom, self.classes, groups)
+        count, n = count_priors(bottom, self.classes, groups), bottom[0].shape[0]
         if truths.count % 8 or truths.shape[-1:] != (8,):
             raise ConfigError(
                 f"true boxes must have the shape (1, 1, G, 8), not {list(truths.shape)}"

@@ -112,6 +112,11 @@ class Interp(Layer):
         return x.reshape(-1, *x.shape[2:])
 
 
+def planes(x: Array) -> Array:
+    """Return the planes of x (N, C, H, W) as rows (N * C, H * W)."""
+    return x.reshape(prod(x.shape[:2]), prod(x.shape[2:]))
+
+
 @layer("Upsample")
 class Upsample(Layer):
     """(N, C, H, W) -> (N, C, Ho, Wo).
@@ -164,7 +169,7 @@ class Upsample(Layer):
     def places(self, bottom: Blobs) -> tuple[Array, Array]:
         """Return (rows, places) of the values in planes, to index the flat planes of the top."""
         rows = self.rows.data
-        return rows, bottom[1].data.reshape(len(rows), -1).astype(np.int64)
+        return rows, planes(bottom[1].data).astype(np.int64)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y = bottom[0].data, top[0].data
@@ -178,7 +183,7 @@ class Upsample(Layer):
         self.outside.check()
         y.fill(0)
         rows, columns = self.places(bottom)
-        y.reshape(len(rows), -1)[rows, np.clip(columns, 0, end - 1)] = x.reshape(len(rows), -1)
+        planes(y)[rows, np.clip(columns, 0, end - 1)] = planes(x)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx is dy at the value's place, also where two values share one, as SegNet's; 0 for the
@@ -191,7 +196,7 @@ class Upsample(Layer):
         dy, dx = top[0].diff, bottom[0].diff
         if self.by_place:
             rows, columns = self.places(bottom)
-            dx.reshape(len(rows), -1)[...] = dy.reshape(len(rows), -1)[rows, columns]
+            planes(dx)[...] = planes(dy)[rows, columns]
         else:
             n, c, h, w = dx.shape
             down, right = self.scales
@@ -275,7 +280,7 @@ class Unpooling(Layer):
         rows = self.rows.data
         if len(bottom) == 1:
             return rows, self.places.data
-        places = bottom[1].data.reshape(len(rows), -1)
+        places = planes(bottom[1].data)
         return rows, np.clip(places, 0, end - 1).astype(np.int64)
 
     def windows(self, y: Array, x: Array) -> Iterator[tuple[Array, Array]]:
@@ -301,10 +306,10 @@ class Unpooling(Layer):
             self.outside.note(~((places >= 0) & (places < end)), places)
             self.outside.check()
         rows, columns = self.indices(bottom, end)
-        values = x.reshape(len(rows), -1)
+        values = planes(x)
         if len(bottom) == 1:
             columns, values = columns[:, self.kept.data], values[:, self.kept.data]
-        y.reshape(len(rows), -1)[rows, columns] = values
+        planes(y)[rows, columns] = values
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx is dy at the value's place, also where two values share one, or the mean of dy over
@@ -317,7 +322,7 @@ class Unpooling(Layer):
         dy, dx = top[0].diff, bottom[0].diff
         if self.moves:
             rows, columns = self.indices(bottom, prod(dy.shape[2:]))
-            dx.reshape(len(rows), -1)[...] = dy.reshape(len(rows), -1)[rows, columns]
+            planes(dx)[...] = planes(dy)[rows, columns]
             return
         dx.fill(0)
         for part, of in self.windows(dy, dx):

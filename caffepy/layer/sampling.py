@@ -1,6 +1,7 @@
 """SpatialTransformer: an image sampled at places that a net predicts."""
 
 from collections.abc import Sequence
+from math import prod
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array
@@ -58,7 +59,7 @@ class SpatialTransformer(Layer):
         """Return theta (N, 6) with what st_param gives."""
         theta = self.theta.data
         if self.free:
-            given = bottom[1].data.reshape(len(theta), -1)
+            given = bottom[1].data.reshape(len(theta), prod(bottom[1].shape[1:]))
             for k, i in enumerate(self.free):
                 theta[:, i] = given[:, k]
         return theta
@@ -76,6 +77,6 @@ class SpatialTransformer(Layer):
         if propagate_down[1] and self.free:
             dtheta = self.theta.diff
             self.ops.affine_theta_gradient(dy, bottom[0].data, theta, dtheta)
-            wanted = bottom[1].diff.reshape(len(theta), -1)
+            wanted = bottom[1].diff.reshape(len(theta), prod(bottom[1].shape[1:]))
             for k, i in enumerate(self.free):
                 wanted[:, k] = dtheta[:, i]

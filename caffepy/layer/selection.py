@@ -22,6 +22,7 @@ class ArgMax(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param, shape = self.param.argmax_param, bottom[0].shape
         axis = bottom[0].axis(param.axis) if param.HasField("axis") else None
+        bottom[0].axis(0)  # ConfigError if there is none
         candidates = prod(shape[1:]) if axis is None else shape[axis]
         if not 1 <= param.top_k <= candidates:
             raise ConfigError(
@@ -261,14 +262,14 @@ class Filter(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Count the items; at the net's construction, without values in the selector, all."""
-        n, selector = bottom[0].shape[0], bottom[-1]
-        if selector.shape[0] != n or selector.count != n:
+        n, selector = prod(bottom[0].shape[:1]), bottom[-1]
+        if selector.shape[:1] != (n,) or selector.count != n:
             raise ConfigError(
                 f"the selector must have shape [{n}] for {n} items, not {list(selector.shape)}"
             )
         for i, b in enumerate(bottom[:-1]):
-            if b.shape[0] != n:
-                raise ConfigError(f"bottom {i} has {b.shape[0]} items, the selector {n}")
+            if b.shape[:1] != (n,):
+                raise ConfigError(f"bottom {i} has {prod(b.shape[:1])} items, the selector {n}")
         self.chosen = np.flatnonzero(selector.data) if self.started else np.arange(n)
         self.started = True
         for b, t in zip(bottom, top, strict=False):

@@ -32,7 +32,8 @@ class Concat(Layer):
         axis, shape = bottom[0].axis(self.given_axis), bottom[0].shape
         before, after = shape[:axis], shape[axis + 1 :]
         for i, b in enumerate(bottom):
-            if b.shape[:axis] != before or b.shape[axis + 1 :] != after:
+            alike = b.shape[:axis] == before and b.shape[axis + 1 :] == after
+            if not alike or len(b.shape) != len(shape):
                 raise ConfigError(
                     f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(shape)}: "
                     f"they may differ in axis {axis} only"

@@ -434,3 +434,10 @@ def test_hard_mining_refused():
         Single(text.replace("1", "0"), random(3), random(3, 5))
     with pytest.raises(DataError, match="a roi of image 2, of 1"):
         Single(text, random(3), np.full((3, 5), 2.0)).forward()
+
+
+def test_scale_route_of_no_rois():
+    boxes, maps = Single('type: "ScaleRoute"', np.zeros((0, 5)), np.ones((0, 2)), tops=2).forward()
+    assert (boxes.shape, maps.shape) == ((0, 5), (0, 2))
+    with pytest.raises(ConfigError, match=r"rois \(R, 5\) and bottoms \(R, ...\), not \[\]"):
+        Single('type: "ScaleRoute"', np.zeros(()))

@@ -390,3 +390,12 @@ def test_detections_of_cascade_rcnn_of_other_shapes(shapes):
     text = 'type: "DetectionEvaluate" detection_evaluate_param { num_classes: 2 }'
     with pytest.raises(ConfigError, match="DetectionEvaluate needs"):
         Single(text, *map(np.zeros, shapes))
+
+
+@pytest.mark.parametrize("kind", ["DetectionOutput", "MultiBoxLoss"])
+def test_locations_without_axes(kind):
+    setting = "detection_output" if kind == "DetectionOutput" else "multibox_loss"
+    text = f'type: "{kind}" {setting}_param {{ num_classes: 2 }}'
+    bottoms = [(), (1, 2), (1, 2, 4)] + [(1, 1, 1, 8)] * (kind == "MultiBoxLoss")
+    with pytest.raises(ConfigError, match="axis 0 is out of range"):
+        Single(text, *map(np.zeros, bottoms))

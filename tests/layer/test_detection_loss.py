@@ -194,3 +194,10 @@ def test_the_hardest_boxes_on_gpu():
 def test_what_does_not_fit_is_refused(text, shapes, message):
     with pytest.raises(ConfigError, match=message):
         Single(text, *(random(*shape) for shape in shapes), tops=2 if "Box" in text else 1)
+
+
+def test_box_annotator_of_no_boxes():
+    text = 'type: "BoxAnnotatorOHEM" box_annotator_ohem_param { roi_per_img: 2 }'
+    shapes = [(0, 5), (0, 1), (0, 1), (0, 4)]
+    labels, weights = Single(text, *map(np.zeros, shapes), tops=2).forward()
+    assert (labels.shape, weights.shape) == ((0, 1), (0, 4))

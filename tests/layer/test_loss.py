@@ -540,3 +540,8 @@ def test_seg_accuracy_names_a_label_outside():
     y = np.full((1, 1, 2, 2), 255.0)
     with pytest.raises(DataError, match="label 255 is not one of the 3 classes"):
         Single('type: "SegAccuracy"', random(1, 3, 2, 2), y).forward()
+
+
+def test_accuracy_of_pixels_needs_classes():
+    with pytest.raises(ConfigError, match="have no classes"):
+        Single('type: "SegAccuracy"', np.zeros((1, 0, 2, 2)), np.zeros((1, 1, 2, 2)))

@@ -228,3 +228,10 @@ def test_unpooling_on_gpu(case):
     wanted = [True, False][: len(bottoms)]
     bottoms[1:] = [np.arange(float(X.size)).reshape(X.shape) % 20][: len(bottoms) - 1]
     check_plain_on_gpu(text, *bottoms, propagate_down=wanted)
+
+
+def test_upsample_by_place_of_no_items():
+    single = Single('type: "Upsample"', *np.zeros((2, 0, 3, 2, 2)))
+    assert single.forward()[0].shape == (0, 3, 4, 4)
+    (dx, _), _ = single.backward([np.zeros((0, 3, 4, 4))])
+    assert dx.shape == (0, 3, 2, 2)

@@ -82,3 +82,10 @@ def test_on_gpu(case):
     flat = np.tile([1.0, 0, 0, 0, 0, 0.1], (2, 1))  # each row of the top reads one column
     if case == "its size":
         check_plain_on_gpu(transformer(case), X, flat, propagate_down=[True, True])
+
+
+def test_no_images():
+    single = Single('type: "SpatialTransformer"', np.zeros((0, 2, 4, 4)), np.zeros((0, 6)))
+    assert single.forward()[0].shape == (0, 2, 4, 4)
+    (dx, dtheta), _ = single.backward([np.zeros((0, 2, 4, 4))])
+    assert (dx.shape, dtheta.shape) == ((0, 2, 4, 4), (0, 6))

@@ -252,3 +252,12 @@ def test_batch_reindex_on_gpu():
 @pytest.mark.parametrize("index", [5, -0.5, np.nan])
 def test_index_outside_is_named_on_gpu(index):
     check_problem_on_gpu('name: "r" type: "BatchReindex"', random(5, 2), np.array([1, index, 9]))
+
+
+def test_filter_and_argmax_need_axes():
+    with pytest.raises(ConfigError, match=r"the selector must have shape \[1\] for 1 items"):
+        Single('type: "Filter"', np.zeros(()), np.zeros(()))
+    with pytest.raises(ConfigError, match=r"bottom 0 has 2 items|must have shape \[2\]"):
+        Single('type: "Filter"', np.zeros((2, 3)), np.zeros(()))
+    with pytest.raises(ConfigError, match="axis 0 is out of range"):
+        Single('type: "ArgMax"', np.zeros(()))

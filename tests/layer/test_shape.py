@@ -427,3 +427,8 @@ def test_flip_on_gpu(which):
 def test_more_axes_than_an_image_cannot_be_flipped():
     with pytest.raises(ConfigError, match=r"at most 4 axes, not \[1, 2, 3, 4, 5\]"):
         Single('type: "Flip"', random(1, 2, 3, 4, 5))
+
+
+def test_concat_of_different_numbers_of_axes():
+    with pytest.raises(ConfigError, match=r"bottom 1 has shape \[\], bottom 0 has \[3\]"):
+        Single('type: "Concat" concat_param { axis: 0 }', np.zeros(3), np.zeros(()))
