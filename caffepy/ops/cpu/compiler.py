@@ -178,7 +178,7 @@ def _compiling_numba() -> Any:
     """Import numba; UsageError if it was told not to compile."""
     import numba
 
-    if numba.config.DISABLE_JIT:
+    if vars(numba.config)["DISABLE_JIT"]:
         raise UsageError(
             "NUMBA_DISABLE_JIT is set, but caffepy's CPU kernels run compiled only; unset it"
         )
