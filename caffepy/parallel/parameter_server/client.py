@@ -62,6 +62,7 @@ class Client:
         self.pulled = Pulled()
         self.again = 0  # pushes that were sent again
         self._engine, self._patience, self._bf16 = engine, patience, bf16
+        self._lost = False  # True: the coordinator has not answered for so long
 
     def start(
         self,
@@ -252,13 +253,18 @@ class Client:
         self.watch(view)
 
     def ask(self, method: str, *arguments: object) -> Any:
-        """Call the coordinator; again, if it died, as long as the patience lasts."""
+        """Call the coordinator; again, if it died, as long as the patience lasts. One that has been
+        lost for so long is called once, so that the run's last snapshot does not wait for it again.
+        """
         until = time.monotonic() + self._patience
         while True:
             try:
-                return self._result(self._engine.call(COORDINATOR, method, *arguments))
+                answer = self._result(self._engine.call(COORDINATOR, method, *arguments))
+                self._lost = False
+                return answer
             except DeadPeerError:
-                if time.monotonic() > until:
+                if self._lost or time.monotonic() > until:
+                    self._lost = True
                     raise
                 time.sleep(RETRY)
 

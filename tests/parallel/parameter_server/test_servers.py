@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from math import inf
 from typing import Any
@@ -17,7 +18,14 @@ from caffepy.parallel.parameter_server import coordinator, server_calls
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
 from caffepy.parallel.parameter_server.leases import Lease
-from caffepy.parallel.parameter_server.messages import COORDINATOR, Push, Rule, StaleViewError, View
+from caffepy.parallel.parameter_server.messages import (
+    COORDINATOR,
+    DeadPeerError,
+    Push,
+    Rule,
+    StaleViewError,
+    View,
+)
 from caffepy.parallel.parameter_server.range_state import RangeState
 from caffepy.parallel.parameter_server.ranges import Blob, key_ranges
 from tests.parallel.parameter_server.threads_engine import ThreadsEngine, serving
@@ -444,3 +452,23 @@ def test_each_batch_is_learned_from_once_when_workers_join_leave_and_die(
         batches = sorted(batch for own in learned.values() for batch in own)
         assert len(batches) > 100
         assert batches == list(range(len(batches)))
+
+
+def test_a_coordinator_that_is_lost_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, calls = ThreadsEngine(), list[str]()
+
+    def call(name: str, method: str, *arguments: object) -> "Future[Any]":
+        calls.append(method)
+        answer: Future[Any] = Future()
+        answer.set_exception(DeadPeerError(name))
+        return answer
+
+    monkeypatch.setattr(engine, "call", call)
+    client = Client(engine, 0, patience=0.1)
+    with pytest.raises(DeadPeerError):
+        client.cut()
+    again = len(calls)
+    assert again > 1
+    with pytest.raises(DeadPeerError):
+        client.collect()
+    assert calls[again:] == ["collect"]
