@@ -409,7 +409,9 @@ class FrcnnOutput(Layer):
         scores = bottom[0].data.reshape(count, self.classes)
         rois = bottom[2].data.reshape(count, prod(bottom[2].shape[1:]))
         if len(rois) and rois[:, 0].any():
-            raise DataError(f"FrcnnOutput: a roi of image {rois[:, 0].max():g}, of one image")
+            raise DataError(
+                f"FrcnnOutput takes rois of one image, 0; one is of image {rois[:, 0].max():g}"
+            )
         size = bottom[3].data.reshape(2)[::-1]  # width, height
         deltas = bottom[1].data.reshape(count, prod(bottom[1].shape[1:]) // 4, 4)
         low, high = moved(deltas * self.std + self.mean, rois[:, None, 1:5])
@@ -471,7 +473,10 @@ class HardMining(Layer):
         param, scores = self.param.hard_mining_param, bottom[0].data.reshape(-1)
         images = bottom[1].data.reshape(-1, 5)[:, 0].astype(np.int64)
         if len(images) and not 0 <= images.min() <= images.max() < param.num_image:
-            raise DataError(f"HardMining: a roi of image {images.max()}, of {param.num_image}")
+            raise DataError(
+                f"HardMining has a num_image of {param.num_image}, so no roi of image "
+                f"{images.max()}"
+            )
         places = np.arange(len(scores))[::-1]  # of equal scores the last comes first
         order = places[np.argsort(-scores[places], kind="stable")]
         first = [

@@ -509,9 +509,7 @@ class BNLL(Neuron):
 
     def function(self, x: Array, y: Array) -> None:
         """y = max(x, 0) + log(1 + exp(-|x|))."""
-        small = np.exp(-np.abs(x))
-        np.log1p(small, out=small)
-        np.add(small, np.maximum(x, 0), out=y)
+        np.add(np.log1p(np.exp(-np.abs(x))), np.maximum(x, 0), out=y)
 
     def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * sigmoid(x)."""

@@ -402,7 +402,7 @@ def test_frcnn_output_of_no_proposals():
 def test_frcnn_output_is_of_one_image():
     scores, deltas, rois, size = detections()
     rois[3, 0] = 1
-    with pytest.raises(DataError, match="a roi of image 1, of one image"):
+    with pytest.raises(DataError, match="takes rois of one image, 0; one is of image 1"):
         Single(frcnn_output(""), scores, deltas, rois, size).forward()
 
 
@@ -432,7 +432,7 @@ def test_hard_mining_refused():
         Single(text, np.zeros(()), np.zeros(()))
     with pytest.raises(ConfigError, match="must be 1 or more"):
         Single(text.replace("1", "0"), random(3), random(3, 5))
-    with pytest.raises(DataError, match="a roi of image 2, of 1"):
+    with pytest.raises(DataError, match="num_image of 1, so no roi of image 2"):
         Single(text, random(3), np.full((3, 5), 2.0)).forward()
 
 
