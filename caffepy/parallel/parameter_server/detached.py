@@ -149,7 +149,7 @@ class DetachedCoordinator(Coordinator):
         """As `Coordinator.join`."""
         view, _ = await super().join(worker, share)
         if worker == 0:
-            self._heard = time.monotonic()
+            self._heard, self._promised = time.monotonic(), -inf
         return view, self._state.begin
 
     async def leave(self, worker: int) -> None:

@@ -1,5 +1,6 @@
 """Servers that outlive trainers, in threads: what the next trainer finds, and what is refused."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,7 +183,16 @@ def test_servers_have_one_trainer_at_a_time(servers: ThreadsEngine) -> None:
     assert other.attach("a third")
 
 
-def test_a_trainer_that_died_makes_room_when_its_workers_are_left_out() -> None:
+def test_a_trainer_that_died_makes_room_when_its_workers_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release = DetachedCoordinator.release
+
+    async def late(self: DetachedCoordinator, trainer: str) -> None:
+        await asyncio.sleep(0.2)  # the view has no members meanwhile
+        await release(self, trainer)
+
+    monkeypatch.setattr(DetachedCoordinator, "release", late)
     engine, ranges = ThreadsEngine(), key_ranges([Blob("blob", 0, 3)])
     engine.spawn(COORDINATOR, lambda: DetachedCoordinator(engine, 1, 1, deadline=0.3))
     try:
