@@ -136,17 +136,12 @@ class ConvolutionPooling(_BehindReLU):
         """The convolution's output and the places of the maxima."""
         return [self.output, *self.pooling.buffers]
 
-    def _maxima(self, values: Array) -> Maxima:
-        pooling = self.pooling
-        window = pooling.kernel, pooling.stride, pooling.pad
-        return Maxima(values, pooling.index.data, window, True)
-
     def _pools(self, maxima: Maxima) -> bool:
         """True if the convolution computes the maxima, and its gradients from theirs."""
         return not self.propagate_down and self.layer.pools(self.output.layout, maxima.window)
 
     def forward(self) -> None:
-        layer, maxima, output = self.layer, self._maxima(self.top.data), self.output
+        layer, maxima, output = self.layer, self.pooling.maxima(self.top.data, True), self.output
         if self._pools(maxima):
             output.reshape_like(self.convolved)
             given = self.bottom.data, layer.blobs[0].data, layer.bias, output.data
@@ -156,7 +151,8 @@ class ConvolutionPooling(_BehindReLU):
             self.pooling.forward([output], [self.top])
 
     def backward(self) -> None:
-        layer, maxima, gradient = self.layer, self._maxima(self.top.diff), self.output.data
+        layer, gradient = self.layer, self.output.data
+        maxima = self.pooling.maxima(self.top.diff, True)
         if self._pools(maxima):
             given = layer.weight_diff, layer.bias_diff
             layer.conv.backward_weight_maxima(self.bottom.data, gradient, maxima, *given)
@@ -187,8 +183,8 @@ class ConvolutionMeans(_BehindReLU):
 
     def backward(self) -> None:
         pooling, output = self.pooling, self.output
-        window = pooling.kernel, pooling.stride, pooling.pad
-        pooling.ops.ave_pool_backward(self.top.diff, output.diff, window, x=output.data)
+        diffs = self.top.diff, output.diff
+        pooling.ops.ave_pool_backward(*diffs, pooling.window, x=output.data)
         self.gradients(output.diff, self.layer.bias_diff)
 
 
@@ -217,21 +213,17 @@ class PooledConvolution:
         """The convolution's output and the places of the maxima."""
         return [self.output, *self.pooling.buffers]
 
-    def _maxima(self, values: Array) -> Maxima:
-        pooling = self.pooling
-        window = pooling.kernel, pooling.stride, pooling.pad
-        return Maxima(values, pooling.index.data, window, self.relu)
-
     def forward(self) -> None:
         layer, output = self.layer, self.output
         output.reshape_like(self.convolved)
         (x,) = layer.whole([self.bottom])
         given = x.data, layer.blobs[0].data, layer.bias, output.data
-        layer.conv.forward_maxima(*given, self._maxima(self.top.data))
+        layer.conv.forward_maxima(*given, self.pooling.maxima(self.top.data, self.relu))
 
     def backward(self) -> None:
         """The gradients; a maximum that is not above 0 has no index."""
-        layer, maxima, gradient = self.layer, self._maxima(self.top.diff), self.output.data
+        layer, gradient = self.layer, self.output.data
+        maxima = self.pooling.maxima(self.top.diff, self.relu)
         (x,) = layer.copies or [self.bottom]
         dw, db = layer.weight_diff, layer.bias_diff
         if self.propagate_down:
@@ -290,7 +282,7 @@ class PoolingReLU:
 
     def forward(self) -> None:
         layer, x, y = self.layer, self.bottom.data, self.top.data
-        window = layer.kernel, layer.stride, layer.pad
+        window = layer.window
         if layer.method == PoolingParameter.MAX:
             layer.ops.max_pool_forward(x, y, layer.index.data, window, relu=True)
         else:
@@ -301,7 +293,7 @@ class PoolingReLU:
         if not self.propagate_down:
             return
         layer, dy, dx = self.layer, self.top.diff, self.bottom.diff
-        window = layer.kernel, layer.stride, layer.pad
+        window = layer.window
         if layer.method == PoolingParameter.MAX:
             layer.ops.max_pool_backward(dy, layer.index.data, dx, window)
         else:

@@ -15,7 +15,6 @@ from caffepy.layer.normalization import BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.scale import Scale
 from caffepy.ops.objects import NormForward, NormGradient, NormSums
-from caffepy.ops.protocol import Window
 
 
 class NormGroup:
@@ -332,20 +331,17 @@ class NormPooling(NormGroup):
         """The output of the convolution, and the places of the maxima."""
         return [*self._kept, *self.pooling.buffers]
 
-    @property
-    def _window(self) -> Window:
-        return self.pooling.kernel, self.pooling.stride, self.pooling.pad
-
     def forward(self) -> None:
         self.x.reshape_like(self.norm.bottoms[0])
         _, numbers = self._prepare()
-        given = self.x.data, numbers, self.tops[0].data, self.pooling.index.data, self._window
+        y, pooling = self.tops[0].data, self.pooling
+        given = self.x.data, numbers, y, pooling.index.data, pooling.window
         self.layer.ops.norm_max_pool_forward(*given)
 
     def backward(self) -> None:
         layer, source = self.layer, self.norm.bottoms[0] if self.convolution is None else self.x
         dx = source.diff if self.norm.propagate_down[0] else None
-        maxima = self.tops[0].diff, self.pooling.index.data, self._window
+        maxima = self.tops[0].diff, self.pooling.index.data, self.pooling.window
         given = self.x.data, layer.numbers.data, *maxima, dx, *self._scale_diffs(), layer.is_global
         layer.ops.norm_max_pool_backward(*given)
         self._backward_convolution()

@@ -8,6 +8,7 @@ import numpy as np
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import MAX_COUNT, Array, Blob
 from caffepy.layer.base import Blobs, Drawing, Layer, layer
+from caffepy.ops.objects import Maxima, Windows
 from caffepy.proto.caffe_pb2 import LayerParameter, Pooling3DParameter, PoolingParameter
 
 Pair = tuple[int, int]
@@ -137,6 +138,15 @@ class Pooling(Drawing):
             self.index = self.buffer(top[0].shape, kind)
 
     @property
+    def window(self) -> Windows:
+        """The kernel, the stride and the pad, each (h, w)."""
+        return self.kernel, self.stride, self.pad
+
+    def maxima(self, y: Array, relu: bool) -> Maxima:
+        """Return the maxima y, or those with the gradient y, for a convolution below."""
+        return Maxima(y, self.index.data, self.window, relu)
+
+    @property
     def takes_maxima(self) -> bool:
         """True for MAX."""
         return bool(self.method == PoolingParameter.MAX)
@@ -146,7 +156,7 @@ class Pooling(Drawing):
         return [self.index] if self.method == PoolingParameter.MAX or self.draws else []
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        x, y, window = bottom[0].data, top[0].data, (self.kernel, self.stride, self.pad)
+        x, y, window = bottom[0].data, top[0].data, self.window
         if self.method == PoolingParameter.MAX:
             self.ops.max_pool_forward(x, y, self.index.data, window)
             if self.tells_where:
@@ -162,7 +172,7 @@ class Pooling(Drawing):
         """dx is dy at the element that forward took, or dy shared evenly."""
         if not propagate_down[0]:
             return
-        dy, dx, window = top[0].diff, bottom[0].diff, (self.kernel, self.stride, self.pad)
+        dy, dx, window = top[0].diff, bottom[0].diff, self.window
         if self.method == PoolingParameter.AVE:
             self.ops.ave_pool_backward(dy, dx, window)
         elif self.method == PoolingParameter.STOCHASTIC and not self.draws:

@@ -32,6 +32,7 @@ from numpy.typing import DTypeLike
 from caffepy.device.blob import Array, Blob, Layout
 from caffepy.ops import objects
 from caffepy.ops.boxes import BoxCode, LocationLoss, Matching, Mining
+from caffepy.ops.objects import Windows
 from caffepy.ops.overlap import YoloWeights
 from caffepy.ops.update_state import Limits, Number, Segments
 
@@ -39,8 +40,6 @@ Maybe = Array | None
 Seed = int | Array
 """A seed, or on the CPU an int64 array () of it, which is read when the operation runs."""
 Pair = tuple[int, int]
-Window = tuple[Pair, Pair, Pair]
-"""kernel, stride and pad, each (height, width)."""
 Three = tuple[int, int, int]
 Volume = tuple[Three, Three, Three]
 """kernel, stride and pad, each (length, height, width)."""
@@ -542,7 +541,7 @@ class Ops(Protocol):
         """Return the element type of an index: int32, on a GPU uint8 if windows are small."""
 
     def max_pool_forward(
-        self, x: Array, y: Array, index: Array, window: Window, relu: bool = False
+        self, x: Array, y: Array, index: Array, window: Windows, relu: bool = False
     ) -> None:
         """Write the maximum of each window, clipped to the plane, and the index of the first
         element that has it.
@@ -552,11 +551,11 @@ class Ops(Protocol):
         and its index -1 (255).
         """
 
-    def max_pool_backward(self, dy: Array, index: Array, dx: Array, window: Window) -> None:
+    def max_pool_backward(self, dy: Array, index: Array, dx: Array, window: Windows) -> None:
         """dx = 0, then dx[index] += dy for every index but -1."""
 
     def norm_max_pool_forward(
-        self, x: Array, numbers: Array, y: Array, index: Array, window: Window
+        self, x: Array, numbers: Array, y: Array, index: Array, window: Windows
     ) -> None:
         """Maxima of x * factor + shift: `norm_forward`, then `max_pool_forward` with `relu`."""
 
@@ -566,7 +565,7 @@ class Ops(Protocol):
         numbers: Array,
         dy: Array,
         index: Array,
-        window: Window,
+        window: Windows,
         dx: Maybe,
         dscale: Maybe,
         dbias: Maybe,
@@ -574,14 +573,14 @@ class Ops(Protocol):
     ) -> None:
         """`max_pool_backward`, then `norm_backward`, of `norm_max_pool_forward`."""
 
-    def ave_pool_forward(self, x: Array, y: Array, window: Window, relu: bool = False) -> None:
+    def ave_pool_forward(self, x: Array, y: Array, window: Windows, relu: bool = False) -> None:
         """Write the mean of each window, at least 0 with `relu`.
 
         The divisor counts elements of the padding, but none beyond it.
         """
 
     def ave_pool_backward(
-        self, dy: Array, dx: Array, window: Window, y: Maybe = None, x: Maybe = None
+        self, dy: Array, dx: Array, window: Windows, y: Maybe = None, x: Maybe = None
     ) -> None:
         """Write dx: each dy divided evenly over its window; with y, only dy whose y > 0, or with x
         only for elements whose x > 0.
@@ -592,7 +591,7 @@ class Ops(Protocol):
         x: Array,
         y: Array,
         index: Array,
-        window: Window,
+        window: Windows,
         seed: Seed,
         step_counter: Maybe = None,
     ) -> None:
@@ -602,7 +601,7 @@ class Ops(Protocol):
         Its gradient is `max_pool_backward`. Seed and step_counter are those of `dropout_forward`.
         """
 
-    def stochastic_pool_mean(self, x: Array, y: Array, window: Window) -> None:
+    def stochastic_pool_mean(self, x: Array, y: Array, window: Windows) -> None:
         """Write the mean of `stochastic_pool_forward`: sum of squares / sum, 0 if that is <= 0."""
 
     # Pooling of volumes: x, dx (P, L, H, W), y, dy (P, Lo, Ho, Wo), window of three axes

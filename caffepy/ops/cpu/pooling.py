@@ -15,7 +15,8 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.normalization import norm_backward
 from caffepy.ops.cpu.random import mix, seed_array
-from caffepy.ops.protocol import Maybe, Pair, Seed, Window
+from caffepy.ops.objects import Windows
+from caffepy.ops.protocol import Maybe, Pair, Seed
 
 
 class _Layout(NamedTuple):
@@ -36,7 +37,7 @@ class _Layout(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _layout(plane: Pair, out: Pair, window: Window) -> _Layout:
+def _layout(plane: Pair, out: Pair, window: Windows) -> _Layout:
     (h, w), (ho, wo), ((kh, kw), (sh, sw), (ph, pw)) = plane, out, window
     rows = max(ho + (kh - 1) // sh + 1, (h + ph - 1) // sh + 1)
     columns = max(wo + (kw - 1) // sw, (w + pw - 1) // sw + 1)
@@ -167,7 +168,7 @@ def _ave_backward(
 
 @partial(kernel, fastmath=EXACT)
 def _stochastic_forward(
-    x: Array, y: Array, index: Array, seed: int, window: Window, lo: int, hi: int
+    x: Array, y: Array, index: Array, seed: int, window: Windows, lo: int, hi: int
 ) -> None:
     kernel, stride, pad = window
     h, w, second, number = x.shape[1], x.shape[2], mix(np.uint32(seed)), x.dtype.type
@@ -194,7 +195,7 @@ def _stochastic_forward(
 
 
 @kernel
-def _stochastic_mean(x: Array, y: Array, window: Window, lo: int, hi: int) -> None:
+def _stochastic_mean(x: Array, y: Array, window: Windows, lo: int, hi: int) -> None:
     kernel, stride, pad = window
     for n in range(lo, hi):
         for i in range(y.shape[1]):
@@ -223,11 +224,13 @@ def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
     return np.dtype(np.int32)
 
 
-def max_pool_forward(x: Array, y: Array, index: Array, window: Window, relu: bool = False) -> None:
+def max_pool_forward(x: Array, y: Array, index: Array, window: Windows, relu: bool = False) -> None:
     _share(_max_forward, _layout(x.shape[2:], y.shape[2:], window), relu, x, y, index)
 
 
-def norm_max_pool_forward(x: Array, numbers: Array, y: Array, index: Array, window: Window) -> None:
+def norm_max_pool_forward(
+    x: Array, numbers: Array, y: Array, index: Array, window: Windows
+) -> None:
     _, _, factor, shift = numbers
     run = partial(_norm_max_forward, *(_planes(x)[0], factor, shift), *_planes(y, index))
     layout = _layout(x.shape[2:], y.shape[2:], window)
@@ -239,7 +242,7 @@ def norm_max_pool_backward(
     numbers: Array,
     dy: Array,
     index: Array,
-    window: Window,
+    window: Windows,
     dx: Maybe,
     dscale: Maybe,
     dbias: Maybe,
@@ -252,17 +255,17 @@ def norm_max_pool_backward(
     norm_backward(flat, numbers, [g], None, None, None, to, dscale, dbias, frozen)
 
 
-def max_pool_backward(dy: Array, index: Array, dx: Array, window: Window) -> None:
+def max_pool_backward(dy: Array, index: Array, dx: Array, window: Windows) -> None:
     planes = _planes(dy, index, dx)
     parallel(partial(_max_backward, *planes), len(planes[0]), 1 + 20_000 // prod(dx.shape[2:]))
 
 
-def ave_pool_forward(x: Array, y: Array, window: Window, relu: bool = False) -> None:
+def ave_pool_forward(x: Array, y: Array, window: Windows, relu: bool = False) -> None:
     _share(_ave_forward, _layout(x.shape[2:], y.shape[2:], window), relu, x, y)
 
 
 def ave_pool_backward(
-    dy: Array, dx: Array, window: Window, y: Array | None = None, x: Array | None = None
+    dy: Array, dx: Array, window: Windows, y: Array | None = None, x: Array | None = None
 ) -> None:
     layout = _layout(dx.shape[2:], dy.shape[2:], window)
     masks = dy if y is None else y, dx if x is None else x
@@ -270,13 +273,13 @@ def ave_pool_backward(
 
 
 def stochastic_pool_forward(
-    x: Array, y: Array, index: Array, window: Window, seed: Seed, step_counter: Array | None = None
+    x: Array, y: Array, index: Array, window: Windows, seed: Seed, step_counter: Array | None = None
 ) -> None:
     seed = int(seed_array(seed, step_counter))
     planes = [a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in (x, y, index)]
     parallel(partial(_stochastic_forward, *planes, seed, window), len(planes[0]))
 
 
-def stochastic_pool_mean(x: Array, y: Array, window: Window) -> None:
+def stochastic_pool_mean(x: Array, y: Array, window: Windows) -> None:
     planes = [a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in (x, y)]
     parallel(partial(_stochastic_mean, *planes, window), len(planes[0]))

@@ -10,7 +10,8 @@ from cupy import empty_like
 from caffepy.ops.cuda.context import capability
 from caffepy.ops.cuda.launch import Array, c_type, channels_last, divisor, launch_expression
 from caffepy.ops.cuda.normalization import are_packs, maxima_gradient, norm_backward
-from caffepy.ops.protocol import Maybe, Pair, Seed, Window
+from caffepy.ops.objects import Windows
+from caffepy.ops.protocol import Maybe, Pair, Seed
 
 WIDE = 32
 """A warp sums a window of this many elements or more, if planes are contiguous."""
@@ -36,7 +37,7 @@ def _pool(
     large: Array,
     small: Array,
     arrays: tuple[Array, ...],
-    window: Window,
+    window: Windows,
     *others: Any,
     flags: Sequence[bool] = (),
 ) -> None:
@@ -67,7 +68,7 @@ def _pool(
 
 
 def window_sizes(
-    images: int, packs: int, over: Array, large: Array, small: Array, window: Window
+    images: int, packs: int, over: Array, large: Array, small: Array, window: Windows
 ) -> list[int]:
     """Return the numbers of WINDOWS in windows.cuh, for a pass over the large or small array."""
     planes = (*large.shape[2:], *small.shape[2:])
@@ -75,7 +76,7 @@ def window_sizes(
     return [images, packs, *planes, *(int(side) for pair in window for side in pair), *divisors]
 
 
-def max_pool_forward(x: Array, y: Array, index: Array, window: Window, relu: bool = False) -> None:
+def max_pool_forward(x: Array, y: Array, index: Array, window: Windows, relu: bool = False) -> None:
     narrow = x.dtype.itemsize == 2 and capability() >= 90
     if narrow and _suits_tiles(y, x, y, index, window):
         tile = TILE // window[1][0]
@@ -85,7 +86,9 @@ def max_pool_forward(x: Array, y: Array, index: Array, window: Window, relu: boo
     _pool("max_pool_forward", y, x, y, (x, y, index), window, None, None, 0, flags=flags)
 
 
-def norm_max_pool_forward(x: Array, numbers: Array, y: Array, index: Array, window: Window) -> None:
+def norm_max_pool_forward(
+    x: Array, numbers: Array, y: Array, index: Array, window: Windows
+) -> None:
     _, _, factor, shift = numbers
     others = factor, shift, 0 if channels_last(x, y) else x.shape[1]
     _pool("max_pool_forward", y, x, y, (x, y, index), window, *others, flags=(True, True))
@@ -96,7 +99,7 @@ def norm_max_pool_backward(
     numbers: Array,
     dy: Array,
     index: Array,
-    window: Window,
+    window: Windows,
     dx: Maybe,
     dscale: Maybe,
     dbias: Maybe,
@@ -119,7 +122,7 @@ def norm_max_pool_backward(
     maxima_gradient(flat, numbers, (dy, index), dx, dscale, dbias, frozen, of_x, of_dy, across)
 
 
-def max_pool_backward(dy: Array, index: Array, dx: Array, window: Window) -> None:
+def max_pool_backward(dy: Array, index: Array, dx: Array, window: Windows) -> None:
     arrays = (dy, index, dx)
     if _suits_tiles(dx, dx, dy, index, window):
         _pool_tiles("max_pool_backward_tiles", dx, TILE, arrays, dx, dy, window)
@@ -127,7 +130,7 @@ def max_pool_backward(dy: Array, index: Array, dx: Array, window: Window) -> Non
         _pool("max_pool_backward", dx, dx, dy, arrays, window)
 
 
-def _suits_tiles(over: Array, large: Array, small: Array, index: Array, window: Window) -> bool:
+def _suits_tiles(over: Array, large: Array, small: Array, index: Array, window: Windows) -> bool:
     """Return True if kernels of tiles can do it, and have enough to do: square windows, none of
     which begins beyond the plane, over whole packs of channels.
     """
@@ -154,7 +157,7 @@ def _pool_tiles(
     arrays: tuple[Array, ...],
     large: Array,
     small: Array,
-    window: Window,
+    window: Windows,
     relu: bool | None = None,
 ) -> None:
     """Call a kernel with a thread for each pack of channels of `tile` neighbours of a row."""
@@ -171,12 +174,12 @@ def _pool_tiles(
     )
 
 
-def ave_pool_forward(x: Array, y: Array, window: Window, relu: bool = False) -> None:
+def ave_pool_forward(x: Array, y: Array, window: Windows, relu: bool = False) -> None:
     _pool("ave_pool_forward", y, x, y, (x, y), window, flags=(relu,))
 
 
 def ave_pool_backward(
-    dy: Array, dx: Array, window: Window, y: Array | None = None, x: Array | None = None
+    dy: Array, dx: Array, window: Windows, y: Array | None = None, x: Array | None = None
 ) -> None:
     assert y is None or x is None
     mask = y if x is None else x
@@ -187,11 +190,11 @@ def ave_pool_backward(
 
 
 def stochastic_pool_forward(
-    x: Array, y: Array, index: Array, window: Window, seed: Seed, step_counter: Array | None = None
+    x: Array, y: Array, index: Array, window: Windows, seed: Seed, step_counter: Array | None = None
 ) -> None:
     numbers = seed, step_counter
     _pool("stochastic_pool_forward", y, x, y, (x, y, index), window, *numbers)
 
 
-def stochastic_pool_mean(x: Array, y: Array, window: Window) -> None:
+def stochastic_pool_mean(x: Array, y: Array, window: Windows) -> None:
     _pool("stochastic_pool_mean", y, x, y, (x, y), window)
