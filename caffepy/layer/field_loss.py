@@ -42,6 +42,16 @@ class OfLabels(Layer):
         self.ignored = loss.ignore_label if loss.HasField("ignore_label") else None
         self.mean, self.std = units_of(self.param)
 
+    def bounds(self) -> tuple[Array, Array]:
+        """Return the least and the largest deltas (4, 1, 1), in units of the means and deviations
+        that two of them have together.
+        """
+        most = np.array([1 / self.settings.field_xyr, np.log(self.settings.field_whr)], np.float32)
+        mean = (self.mean[::2] + self.mean[1::2]) / 2
+        std = np.sqrt(self.std[::2] * self.std[1::2])
+        low, high = (np.repeat((sign * most - mean) / std, 2) for sign in (-1, 1))
+        return low[:, None, None], high[:, None, None]
+
     def classes(self, labels: Array) -> tuple[Array, Array]:
         """Return the class of each place (M, H, W), and True where it is not ignored."""
         found = labels[:, 0].astype(np.int64)
@@ -105,16 +115,6 @@ class DetectionLoss(LossLayer, OfFields):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self.check_maps(bottom)
         top[0].reshape((1, 1, 1, 2))
-
-    def bounds(self) -> tuple[Array, Array]:
-        """Return the least and the largest deltas (4, 1, 1), in units of the means and deviations
-        that two of them have together.
-        """
-        most = np.array([1 / self.settings.field_xyr, np.log(self.settings.field_whr)], np.float32)
-        mean = (self.mean[::2] + self.mean[1::2]) / 2
-        std = np.sqrt(self.std[::2] * self.std[1::2])
-        low, high = (np.repeat((sign * most - mean) / std, 2) for sign in (-1, 1))
-        return low[:, None, None], high[:, None, None]
 
     def sampled(self, scores: Array, found: Array, background: Array) -> Array:
         """Return True at the backgrounds (N, H * W) to learn from, of places (N, H * W) that may

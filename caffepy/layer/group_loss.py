@@ -94,16 +94,6 @@ class DetectionGroupLoss(LossLayer, OfGroups):
         self.check_maps(bottom)
         top[0].reshape((1, 1, 1, 2))
 
-    def bounds(self) -> tuple[Array, Array]:
-        """Return the least and the largest deltas (4, 1, 1), in units of the means and deviations
-        that two of them have together.
-        """
-        most = np.array([1 / self.settings.field_xyr, np.log(self.settings.field_whr)], np.float32)
-        mean = (self.mean[::2] + self.mean[1::2]) / 2
-        std = np.sqrt(self.std[::2] * self.std[1::2])
-        low, high = (np.repeat((sign * most - mean) / std, 2) for sign in (-1, 1))
-        return low[:, None, None], high[:, None, None]
-
     def counts(self, true: int, others: int) -> tuple[int, int]:
         """Return how many of so many true boxes and backgrounds of an image to learn from."""
         param = self.settings
