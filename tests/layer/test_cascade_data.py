@@ -11,7 +11,7 @@ import pytest
 from caffepy.core.errors import CaffeError
 from caffepy.data.overlap import pixel_overlaps
 from tests.layer.test_data import Feed
-from tests.layer.test_field_data import FIELDS, MEANS, half_up
+from tests.layer.test_field_data import FIELDS, MEANS, Cut, half_up
 
 MEAN = " ".join(f"mean_value: {value}" for value in MEANS)
 
@@ -76,7 +76,7 @@ def test_overlaps_of_pixels():
         np.testing.assert_allclose(ours, theirs)
 
 
-class Loop:
+class Loop(Cut):
     """What Cascade R-CNN's code makes of a scene with the numbers that a generator draws."""
 
     def __init__(self, one, rng, size, *, mirror=False, resize=None, bounds=None, of_box=False,
@@ -85,10 +85,7 @@ class Loop:
         self.boxes, self.regions = boxes[:, 3:].tolist(), regions.tolist()
         self.flags = boxes[:, :3].tolist()
         if mirror and rng.integers(2):
-            self.image = self.image[:, ::-1].copy()
-            width = self.image.shape[1]
-            for box in self.boxes + self.regions:
-                box[0], box[2] = width - box[2], width - box[0]
+            self.mirror()
         height, width = self.image.shape[:2]
         if resize:
             new = resize(height, width)
@@ -117,32 +114,7 @@ class Loop:
             if aspects:
                 aspect = 2 ** rng.uniform(*map(log2, aspects))
                 fx, fy = fx * sqrt(aspect), fy / sqrt(aspect)
-        if fx > 1.5 or fy > 1.5:
-            w, h = min(half_up(1.2 * width / fx), width), min(half_up(1.2 * height / fy), height)
-            x, y = max(half_up(cx - w / 2), 0), max(half_up(cy - h / 2), 0)
-            x, y = x - max(x + w - width, 0), y - max(y + h - height, 0)
-            self.image = self.image[y : y + h, x : x + w]
-            cx, cy = cx - x, cy - y
-            self.affine(1, 1, -x, -y)
-            height, width = h, w
-        width, height = half_up(width * fx), half_up(height * fy)
-        if (fx, fy) != (1, 1):
-            self.image = cv2.resize(self.image, (width, height))
-        self.affine(fx, fy, 0, 0)
-        noise = rng.integers(-10, 10, 2)
-        ends = []
-        for side, cut, centre, off in (
-            (width, size[1], cx * fx, noise[0]),
-            (height, size[0], cy * fy, noise[1]),
-        ):
-            src = dst = 0
-            if side < cut:
-                src = min(max(half_up((cut - side) / 2) + off, 0), cut - side)
-            elif side > cut:
-                dst = min(max(half_up(centre) + off - half_up(cut / 2), 0), side - cut)
-            ends.append((src, dst, min(side, cut)))
-        (sx, dx, w), (sy, dy, h) = ends
-        self.affine(1, 1, sx - dx, sy - dy)
+        (sx, dx, w), (sy, dy, h) = self.cut(size, fx, fy, cx, cy, rng)
         self.pixels = np.zeros((3, *size))
         part = self.image[dy : dy + h, dx : dx + w].transpose(2, 0, 1)
         self.pixels[:, sy : sy + h, sx : sx + w] = part - np.array(MEANS, float)[:, None, None]
@@ -152,10 +124,6 @@ class Loop:
             outside = x < 0 or x >= size[1] or y < 0 or y >= size[0]
             if outside or x2 - x1 + 1 < least[0] or y2 - y1 + 1 < least[1]:
                 self.flags[k][1] = 1
-
-    def affine(self, fx, fy, x, y):
-        for box in self.boxes + self.regions:
-            box[:] = box[0] * fx + x, box[1] * fy + y, box[2] * fx + x, box[3] * fy + y
 
     def maps(self, size, *, margin=None, inside=None):
         maps, times, best = [], [0] * len(self.boxes), [(0, 0)] * len(self.boxes)
