@@ -10,7 +10,8 @@ bf16 has on a GPU anyway), the modes of torch.compile `default`, `reduce-overhea
 `max-autotune`, and of JAX `jax` (a step a call) and `jax-100` (100 steps a call, for small nets).
 PyTorch runs TF32 or autocast, cuDNN's timing and fused SGD. peer_torch.py and peer_jax.py have the
 nets; a file given as --peer takes the place of the former: its NETS is a table of functions that
-give (module, image shape, classes), and loss_of(outputs, labels) their loss.
+give (module, image shape, classes), loss_of(outputs, labels) their loss, and compiled(module, mode),
+if there is one, takes the place of torch.compile.
 
 All contenders of a net and precision are warmed up one after the other, then take turns by windows
 of so many seconds, while the others wait. Medians are printed as a table, whose ratio is to the
@@ -109,7 +110,7 @@ def by_torch(job: Answer) -> tuple[Window, Memory]:
     y = torch.randint(classes, (job["batch"],), device=device)
     if job["mode"] in ("bf16", "fp16") or (not on_gpu and kind != "eager"):
         net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    run = net if kind in EAGER else torch.compile(net, mode=kind)
+    run = net if kind in EAGER else getattr(peer, "compiled", torch.compile)(net, mode=kind)
     step = peer_torch.training_step(run, x, y, job["mode"], peer.loss_of)
 
     def steps(count: int) -> None:

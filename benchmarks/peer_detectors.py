@@ -122,6 +122,17 @@ NETS: dict[str, Callable[[], Net]] = {
 }
 
 
+def compiled(net: nn.Module, mode: str) -> Any:
+    """Return the net compiled; of a detector its features and heads, since compiling the rest fails
+    in torchvision's code that matches boxes.
+    """
+    if not isinstance(net, Detector):
+        return torch.compile(net, mode=mode)
+    for part in ("backbone", "head"):
+        setattr(net.net, part, torch.compile(getattr(net.net, part), mode=mode))
+    return net
+
+
 def loss_of(outputs: Any, labels: torch.Tensor) -> Any:
     """Return the loss: what a detector returns, else that of the scores."""
     if outputs.dim() == 0:
