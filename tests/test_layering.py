@@ -108,7 +108,7 @@ def test_files_do_not_import_each_other_in_circles() -> None:
 
 def test_a_start_on_a_gpu_does_without_the_cpu_s_kernels() -> None:
     """Numba takes a quarter of a second to import."""
-    for path in (ROOT / "caffepy" / "ops" / "cuda").glob("*.py"):
+    for path in (ROOT / "caffepy" / "ops" / "cuda").rglob("*.py"):
         top = ast.parse(path.read_text()).body
         found = [node for node in top if isinstance(node, (ast.Import, ast.ImportFrom))]
         wanted = [name for node in found for name in names(node)]

@@ -3,8 +3,8 @@
 All work is enqueued on CuPy's current stream; nothing waits for it, nothing is read back, so that a
 step can be captured as a CUDA graph once every shape has been seen.
 
-Start with launch.py and elementwise.py; a convolution is convolution.py, which chooses between
-graphs.py (cuDNN), small_convolution.py and columns.py.
+Start with launch.py and elementwise.py; `convolution` chooses between graphs.py (cuDNN), kernels of
+our own, such as small_convolution.py, and columns.py.
 """
 
 try:
@@ -38,7 +38,7 @@ from caffepy.ops.cuda.boxes import (
     multibox_loss,
 )
 from caffepy.ops.cuda.compiler import compile_ahead
-from caffepy.ops.cuda.convolution import Convolution
+from caffepy.ops.cuda.convolution.convolution import Convolution
 from caffepy.ops.cuda.copies import convert, copy, cut, deal_channels, join
 from caffepy.ops.cuda.ctc import ctc_backward, ctc_forward
 from caffepy.ops.cuda.deformable import deformable_backward, deformable_columns

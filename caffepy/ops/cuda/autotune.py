@@ -170,6 +170,19 @@ def fastest(
         return best
 
 
+def run_kept(runs: dict[Any, Run], key: Any, make: Make, arguments: Sequence[Any]) -> Any:
+    """Run what is kept under this key; make it first if it is not there.
+
+    In a block of `compile_ahead` it is made, but neither kept nor run.
+    """
+    run = runs.get(key) or make()
+    if looks_ahead():
+        return None
+    assert run is not None
+    runs[key] = run
+    return run(*arguments)
+
+
 def milliseconds(
     call: Callable[[], None], limit: float = float("inf"), launches: int = 1, times: int = 5
 ) -> float:

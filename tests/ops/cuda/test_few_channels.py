@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
 from caffepy.ops import cpu, cuda  # noqa: E402
-from caffepy.ops.cuda import convolution, few_channels  # noqa: E402
+from caffepy.ops.cuda import autotune, few_channels  # noqa: E402
 from tests.ops.cuda.stored import loaded, rounded, stored  # noqa: E402
 
 CASES = {  # x, outputs, kernel, stride, pad, dilation
@@ -73,7 +73,7 @@ def test_as_on_the_cpu(case, kind, with_bias, monkeypatch):
     have = [cupy.asarray(a) for a in (dw, db)]
     arrays = [stored(a, kind, channels_last=True) for a in (x, y, dy)]
     before = arrays[2].copy()
-    monkeypatch.setattr(convolution.autotune, "fastest", own)
+    monkeypatch.setattr(autotune, "fastest", own)
     convs[1].backward_weight_relu(*arrays, have[0], have[1] if with_bias else None)
     assert (arrays[2] == before).all(), "the kernel was not used: it leaves dy as it is"
     x, y, dy = (rounded(a, kind) for a in (x, y, dy))

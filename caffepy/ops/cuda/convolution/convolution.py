@@ -1,35 +1,4 @@
-"""Convolution on a GPU: chosen, for each method at its first call, among several candidates.
-
-With the channels last, the levels of candidates of a forward are:
-
-    Convolution.forward                            key in the tuned plans
-    +- "... small", "... few channels", "... depthwise", "... pointwise": cuDNN, or our own
-       +- small_convolution: the best tilings by estimated cycles
-       +- small_images: likewise, beside it, but for the weights
-       +- few_channels: images of few channels; with ReLU's mask in the gradient of the weights
-       +- depthwise: each channel by itself
-       +- pointwise: the gradient of the weights as one product
-       +- cuDNN, "... ways": how weights and image are arranged for it (filters.py)
-          |     plain        weights (O, kernel, C/g)
-          |     dense        few groups as one, with zeros between them
-          |     blocks       space to depth; channels padded for tensor cores
-          +- "... apart": bias and ReLU in cuDNN's plan, or in a kernel after it
-             +- plans.find: cuDNN's plans for the graph, by its heuristics
-
-Before MAX pooling, "forward maxima" is above them: the pooling after it, or kernels that do not
-write the output (pooled_convolution, small_images, strided_images); likewise the gradient.
-
-Before a BatchNorm, "forward moments" is above them: a pass for the sums of y after it, or kernels
-of ours, pointwise or depthwise, that give them. Where the output is skipped, products of our own do
-all of it (covariance.py); depthwise, both gradients are one pass in 16 bits (`backward_both`).
-
-Each level is timed by autotune.fastest, from the innermost outwards, and remembered on disk. The
-gradients have the same levels without "apart"; the gradient of the data has no blocks.
-
-In Caffe's layout (_Plain) there is one level, "apart". Where cuDNN has no plan, arrays with the
-channels last are converted to float32 in Caffe's layout; where it has none there either, im2col and
-matrix products (columns.py) do it.
-"""
+"""A convolution's passes, for arrays in any layout."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -51,22 +20,20 @@ from caffepy.ops.cuda import (
     covariance,
     depthwise,
     few_channels,
-    graphs,
     pointwise,
     pooled_convolution,
     small_convolution,
     small_images,
     strided_images,
 )
-from caffepy.ops.cuda.autotune import Make, Run
-from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
-from caffepy.ops.cuda.blas import add_into
-from caffepy.ops.cuda.columns import Columns
+from caffepy.ops.cuda.autotune import Make, Run, run_kept
+from caffepy.ops.cuda.bias_relu import relu_bias_backward
 from caffepy.ops.cuda.compiler import looks_ahead
 from caffepy.ops.cuda.context import context, prepare_handles
+from caffepy.ops.cuda.convolution.arrangement import Arrangement, arrangements, with_bias
+from caffepy.ops.cuda.convolution.plain import Plain
 from caffepy.ops.cuda.copies import convert
 from caffepy.ops.cuda.covariance import Covariance
-from caffepy.ops.cuda.filters import Blocks, Filters, dense_filters, plain_filters, suits_blocks
 from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import TYPES, Array, channels_last, lies_channels_last
 from caffepy.ops.cuda.normalization import (
@@ -131,7 +98,7 @@ class Convolution:
             (0,) * len(missing) + pad,
             missing + dilation,
         )
-        self._made: dict[Any, _Plain | _ChannelsLast] = {}
+        self._made: dict[Any, Plain | _ChannelsLast] = {}
         prepare_handles()
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
@@ -262,7 +229,7 @@ class Convolution:
         """
         return y if y.shape == self.y_shape else y.reshape(self.y_shape)
 
-    def _for(self, x: Array, y: Array) -> "_Plain | _ChannelsLast":
+    def _for(self, x: Array, y: Array) -> "Plain | _ChannelsLast":
         key = x.dtype, x.strides, y.strides
         if key not in self._made:
             narrow = x.dtype.itemsize == 2
@@ -271,127 +238,9 @@ class Convolution:
                 raise DeviceError(
                     f"numbers of 16 bits must lie with the channels last, not {where}"
                 )
-            kind = _ChannelsLast if narrow or channels_last(x, y) else _Plain
+            kind = _ChannelsLast if narrow or channels_last(x, y) else Plain
             self._made[key] = kind(self._geometry, x.dtype)
         return self._made[key]
-
-
-class _Arrangement:
-    """A way to give a convolution to cuDNN: in Caffe's layout if there are no filters; else with
-    the channels last, its weights, and its image if it is of blocks, rearranged.
-    """
-
-    def __init__(
-        self,
-        dtype: DTypeLike,
-        geometry: Geometry,
-        filters: Filters | None = None,
-        blocks: Blocks | None = None,
-    ) -> None:
-        self.dtype, self.geometry, self.blocks = np.dtype(dtype), geometry, blocks
-        self.filters: Any = filters
-
-    def image(self, x: Array) -> Array:
-        return x if self.blocks is None or looks_ahead() else self.blocks.take(x)
-
-    def weights(self, w: Array, b: Array | None = None) -> tuple[Array, Array | None]:
-        return (w, b) if self.filters is None or looks_ahead() else self.filters.take(w, b)
-
-    def plan(self, what: str, arrays: Sequence[Array]) -> Run | None:
-        """Return what runs cuDNN's plan; without one None, or im2col in Caffe's layout."""
-        last = self.filters is not None
-        plan = graphs.find(what, self.geometry, last, arrays)
-        if plan is not None:
-            return plan.run
-        if last or "bias" in what or looks_ahead():
-            return None
-        message = "cuDNN has no plan for %s of %s: it runs as im2col and matrix products"
-        log.warning(message, what, self.geometry)
-        run: Run = getattr(Columns(self.geometry), what)
-        return run
-
-    def plan_forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> Run | None:
-        """Return the faster of two: bias and ReLU in cuDNN's plan, or in a kernel after it."""
-        image, (weights, bias) = self.image(x), self.weights(w, b)
-        what, last = _with_bias(relu), self.filters is not None
-
-        def together() -> Run | None:
-            plan = self.plan(what, (image, weights, bias, y))
-            return plan and (lambda x, w, b, y: plan(self.image(x), *self.weights(w, b), y))
-
-        def apart() -> Run | None:
-            plan = self.plan("forward", (image, weights, y))
-            if plan is None:
-                return None
-
-            def run(x: Array, w: Array, b: Array | None, y: Array) -> None:
-                plan(self.image(x), self.weights(w, b)[0], y)
-                if b is not None or relu:
-                    bias_relu(y, b, relu)
-
-            return run
-
-        candidates = [together, apart] if b is not None or (relu and last) else [apart]
-        name = f"{what} apart {self.geometry}{' last' * last}"
-        found = autotune.fastest(name, self.dtype, candidates, (x, w, b, y))
-        return found and found[1]
-
-
-def _with_bias(relu: bool) -> str:
-    return "forward bias relu" if relu else "forward bias"
-
-
-class _Plain:
-    """A convolution in Caffe's layout."""
-
-    def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
-        self._cudnn = _Arrangement(dtype, geometry)
-        self._runs: dict[Any, Run] = {}
-
-    def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
-        arrays = x, w, b, y
-        make = partial(self._cudnn.plan_forward, *arrays, relu)
-        _run(self._runs, ("forward", b is not None, relu), make, arrays)
-
-    def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        self._run("backward_data", dy, w, dx)
-
-    def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
-        part = context().array("gradient", dw.shape, dw.dtype)
-        self._run("backward_weight", x, dy, part)
-        add_into(part, dw)
-        if db is not None:
-            relu_bias_backward(None, dy, db)
-
-    def _run(self, what: str, *arrays: Array) -> None:
-        _run(self._runs, what, partial(self._cudnn.plan, what, arrays), arrays)
-
-
-def _run(runs: dict[Any, Run], what: Any, make: Make, arrays: Sequence[Any]) -> Any:
-    """Run what is kept under this name; make it first if it is not there."""
-    run = runs.get(what) or make()
-    if not looks_ahead():
-        assert run is not None
-        runs[what] = run
-        return run(*arrays)
-    return None
-
-
-def _arrangements(geometry: Geometry, dtype: DTypeLike) -> list[_Arrangement]:
-    """Return the arrangements to time.
-
-    The first is the untimed default: it is likely to be the fastest, or at least never slow (cuDNN
-    has few plans for groups).
-    """
-    ways = [_Arrangement(dtype, geometry, plain_filters(geometry, dtype))]
-    if 1 < geometry.group <= DENSE:
-        ways.insert(0, _Arrangement(dtype, *dense_filters(geometry, dtype)))
-    if suits_blocks(geometry, dtype):
-        blocks = Blocks(geometry, dtype)
-        strided = prod(geometry.stride) > 1
-        way = _Arrangement(dtype, blocks.geometry, blocks.filters, blocks)
-        ways.insert(0 if strided else 1, way)
-    return ways
 
 
 class _ChannelsLast:
@@ -403,7 +252,7 @@ class _ChannelsLast:
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         self.geometry, self.dtype = geometry, np.dtype(dtype)
-        self._ways = _arrangements(geometry, dtype)
+        self._ways = arrangements(geometry, dtype)
         own = (
             (small_convolution, "small"),
             (few_channels, "few channels"),
@@ -416,12 +265,12 @@ class _ChannelsLast:
         if small_images.suits(geometry, dtype):
             self._own.append(small_images)
         self._begin_to_compile()
-        self._used: list[_Arrangement] = []
+        self._used: list[Arrangement] = []
         self._runs: dict[Any, Run] = {}
-        self._last_forward: _Arrangement | None = None  # whose weights are those of the last one
+        self._last_forward: Arrangement | None = None  # whose weights are those of the last one
         self._last_image = 0  # address of the x that its blocks were made of
         self._covariance: Covariance | None = None  # if there is no output
-        self._plain = _Plain(geometry, np.float32)
+        self._plain = Plain(geometry, np.float32)
 
     def _begin_to_compile(self) -> None:
         """Compile the kernels that candidates of cuDNN need."""
@@ -433,13 +282,13 @@ class _ChannelsLast:
         arrays = x, w, b, y
 
         def make() -> Run | None:
-            what = _with_bias(relu) if b is not None else "forward"
+            what = with_bias(relu) if b is not None else "forward"
             own = self._own_way("forward")
             cudnn = partial(self._cudnn_forward, *arrays, relu)
             return self._cudnn_or_own(what, cudnn, own and partial(own, relu=relu), arrays)
 
         self._last_forward = None
-        _run(self._runs, ("forward", b is not None, relu), make, arrays)
+        run_kept(self._runs, ("forward", b is not None, relu), make, arrays)
 
     def forward_maxima(
         self, x: Array, w: Array, b: Array | None, output: Array, maxima: Maxima
@@ -484,7 +333,7 @@ class _ChannelsLast:
             found = autotune.fastest(name, self.dtype, candidates, given, LAUNCHES)
             return found and found[1]
 
-        _run(self._runs, key, make, arrays)
+        run_kept(self._runs, key, make, arrays)
 
     def forward_moments(
         self, x: Array, w: Array, b: Array | None, y: Array, planes: Array
@@ -496,7 +345,7 @@ class _ChannelsLast:
             return moments(planes)
 
         candidates: list[Make] = [lambda: apart]
-        what, choices = "forward moments", list[tuple[_Arrangement, int]]()
+        what, choices = "forward moments", list[tuple[Arrangement, int]]()
         if b is None and depthwise in self._own:
             candidates.append(self._depthwise_with_moments)
             what += " or depthwise"
@@ -539,7 +388,7 @@ class _ChannelsLast:
         found = depthwise.moments(self.geometry, self.dtype)
         return lambda x, w, b, y, planes: found(x, w, y)
 
-    def _with_moments(self, way: _Arrangement, width: int) -> Run:
+    def _with_moments(self, way: Arrangement, width: int) -> Run:
         """Return what runs a product with sums."""
         found = pointwise.moments(way.geometry, self.dtype, width)
 
@@ -614,7 +463,7 @@ class _ChannelsLast:
             found = autotune.fastest(name, self.dtype, candidates, arrays)
             return found and found[1]
 
-        return _run(self._runs, what, fastest, arrays)
+        return run_kept(self._runs, what, fastest, arrays)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         what, arrays = "backward_data", (dy, w, dx)
@@ -626,7 +475,7 @@ class _ChannelsLast:
                 own = self._spreads
             return self._cudnn_or_own(what, cudnn, own, arrays)
 
-        _run(self._runs, what, make, arrays)
+        run_kept(self._runs, what, make, arrays)
 
     def sums_gradients(self, alike: bool) -> bool:
         suits = pointwise.suits_gradients(self.geometry, self.dtype)
@@ -685,7 +534,7 @@ class _ChannelsLast:
             cudnn = partial(self._cudnn_backward_weight, x, dy)
             return self._cudnn_or_own(what, cudnn, own, (x, dy, *_scratch(dw, db)))
 
-        _run(self._runs, what, make, (x, dy, dw, db))
+        run_kept(self._runs, what, make, (x, dy, dw, db))
 
     def backward_weight_maxima(
         self, x: Array, output: Array, maxima: Maxima, dw: Array, db: Array | None
@@ -727,7 +576,7 @@ class _ChannelsLast:
             found = autotune.fastest(name, self.dtype, candidates, arrays, LAUNCHES)
             return found and found[1]
 
-        _run(self._runs, ("relu", db is not None), make, (x, y, dy, dw, db))
+        run_kept(self._runs, ("relu", db is not None), make, (x, y, dy, dw, db))
 
     def _own_way(self, what: str) -> Callable[..., list[Make]] | None:
         """Return what lists our own candidates for a pass; None without any."""
@@ -754,10 +603,10 @@ class _ChannelsLast:
     def _fastest(
         self,
         what: str,
-        ways: Sequence[_Arrangement],
-        plan: Callable[[_Arrangement], Run | None],
+        ways: Sequence[Arrangement],
+        plan: Callable[[Arrangement], Run | None],
         arguments: Sequence[Any],
-    ) -> tuple[_Arrangement, Run] | None:
+    ) -> tuple[Arrangement, Run] | None:
         """Return the fastest arrangement and what runs it; the others free their memory."""
         name, plans = f"{what} ways {self.geometry}", [partial(plan, way) for way in ways]
         found = autotune.fastest(name, self.dtype, plans, arguments)
@@ -794,7 +643,7 @@ class _ChannelsLast:
         return run
 
     def _cudnn_backward_data(self, dy: Array, w: Array, dx: Array) -> Run:
-        def plan(way: _Arrangement) -> Run | None:
+        def plan(way: Arrangement) -> Run | None:
             found = way.plan("backward_data", (dy, way.weights(w)[0], dx))
 
             def weights(w: Array) -> Array:
@@ -812,7 +661,7 @@ class _ChannelsLast:
         return best[1] if best else plain
 
     def _cudnn_backward_weight(self, x: Array, dy: Array) -> Run:
-        def plan(way: _Arrangement) -> Run | None:
+        def plan(way: Arrangement) -> Run | None:
             def part() -> Array:
                 return context().array("gradient", way.filters.shape, self.dtype)
 
