@@ -1,22 +1,23 @@
 """Convolution on a GPU: chosen, for each method at its first call, among several candidates.
 
 Start with convolution.py, the class that layers use. plain.py computes in Caffe's layout;
-arrangement.py has the ways to give a convolution to cuDNN.
+arrangement.py has the ways to give a convolution to cuDNN, cudnn_passes.py chooses among them, and
+passes.py between cuDNN and kernels of our own.
 
 With the channels last, the levels of candidates of a forward are:
 
-    Convolution.forward                            key in the tuned plans
+    Passes.forward                                 key in the tuned plans
     +- "... small", "... few channels", "... depthwise", "... pointwise": cuDNN, or our own
        +- small_convolution: the best tilings by estimated cycles
        +- small_images: likewise, beside it, but for the weights
        +- few_channels: images of few channels; with ReLU's mask in the gradient of the weights
        +- depthwise: each channel by itself
        +- pointwise: the gradient of the weights as one product
-       +- cuDNN, "... ways": how weights and image are arranged for it (filters.py)
+       +- CudnnPasses, "... ways": how weights and image are arranged for cuDNN (filters.py)
           |     plain        weights (O, kernel, C/g)
           |     dense        few groups as one, with zeros between them
           |     blocks       space to depth; channels padded for tensor cores
-          +- "... apart": bias and ReLU in cuDNN's plan, or in a kernel after it
+          +- Arrangement, "... apart": bias and ReLU in cuDNN's plan, or in a kernel after it
              +- plans.find: cuDNN's plans for the graph, by its heuristics
 
 Before MAX pooling, "forward maxima" is above them: the pooling after it, or kernels that do not

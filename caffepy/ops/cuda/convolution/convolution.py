@@ -1,41 +1,34 @@
 """A convolution's passes, for arrays in any layout."""
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from math import prod
-from types import ModuleType
 from typing import Any
 
-import cupy
-import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.core.errors import DeviceError
 from caffepy.device.blob import Layout
 from caffepy.ops.cuda import (
     autotune,
-    compiler,
     covariance,
     depthwise,
-    few_channels,
     pointwise,
     pooled_convolution,
-    small_convolution,
     small_images,
     strided_images,
 )
 from caffepy.ops.cuda.autotune import Make, Run, run_kept
 from caffepy.ops.cuda.bias_relu import relu_bias_backward
 from caffepy.ops.cuda.compiler import looks_ahead
-from caffepy.ops.cuda.context import context, prepare_handles
-from caffepy.ops.cuda.convolution.arrangement import Arrangement, arrangements, with_bias
+from caffepy.ops.cuda.context import prepare_handles
+from caffepy.ops.cuda.convolution.arrangement import Arrangement
+from caffepy.ops.cuda.convolution.passes import LAUNCHES, Passes, zeros_like
 from caffepy.ops.cuda.convolution.plain import Plain
-from caffepy.ops.cuda.copies import convert
 from caffepy.ops.cuda.covariance import Covariance
 from caffepy.ops.cuda.graphs import Geometry
-from caffepy.ops.cuda.launch import TYPES, Array, channels_last, lies_channels_last
+from caffepy.ops.cuda.launch import Array, channels_last, lies_channels_last
 from caffepy.ops.cuda.normalization import (
     BY_Y,
     as_planes,
@@ -58,17 +51,7 @@ from caffepy.ops.objects import (
     Windows,
 )
 
-log = logging.getLogger(__name__)
-
 Sizes = Sequence[int]
-
-LAUNCHES = 10
-"""The host takes as long for a convolution and a pass after it as for so many kernels, while others
-are compiled.
-"""
-
-DENSE = 4
-"""Up to this many groups may be computed as one, with zeros between them."""
 
 
 class Convolution:
@@ -243,52 +226,13 @@ class Convolution:
         return self._made[key]
 
 
-class _ChannelsLast:
-    """A convolution with the channels last, in any element type.
-
-    Forward leaves weights and image as it arranged them; a backward whose arrangement is the same
-    reuses them.
-    """
+class _ChannelsLast(Passes):
+    """The passes with the channels last, by themselves and fused with what is beside them."""
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
-        self.geometry, self.dtype = geometry, np.dtype(dtype)
-        self._ways = arrangements(geometry, dtype)
-        own = (
-            (small_convolution, "small"),
-            (few_channels, "few channels"),
-            (depthwise, "depthwise"),
-            (pointwise, "pointwise"),
-        )
-        suiting = (each for each in own if each[0].suits(geometry, dtype))
-        self._own: list[ModuleType]
-        self._own, self._kind = next((([module], kind) for module, kind in suiting), ([], "small"))
-        if small_images.suits(geometry, dtype):
-            self._own.append(small_images)
-        self._begin_to_compile()
-        self._used: list[Arrangement] = []
-        self._runs: dict[Any, Run] = {}
-        self._last_forward: Arrangement | None = None  # whose weights are those of the last one
-        self._last_image = 0  # address of the x that its blocks were made of
+        super().__init__(geometry, dtype)
+        self._fused_runs: dict[Any, Run] = {}
         self._covariance: Covariance | None = None  # if there is no output
-        self._plain = Plain(geometry, np.float32)
-
-    def _begin_to_compile(self) -> None:
-        """Compile the kernels that candidates of cuDNN need."""
-        kind = TYPES[self.dtype.name]
-        names = "bias_relu", "relu_bias_rows", "add_shares"
-        compiler.prefetch("bias_relu", [f"{name}<{kind}>" for name in names])
-
-    def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
-        arrays = x, w, b, y
-
-        def make() -> Run | None:
-            what = with_bias(relu) if b is not None else "forward"
-            own = self._own_way("forward")
-            cudnn = partial(self._cudnn_forward, *arrays, relu)
-            return self._cudnn_or_own(what, cudnn, own and partial(own, relu=relu), arrays)
-
-        self._last_forward = None
-        run_kept(self._runs, ("forward", b is not None, relu), make, arrays)
 
     def forward_maxima(
         self, x: Array, w: Array, b: Array | None, output: Array, maxima: Maxima
@@ -309,7 +253,7 @@ class _ChannelsLast:
 
         name = f"forward maxima {maxima.window} {maxima.relu} {self.geometry}"
         key, arrays = ("maxima", b is not None, maxima.relu), (x, w, b, output, maxima)
-        self._last_forward = None
+        self.cudnn.begin_forward()
         self._apart_or_at_once(key, name, apart, own, arrays, lambda: arrays)
 
     def _apart_or_at_once(
@@ -333,7 +277,7 @@ class _ChannelsLast:
             found = autotune.fastest(name, self.dtype, candidates, given, LAUNCHES)
             return found and found[1]
 
-        run_kept(self._runs, key, make, arrays)
+        run_kept(self._fused_runs, key, make, arrays)
 
     def forward_moments(
         self, x: Array, w: Array, b: Array | None, y: Array, planes: Array
@@ -346,17 +290,21 @@ class _ChannelsLast:
 
         candidates: list[Make] = [lambda: apart]
         what, choices = "forward moments", list[tuple[Arrangement, int]]()
-        if b is None and depthwise in self._own:
+        if b is None and depthwise.suits(self.geometry, self.dtype):
             candidates.append(self._depthwise_with_moments)
             what += " or depthwise"
         elif b is None:
-            ways = [w for w in self._ways if pointwise.suits_moments(w.geometry, self.dtype)]
+            ways = [
+                w
+                for w in self.cudnn.arrangements
+                if pointwise.suits_moments(w.geometry, self.dtype)
+            ]
             choices = list(product(ways, pointwise.WIDTHS))
             candidates += [partial(self._with_moments, *choice) for choice in choices]
 
         def use(chosen: int) -> None:
             if chosen and choices:
-                self._used.append(choices[chosen - 1][0])
+                self.cudnn.use(choices[chosen - 1][0])
 
         key, arrays = ("moments", b is not None), (x, w, b, y, planes)
         name = f"{what} {self.geometry}"
@@ -374,14 +322,14 @@ class _ChannelsLast:
         """Run the fastest candidate, the first of which is `apart`; return its partial sums. Which
         it is, `use` is told once.
         """
-        if key not in self._runs:
+        if key not in self._fused_runs:
             sums: tuple[Array, int] = apart(*arrays)  # chooses its plans before others are timed
             found = autotune.fastest(name, self.dtype, candidates, arrays, LAUNCHES)
             if found is None:
                 return sums
             use(found[0])
-            self._runs[key] = found[1]
-        sums = self._runs[key](*arrays)
+            self._fused_runs[key] = found[1]
+        sums = self._fused_runs[key](*arrays)
         return sums
 
     def _depthwise_with_moments(self) -> Run:
@@ -394,18 +342,18 @@ class _ChannelsLast:
 
         def run(x: Array, w: Array, b: None, y: Array, planes: Array) -> tuple[Array, int]:
             weights, _ = way.weights(w)
-            self._last_forward, self._last_image = way, x.data.ptr
+            self.cudnn.end_forward(way, x)
             return found(way.image(x), weights, y)
 
         return run
 
     def forward_normalized(self, x: Array, w: Array, norm: NormForward) -> None:
-        way = self._ways[0]
+        way = self.cudnn.arrangements[0]
         weights, _ = way.weights(w)
-        self._last_forward, self._last_image = way, x.data.ptr
+        self.cudnn.end_forward(way, x)
         if self._covariance is None:
             self._covariance = Covariance(self.geometry, self.dtype)
-            self._used.append(way)
+            self.cudnn.use(way)
         if norm.preparation is not None:
             self._covariance.prepare(x, weights, norm.preparation)
         follows = what_follows(norm.ceiling)
@@ -423,7 +371,7 @@ class _ChannelsLast:
     ) -> None:
         """Add to the gradients of w, scale and bias; prepare the calls below."""
         assert self._covariance is not None
-        self._covariance.gradient(x, self._kept_weights(w), g, numbers, *gradients)
+        self._covariance.gradient(x, self.product_weights(w), g, numbers, *gradients)
 
     def joined_sums(self, x: Array, g: Array, norm: NormSums) -> tuple[Array, int]:
         """Compute norm.masked without the output, and return its partial sums."""
@@ -463,19 +411,7 @@ class _ChannelsLast:
             found = autotune.fastest(name, self.dtype, candidates, arrays)
             return found and found[1]
 
-        return run_kept(self._runs, what, fastest, arrays)
-
-    def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        what, arrays = "backward_data", (dy, w, dx)
-
-        def make() -> Run | None:
-            cudnn = partial(self._cudnn_backward_data, *arrays)
-            own = self._own_way(what)
-            if own is None and pointwise.suits_gradients(self.geometry, self.dtype):
-                own = self._spreads
-            return self._cudnn_or_own(what, cudnn, own, arrays)
-
-        run_kept(self._runs, what, make, arrays)
+        return run_kept(self._fused_runs, what, fastest, arrays)
 
     def sums_gradients(self, alike: bool) -> bool:
         suits = pointwise.suits_gradients(self.geometry, self.dtype)
@@ -505,36 +441,11 @@ class _ChannelsLast:
 
     def _gradient(self, width: int, variant: Variant) -> Run:
         found = pointwise.gradient(self.geometry, self.dtype, width, variant)
-        return lambda dy, w, norm: found(dy, self._kept_weights(w), norm)
+        return lambda dy, w, norm: found(dy, self.product_weights(w), norm)
 
     def _narrow_sums(self, after: int) -> Run:
         found = pointwise.narrow_sums(self.geometry, self.dtype, after)
-        return lambda dy, w, norm: found(dy, self._kept_weights(w), norm)
-
-    def _spreads(self, *_: Any) -> list[Make]:
-        """Return candidates that run with dy, w, dx, with a stride."""
-        strided = prod(self.geometry.stride) > 1
-        return [partial(self._spread, width) for width in pointwise.WIDTHS if strided]
-
-    def _spread(self, width: int) -> Run:
-        found = pointwise.spread(self.geometry, self.dtype, width)
-        return lambda dy, w, dx: found(dy, self._kept_weights(w), dx)
-
-    def _kept_weights(self, w: Array) -> Array:
-        """Return the weights of the first arrangement, made by forward if it was that."""
-        way = self._ways[0]
-        kept: Array = way.filters.kept(w) if way is self._last_forward else way.weights(w)[0]
-        return kept
-
-    def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
-        what = "backward_weight bias" if db is not None else "backward_weight"
-
-        def make() -> Run | None:
-            own = self._own_way("backward_weight")
-            cudnn = partial(self._cudnn_backward_weight, x, dy)
-            return self._cudnn_or_own(what, cudnn, own, (x, dy, *_scratch(dw, db)))
-
-        run_kept(self._runs, what, make, (x, dy, dw, db))
+        return lambda dy, w, norm: found(dy, self.product_weights(w), norm)
 
     def backward_weight_maxima(
         self, x: Array, output: Array, maxima: Maxima, dw: Array, db: Array | None
@@ -554,163 +465,12 @@ class _ChannelsLast:
         key, given = ("maxima gradient", db is not None), (x, output, maxima)
 
         def scratch() -> Sequence[Any]:
-            return *given, *_scratch(dw, db)
+            return *given, *zeros_like(dw, db)
 
         self._apart_or_at_once(key, name, apart, own, (*given, dw, db), scratch)
-
-    def backward_weight_relu(
-        self, x: Array, y: Array, dy: Array, dw: Array, db: Array | None
-    ) -> None:
-        """The same with the mask of y, which dy may get."""
-
-        def apart(x: Array, y: Array, dy: Array, dw: Array, db: Array | None) -> None:
-            relu_bias_backward(y, dy, db)
-            self.backward_weight(x, dy, dw, None)
-
-        def make() -> Run | None:
-            if not few_channels.suits(self.geometry, self.dtype):
-                return apart
-            own = partial(few_channels.backward_weight_relu, self.geometry, self.dtype)
-            candidates: list[Make] = [lambda: apart, own]
-            name, arrays = f"backward_weight relu {self.geometry}", (x, y, dy, *_scratch(dw, db))
-            found = autotune.fastest(name, self.dtype, candidates, arrays, LAUNCHES)
-            return found and found[1]
-
-        run_kept(self._runs, ("relu", db is not None), make, (x, y, dy, dw, db))
-
-    def _own_way(self, what: str) -> Callable[..., list[Make]] | None:
-        """Return what lists our own candidates for a pass; None without any."""
-        listed = [getattr(module, what) for module in self._own if hasattr(module, what)]
-
-        def all_of(*given: Any, **how: Any) -> list[Make]:
-            return [make for each in listed for make in each(*given, **how)]
-
-        return all_of if listed else None
-
-    def _cudnn_or_own(
-        self,
-        what: str,
-        cudnn: Make,
-        own: Callable[..., list[Make]] | None,
-        arguments: Sequence[Any],
-    ) -> Run | None:
-        """Return the fastest of cuDNN and the kernels of our own, if they suit; None ahead."""
-        candidates = [cudnn, *(own(self.geometry, self.dtype) if own else [])]
-        name = f"{what} {self._kind} {self.geometry}"
-        found = autotune.fastest(name, self.dtype, candidates, arguments)
-        return found and found[1]
-
-    def _fastest(
-        self,
-        what: str,
-        ways: Sequence[Arrangement],
-        plan: Callable[[Arrangement], Run | None],
-        arguments: Sequence[Any],
-    ) -> tuple[Arrangement, Run] | None:
-        """Return the fastest arrangement and what runs it; the others free their memory."""
-        name, plans = f"{what} ways {self.geometry}", [partial(plan, way) for way in ways]
-        found = autotune.fastest(name, self.dtype, plans, arguments)
-        if found is None:
-            if not looks_ahead():
-                missing = "cuDNN has no plan for %s of %s with the channels last, but by conversion"
-                log.debug(missing, what, self.geometry)
-            return None
-        self._used.append(ways[found[0]])
-        for way in self._ways:
-            if way not in self._used:
-                for rearranged in (way.filters, way.blocks):
-                    if rearranged is not None:
-                        rearranged.forget()
-        return self._used[-1], found[1]
-
-    # Without a plan of cuDNN, arrays are converted to float32 in Caffe's layout and back.
-
-    def _cudnn_forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> Run:
-        what, arrays = f"forward{' bias' * (b is not None)}{' relu' * relu}", (x, w, b, y)
-
-        def plain(x: Array, w: Array, b: Array | None, y: Array) -> None:
-            to = _moved("y", y, read=False)
-            self._plain.forward(_moved("x", x), w, b, to, relu)
-            convert(to, y)
-
-        found = self._fastest(what, self._ways, lambda way: way.plan_forward(*arrays, relu), arrays)
-        way, plan = found or (None, plain)
-
-        def run(x: Array, w: Array, b: Array | None, y: Array) -> None:
-            plan(x, w, b, y)
-            self._last_forward, self._last_image = way, x.data.ptr
-
-        return run
-
-    def _cudnn_backward_data(self, dy: Array, w: Array, dx: Array) -> Run:
-        def plan(way: Arrangement) -> Run | None:
-            found = way.plan("backward_data", (dy, way.weights(w)[0], dx))
-
-            def weights(w: Array) -> Array:
-                return way.filters.kept(w) if way is self._last_forward else way.weights(w)[0]
-
-            return found and (lambda dy, w, dx: found(dy, weights(w), dx))
-
-        def plain(dy: Array, w: Array, dx: Array) -> None:
-            to = _moved("x", dx, read=False)
-            self._plain.backward_data(_moved("y", dy), w, to)
-            convert(to, dx)
-
-        ways = [way for way in self._ways if way.blocks is None]
-        best = self._fastest("backward_data", ways, plan, (dy, w, dx))
-        return best[1] if best else plain
-
-    def _cudnn_backward_weight(self, x: Array, dy: Array) -> Run:
-        def plan(way: Arrangement) -> Run | None:
-            def part() -> Array:
-                return context().array("gradient", way.filters.shape, self.dtype)
-
-            def image(x: Array) -> Array:
-                if way.blocks is None:
-                    return x
-                if way is self._last_forward and x.data.ptr == self._last_image:
-                    return way.blocks.kept
-                self._last_image = 0
-                return way.blocks.take(x)
-
-            found = way.plan("backward_weight", (image(x), dy, part()))
-            if found is None:
-                return None
-
-            def gradient(x: Array, dy: Array) -> Array:
-                to = part()
-                found(image(x), dy, to)
-                return to
-
-            return gradient
-
-        best = self._fastest("backward_weight", self._ways, plan, (x, dy))
-
-        def run(x: Array, dy: Array, dw: Array, db: Array | None) -> None:
-            if best is None:
-                self._plain.backward_weight(_moved("x", x), _moved("y", dy), dw, None)
-            else:
-                way, gradient = best
-                way.filters.add(gradient(x, dy), dw)
-            if db is not None:
-                relu_bias_backward(None, dy, db)
-
-        return run
-
-
-def _scratch(*gradients: Array | None) -> list[Array | None]:
-    """Return arrays like these, to be added to while candidates are timed; ahead these."""
-    return [a if a is None or looks_ahead() else cupy.zeros_like(a) for a in gradients]
 
 
 def _variant(norm: NormSums) -> Variant:
     """Return which kernel computes it."""
     mask, after = mask_kind(norm.ceiling, norm.y, norm.bits), what_follows(norm.ceiling)
     return mask, after, int(norm.more is not None), int(norm.x is not None)
-
-
-def _moved(purpose: str, array: Array, read: bool = True) -> Array:
-    to = context().array(f"moved {purpose}", array.shape, np.float32)
-    if read:
-        convert(array, to)
-    return to
