@@ -22,7 +22,7 @@ from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import THREADS, TYPES, Array, divisor, scratch
-from caffepy.ops.cuda.normalization import BY_X, NO_MASK
+from caffepy.ops.cuda.normalization import BY_X, NO_MASK, mask_kind, what_follows
 from caffepy.ops.cuda.small_convolution import here
 from caffepy.ops.objects import NormForward, NormSums
 
@@ -208,6 +208,13 @@ Variant = tuple[int, int, int, int]
 """Of what a normalization wants: the kind of mask, what follows the normalization, 1 if there is
 more, and 1 if sums are wanted.
 """
+
+
+def variant_of(norm: NormSums) -> Variant:
+    """Return what a normalization wants."""
+    mask, after = mask_kind(norm.ceiling, norm.y, norm.bits), what_follows(norm.ceiling)
+    return mask, after, int(norm.more is not None), int(norm.x is not None)
+
 
 Behind = tuple[Array, Array]
 """What is multiplied with the last rows of joined weights (O + C, C), at the pixels of the output,

@@ -1,9 +1,5 @@
 """Convolution on a GPU: chosen, for each method at its first call, among several candidates.
 
-Start with convolution.py, the class that layers use. plain.py computes in Caffe's layout;
-arrangement.py has the ways to give a convolution to cuDNN, cudnn_passes.py chooses among them, and
-passes.py between cuDNN and kernels of our own.
-
 With the channels last, the levels of candidates of a forward are:
 
     Passes.forward                                 key in the tuned plans
@@ -20,17 +16,23 @@ With the channels last, the levels of candidates of a forward are:
           +- Arrangement, "... apart": bias and ReLU in cuDNN's plan, or in a kernel after it
              +- plans.find: cuDNN's plans for the graph, by its heuristics
 
-Before MAX pooling, "forward maxima" is above them: the pooling after it, or kernels that do not
-write the output (pooled_convolution, small_images, strided_images); likewise the gradient.
-
-Before a BatchNorm, "forward moments" is above them: a pass for the sums of y after it, or kernels
-of ours, pointwise or depthwise, that give them. Where the output is skipped, products of our own do
-all of it (covariance.py); depthwise, both gradients are one pass in 16 bits (`backward_both`).
-
 Each level is timed by autotune.fastest, from the innermost outwards, and remembered on disk. The
 gradients have the same levels without "apart"; the gradient of the data has no blocks.
 
-In Caffe's layout (plain.py) there is one level, "apart". Where cuDNN has no plan, arrays with the
+Above them are the fusions with what is beside a convolution:
+
+    MaxPooled      before MAX pooling: "forward maxima" is the pooling after it, or kernels that do
+                   not write the output (pooled_convolution, small_images, strided_images); likewise
+                   the gradient
+    Summed         beside a BatchNorm: "forward moments" is a pass for the sums of y after it, or
+                   kernels of ours, pointwise or depthwise, that give them; likewise the gradient
+    WithoutOutput  before a BatchNorm, where products of our own do all of it (covariance.py)
+
+Depthwise, both gradients beside a BatchNorm are one pass in 16 bits (`depthwise.backward_both`).
+
+In Caffe's layout (Plain) there is one level, "apart". Where cuDNN has no plan, arrays with the
 channels last are converted to float32 in Caffe's layout; where it has none there either, im2col and
 matrix products (columns.py) do it.
+
+Start with convolution.py, the class that layers use.
 """

@@ -1,0 +1,127 @@
+"""A convolution beside a BatchNorm: a pass for the sums of each channel after it, or kernels of our
+own that give them, pointwise or depthwise.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
+
+from caffepy.ops.cuda import autotune, depthwise, pointwise
+from caffepy.ops.cuda.autotune import Make, Run
+from caffepy.ops.cuda.convolution.arrangement import Arrangement
+from caffepy.ops.cuda.convolution.passes import LAUNCHES, Passes
+from caffepy.ops.cuda.launch import Array
+from caffepy.ops.cuda.normalization import BY_Y, as_planes, gradient_sums, moments
+from caffepy.ops.cuda.pointwise import Variant
+from caffepy.ops.objects import NormSums
+
+
+class Summed:
+    """Passes that return partial sums of what they write, and into how many each is split."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes, self._cudnn = passes, passes.cudnn
+        self._geometry, self._dtype = passes.geometry, passes.dtype
+        self._runs: dict[Any, Run] = {}
+
+    def sums_gradients(self, alike: bool) -> bool:
+        """Return True if `backward_data` may save a pass."""
+        suits = pointwise.suits_gradients(self._geometry, self._dtype)
+        return suits and (alike or prod(self._geometry.stride) == 1)
+
+    def forward(
+        self, x: Array, w: Array, b: Array | None, y: Array, planes: Array
+    ) -> tuple[Array, int]:
+        """Compute y, and return the partial sums of `planes`, which is y as (N, C, P)."""
+
+        def apart(x: Array, w: Array, b: Array | None, y: Array, planes: Array) -> Any:
+            self._passes.forward(x, w, b, y, False)
+            return moments(planes)
+
+        candidates: list[Make] = [lambda: apart]
+        what, choices = "forward moments", list[tuple[Arrangement, int]]()
+        if b is None and depthwise.suits(self._geometry, self._dtype):
+            candidates.append(self._depthwise_moments)
+            what += " or depthwise"
+        elif b is None:
+            ways = self._cudnn.arrangements
+            ways = [way for way in ways if pointwise.suits_moments(way.geometry, self._dtype)]
+            choices = list(product(ways, pointwise.WIDTHS))
+            candidates += [partial(self._product_moments, *choice) for choice in choices]
+
+        def use(chosen: int) -> None:
+            if chosen and choices:
+                self._cudnn.use(choices[chosen - 1][0])
+
+        key, arrays = ("moments", b is not None), (x, w, b, y, planes)
+        name = f"{what} {self._geometry}"
+        return self._run(key, name, apart, candidates, arrays, use)
+
+    def _depthwise_moments(self) -> Run:
+        found = depthwise.moments(self._geometry, self._dtype)
+        return lambda x, w, b, y, planes: found(x, w, y)
+
+    def _product_moments(self, way: Arrangement, width: int) -> Run:
+        """Return what runs a product with sums."""
+        found = pointwise.moments(way.geometry, self._dtype, width)
+
+        def run(x: Array, w: Array, b: None, y: Array, planes: Array) -> tuple[Array, int]:
+            weights, _ = way.weights(w)
+            self._cudnn.end_forward(way, x)
+            return found(way.image(x), weights, y)
+
+        return run
+
+    def backward_data(self, dy: Array, w: Array, norm: NormSums) -> tuple[Array, int]:
+        """Compute norm.masked, and return its partial sums."""
+        variant = pointwise.variant_of(norm)
+
+        def apart(dy: Array, w: Array, norm: NormSums) -> Any:
+            self._passes.backward_data(dy, w, norm.masked)
+            given = norm.masked, norm.more, norm.x, norm.y
+            masked, more, x, y = (a if a is None else as_planes(a) for a in given)
+            dys = [masked] if more is None else [masked, more]
+            how = y, norm.bits, norm.ceiling
+            return gradient_sums(x, norm.numbers, dys, *how, masked, None)
+
+        candidates: list[Make] = [lambda: apart]
+        if variant[0] != BY_Y:
+            candidates += [partial(self._gradient, width, variant) for width in pointwise.WIDTHS]
+        what = f"backward_data sums {variant}"
+        if pointwise.suits_narrow_sums(self._geometry, variant):
+            what += " or narrow"
+            candidates.append(partial(self._narrow_sums, variant[1]))
+        name = f"{what} {self._geometry}"
+        return self._run(("sums", *variant), name, apart, candidates, (dy, w, norm))
+
+    def _gradient(self, width: int, variant: Variant) -> Run:
+        found = pointwise.gradient(self._geometry, self._dtype, width, variant)
+        return lambda dy, w, norm: found(dy, self._passes.product_weights(w), norm)
+
+    def _narrow_sums(self, after: int) -> Run:
+        found = pointwise.narrow_sums(self._geometry, self._dtype, after)
+        return lambda dy, w, norm: found(dy, self._passes.product_weights(w), norm)
+
+    def _run(
+        self,
+        key: Any,
+        name: str,
+        apart: Run,
+        candidates: Sequence[Make],
+        arrays: Sequence[Any],
+        use: Callable[[int], None] = lambda chosen: None,
+    ) -> tuple[Array, int]:
+        """Run the fastest candidate, the first of which is `apart`; return its partial sums. Which
+        it is, `use` is told once.
+        """
+        if key not in self._runs:
+            sums: tuple[Array, int] = apart(*arrays)  # chooses its plans before others are timed
+            found = autotune.fastest(name, self._dtype, candidates, arrays, LAUNCHES)
+            if found is None:
+                return sums
+            use(found[0])
+            self._runs[key] = found[1]
+        sums = self._runs[key](*arrays)
+        return sums
