@@ -39,19 +39,9 @@ def bench(context: click.Context) -> None:
     type=click.IntRange(min=1),
     help="Images of an iteration. Default: the net's.",
 )
-@click.option(
-    "--iterations",
-    type=click.IntRange(min=1),
-    help="Iterations of a window. Default: as many as take 0.3 s.",
-)
+@options.iterations_of_window
 @options.windows
-@click.option(
-    "--data",
-    default="synthetic",
-    show_default=True,
-    metavar="synthetic|PATH",
-    help="Random images and labels, made once, the records of a database, or the images of a list.",
-)
+@options.measured_data
 @options.image
 @options.capture
 @options.fuse

@@ -26,7 +26,10 @@ from caffepy.cli import options
     help="How they average gradients.",
 )
 @options.wire
+@options.iterations_of_window
 @options.windows
+@options.measured_data
+@options.decode
 @options.image
 @click.option(
     "--simulate",
@@ -64,14 +67,14 @@ def scaling(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Train a net on synthetic data with 1, 2, 4... devices; print images/s and what
-    synchronization adds. The processes that mpirun or srun started do that each by itself, then all
-    together.
+    """Train a net with 1, 2, 4... devices; print images/s and what synchronization adds. The
+    processes that mpirun or srun started do that each by itself, then all together.
 
     \b
     Examples:
       caffepy bench scaling --model resnet50 --gpu 0,1,2,3 --precision bf16
       caffepy bench scaling --model lenet --cpu 2 --json
+      caffepy bench scaling --model resnet50 --gpu all --data train_lmdb --decode gpu
       mpirun -n 4 caffepy bench scaling --model resnet50 --gpu all
       caffepy bench scaling --model resnet50 --gpu 0 --simulate 'nodes=64 gpus=8 nic=8x400'
       caffepy bench scaling --model vgg16 --gpu 0 --simulate 'nodes=9 gpus=8 nic=1x10 sync=ps'
@@ -79,6 +82,12 @@ def scaling(
     definition = options.trained(solver, model, gpu, cpu)
     image = image or options.image_of(definition, True)
     if simulate:
+        own = values.pop("iterations"), values.pop("data"), values.pop("decode")
+        if own != (None, "synthetic", "threads"):
+            raise click.UsageError(
+                "--simulate goes without --iterations, --data and --decode: what fetching data "
+                "costs is not in the model."
+            )
         _simulate(simulate, definition, measured, plot, as_json, gpu=gpu, image=image, **values)
         return
     if measured or plot:

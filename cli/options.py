@@ -331,6 +331,18 @@ windows: Decorator = click.option(
     show_default=True,
     help="Number of windows that are timed.",
 )
+iterations_of_window: Decorator = click.option(
+    "--iterations",
+    type=click.IntRange(min=1),
+    help="Iterations of a window. Default: as many as take 0.3 s.",
+)
+measured_data: Decorator = click.option(
+    "--data",
+    default="synthetic",
+    show_default=True,
+    metavar="synthetic|PATH",
+    help="Random images and labels, made once, the records of a database, or the images of a list.",
+)
 iterations: Decorator = click.option(
     "--iterations",
     type=click.IntRange(min=0),

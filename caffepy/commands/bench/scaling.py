@@ -14,9 +14,10 @@ from caffepy.collectives.sync import reason_unavailable
 from caffepy.collectives.synchronizer import BF16, FLOAT32
 from caffepy.collectives.topology import Topology, all_joined
 from caffepy.collectives.world import World
-from caffepy.commands.bench.train import WINDOW, Trainer
+from caffepy.commands.bench.train import SYNTHETIC, WINDOW, Trainer
 from caffepy.commands.nodes import check_wire, gpus_of_process, nodes, threads_of_process
 from caffepy.core.errors import UsageError
+from caffepy.data.decoders import THREADS, decoding
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
@@ -59,11 +60,14 @@ class Scaling(AsJson):
     batch: int
     points: Sequence[Point]
     wire: str = FLOAT32
+    data: str = SYNTHETIC
 
     def table(self) -> str:
         """Return a table as text."""
         several = self.points[-1].nodes > 1
         head = f"{self.net} on {self.device}, {self.precision}, batch {self.batch} each"
+        if self.data != SYNTHETIC:
+            head += f", data of {self.data}"
         nodes = " nodes" if several else ""
         lines = [
             f"{head}, sync {self.sync}" + (", bf16 between nodes" if self.wire == BF16 else ""),
@@ -93,17 +97,21 @@ def bench_scaling(
     image: Sequence[int] | None = None,
     precision: str | None = None,
     sync: str = "auto",
+    iterations: int | None = None,
     windows: int = 5,
     wire: str = FLOAT32,
+    data: str = SYNTHETIC,
+    decode: str = THREADS,
 ) -> Scaling:
-    """Train the net of the solver file on synthetic data with 1, 2, 4, ... and all of the devices.
+    """Train the net of the solver file with 1, 2, 4, ... and all of the devices, for windows of so
+    many iterations, or of 0.3 s.
 
     `gpu` names GPUs ("all" for every one), `cpu` is a number of solvers on the CPU, `batch` that of
-    each device. The nodes that mpirun or srun started each do so, and then all together, with
-    gradients of the type `wire` between them. UsageError if `sync` cannot synchronize one of these
-    numbers of devices.
+    each device; `data` and `decode` are those of `bench_train`. The nodes that mpirun or srun
+    started each do so, and then all together, with gradients of the type `wire` between them.
+    UsageError if `sync` cannot synchronize one of these numbers of devices.
     """
-    with nodes() as world:
+    with nodes() as world, decoding(decode):
         check_wire(wire, world)
         gpu = gpus_of_process(gpu, world)
         numbers = gpu_numbers(gpu) if gpu else []
@@ -115,7 +123,10 @@ def bench_scaling(
         if world:
             alike = {
                 "solver": Path(solver).read_text(),
-                "settings": (bool(numbers), batch, image, precision, windows, sync, wire),
+                "settings": (
+                    *(bool(numbers), batch, image, precision, iterations, windows),
+                    *(sync, wire, data, decode),
+                ),
             }
             check_alike(world, alike)
             world.join(size)
@@ -133,9 +144,12 @@ def bench_scaling(
             if world and not gpus:
                 ops.backend(devices[0]).set_num_threads(threads_of_process(world))
             ops.set_precision(devices[0], precision)
-            with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
+            made = Trainer(solver, device=devices[0], batch=batch, image=image, data=data)
+            with closing(made) as trainer:
                 options = SyncOptions(sync, wire=wire if together else FLOAT32)
-                ms, exposed, host_ms = _measure(trainer, devices, options, windows, together)
+                ms, exposed, host_ms = _measure(
+                    trainer, devices, options, iterations, windows, together
+                )
                 if world:  # the slowest node
                     ms, exposed, host_ms = max(world.gather((ms, exposed, host_ms or 0.0)))
                     host_ms = host_ms or None
@@ -147,7 +161,7 @@ def bench_scaling(
                 name, each = trainer.net.name, trainer.batch
         first = devices[0]
         kind = first.name if isinstance(first, CudaDevice) else CPU
-        return Scaling(name, kind, first.math_mode.precision, sync, each, points, wire)
+        return Scaling(name, kind, first.math_mode.precision, sync, each, points, wire, data)
 
 
 def _check(sync: str, topology: Topology, gpu: bool, nodes: int = 1) -> None:
@@ -159,6 +173,7 @@ def _measure(
     trainer: Trainer,
     devices: Sequence[Device],
     options: SyncOptions,
+    iterations: int | None,
     windows: int,
     world: World | None,
 ) -> tuple[float, float, float | None]:
@@ -167,7 +182,7 @@ def _measure(
     """
     with p2p_manager(trainer.solver, devices, options, world=world) as manager:
         trainer.window(5)
-        iterations = trainer.iterations_in(WINDOW)
+        iterations = iterations or trainer.iterations_in(WINDOW)
         if manager:  # of the first node
             iterations = gather(manager.group, [iterations])[0]
         before = manager.seconds() if manager else []

@@ -4,6 +4,7 @@ import pytest
 
 from caffepy.cli import main
 from caffepy.commands.bench import scaling
+from tests.nets.library import DIGITS
 
 
 def test_two_solvers_beside_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,6 +42,20 @@ def test_the_table_says_what_efficiency_is_on_the_cpu() -> None:
     ]
     told = ["one solver, which uses all threads by itself" in table for table in tables]
     assert told == [True, False]
+
+
+def test_solvers_share_a_database(capsys: pytest.CaptureFixture[str]) -> None:
+    data = str(DIGITS / "digits_train_lmdb")
+    command = ["bench", "scaling", "--model", "digits", "--cpu", "2", "--batch", "3"]
+    command += ["--windows", "1", "--iterations", "4", "--data", data]
+    assert main.run([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["data"] == data
+    assert [point["devices"] for point in told["points"]] == [1, 2]
+    assert main.run(command) == 0
+    assert f", batch 3 each, data of {data}, sync auto" in capsys.readouterr().out
+    assert main.run([*command, "--simulate", "nodes=2 gpus=1 nic=1x100"]) == 2
+    assert "--simulate goes without --iterations, --data and --decode" in capsys.readouterr().err
 
 
 def test_what_to_train_and_where_must_be_said_once(capsys: pytest.CaptureFixture[str]) -> None:
