@@ -1,14 +1,18 @@
-"""Training over two nodes of one GPU, which talk through sockets, beside the cost model.
+"""Training over two nodes that talk through sockets, on one host, beside the cost model.
 
 usage: python benchmarks/two_nodes.py --out FOLDER [--nets lenet:64,caffenet:256,resnet50:128]
-           [--precision bf16] [--mpirun 'mpirun --oversubscribe'] [--cpu]
+           [--gpu local] [--precision bf16] [--mpirun 'mpirun --oversubscribe'] [--cpu]
 
-Two GPUs of one host become two nodes: NCCL takes processes whose NCCL_HOSTID differ for those of
-two hosts, and here they neither reach each other's memory nor share some, so that all goes through
-the sockets of --interface. The program measures all-reduces of SIZES through them, before and after
-all else; takes from the medians the seconds that each has and those of each byte; predicts with
-them and the speed of one GPU what two nodes reach (`bench scaling --simulate`); and trains the nets
-on two. The model leaves out factors, which caffenet's fully connected layers exchange. It prints predicted by measured images/s. FOLDER keeps all as two_nodes.json. --cpu tries the program out with solvers on the CPU, which the model is not made for.
+GPUs of one host become two nodes, of one GPU each (--gpu local), of half of them (--gpu all), or
+both on one GPU (--gpu 0, which shows that it works, not how fast): NCCL takes processes whose
+NCCL_HOSTID differ for those of two hosts, and here they neither reach each other's memory nor share
+some, so that all between them goes through the sockets of --interface. The program measures
+all-reduces of SIZES through them, before and after all else; takes from the medians the seconds that
+each has and those of each byte; predicts with them and the speed of one GPU what two nodes reach
+(`bench scaling --simulate`); and trains the nets on two. The model leaves out factors, which
+caffenet's fully connected layers exchange. It prints predicted by measured images/s. FOLDER keeps
+all as two_nodes.json. --cpu tries the program out with solvers on the CPU, which the model is not
+made for.
 """
 
 import argparse
@@ -69,7 +73,7 @@ def table(results: Sequence[Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for found in results:
-        model, (alone, two) = found["model"], found["trained"]["points"]
+        model, (alone, *_, two) = found["model"], found["trained"]["points"]
         asked, rate = model["asked"], two["images_per_s"]
         rows.append(
             f"| {found['net']}, {model['batch']} | {model['ms']:.3f} | {model['gradient_mb']:.1f} | "
@@ -84,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", required=True)
     parser.add_argument("--nets", default=NETS)
+    parser.add_argument("--gpu", default="local", choices=["local", "all", "0"])
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--mpirun", default="mpirun --oversubscribe")
     parser.add_argument("--interface", default="lo")
@@ -92,13 +97,14 @@ def main() -> None:
     os.makedirs(arguments.out, exist_ok=True)
     bench = [sys.executable, "-m", "caffepy", "bench"]
     nodes = [*shlex.split(arguments.mpirun), "-n", "2", "sh", "-c", NODE, arguments.interface]
-    on = ["--cpu", "1"] if arguments.cpu else ["--gpu", "all"]
+    on = ["--cpu", "1"] if arguments.cpu else ["--gpu", arguments.gpu]
     one = [] if arguments.cpu else ["--gpu", "0"]
     how = [] if arguments.cpu else ["--precision", arguments.precision]
     way = "flat" if arguments.cpu else "nccl"
     reduce = [*nodes, *bench, "allreduce", *on, "--sync", way, "--sizes", SIZES, "--json"]
 
-    timings = told(reduce)["timings"]
+    reduced = told(reduce)
+    gpus, timings = reduced["ranks"] // 2, reduced["timings"]
     trained = {}
     for item in arguments.nets.split(","):
         net, batch = item.split(":")
@@ -106,7 +112,9 @@ def main() -> None:
         trained[net, batch] = told([*nodes, *bench, "scaling", *what, *on])
     timings += told(reduce)["timings"]
     bandwidth, message = wires(timings)
-    cluster = f"nodes=2 gpus=1 nic=1x{bandwidth * 8e-9:.4f}measured latency={message * 1e6:.1f}us"
+    cluster = (
+        f"nodes=2 gpus={gpus} nic=1x{bandwidth * 8e-9:.4f}measured latency={message * 1e6:.1f}us"
+    )
     for timing in timings:
         say(f"all-reduce of {timing['bytes'] / 1e6:.1f} MB: {timing['ms']:.3f} ms")
     say(f"cluster: {cluster}")
