@@ -2,17 +2,19 @@
 lies on the devices.
 
 usage: python benchmarks/beside_ddp.py --out FOLDER [--nets lenet:64,caffenet:256]
-           [--modes tf32,bf16] [--gpus 1,2,4] [--peer FILE]
+           [--modes tf32,bf16] [--gpus 1,2,4] [--compile eager,default] [--seconds 600]
        python benchmarks/beside_ddp.py --out FOLDER --gpus 2 --modes bf16
-           --mpirun 'mpirun --oversubscribe' [--turns 3] [--compile eager,default] [--seconds 600]
+           --mpirun 'mpirun --oversubscribe' [--turns 3]
 
-The peer, peer_torch.py unless --peer names another file, trains the nets that --nets names, with the batch of each GPU, in one
-process a GPU, and prints a line of JSON a case: net, mode, gpus, images_s; it takes --nets,
---batch, --modes, --seconds, --compile, --device, and in several processes ends a case after some
-number of steps: their clocks differ. For every number of GPUs it runs under
+The peer, peer_torch.py unless --peer names another file, trains the nets that --nets names, with the
+batch of each GPU, in one process a GPU, and prints a line of JSON a case: net, mode, gpus, images_s;
+it takes --nets, --batch, --modes, --seconds, --compile, --device, and in several processes ends a
+case after some number of steps: their clocks differ. For every number of GPUs (by default 1, 2, 4...
+and all that there are) and every way of --compile, eager or a mode of torch.compile, it runs under
 torch.distributed.run; in between `caffepy bench scaling` trains the same nets in threads of one
-process. Medians are printed as a table, which FOLDER keeps as table.md, and all figures as
-results.json.
+process. After --seconds nothing more is begun, and the peer ends. Medians are printed as a table
+beside the peer's best way, which FOLDER keeps as table.md, and all figures as results.json, after
+each step.
 
 With --mpirun caffepy runs in processes, too: a GPU each, as many as the last number of --gpus. Both
 run in turns, DDP as it is and with modes of torch.compile, until --turns are done or another would
@@ -23,6 +25,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -30,19 +33,35 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-NETS = "lenet:64,cifar10_quick:256,caffenet:256,googlenet:128,vgg16:64,resnet50:128"
+NETS = "lenet:64,cifar10_quick:256,caffenet:256,alexnet:256,googlenet:128,vgg16:64,resnet50:128"
 EAGER = "eager"
 ONE_PROCESS, NO_LIMIT = "1.5", "60"
 """Seconds that the peer measures a case."""
+GRACE = 15.0
+"""Seconds that a command has to end after SIGTERM."""
 Rates = dict[tuple[str, str, int], float]
 Turns = dict[tuple[str, str, str], list[float]]
 """Images a second in each turn, by net, mode and who trains."""
 
 
-def lines(command: Sequence[str], environment: dict[str, str] | None = None) -> list[Any]:
-    """The JSON objects that a command prints, a line each."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def lines(
+    command: Sequence[str], environment: dict[str, str] | None = None, seconds: float | None = None
+) -> list[Any]:
+    """The JSON objects that a command prints, a line each, within so many seconds: then it ends."""
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    try:
+        told, _ = run.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        say(f"no end within {seconds:.0f} s: {shlex.join(command)}")
+        run.terminate()  # torch.distributed.run ends its processes then
+        try:
+            told, _ = run.communicate(timeout=GRACE)
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)
+            told, _ = run.communicate()
+    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
 
 
 def theirs(
@@ -52,6 +71,7 @@ def theirs(
     gpus: int,
     compiled: str = EAGER,
     device: str = "cuda",
+    most: float | None = None,
 ) -> Rates:
     """PyTorch's images a second."""
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={gpus}"] if gpus > 1 else []
@@ -67,7 +87,7 @@ def theirs(
     ]
     visible = {**os.environ, "OMP_NUM_THREADS": "1"}
     seconds = ONE_PROCESS if gpus == 1 else NO_LIMIT
-    found = lines([sys.executable, *launch, peer, *what, "--seconds", seconds], visible)
+    found = lines([sys.executable, *launch, peer, *what, "--seconds", seconds], visible, most)
     for case in found:
         if "images_s" not in case:
             say(f"DDP, {compiled}: {json.dumps(case)}")
@@ -87,8 +107,8 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def table(own: dict[tuple[str, str], list[Any]], peer: Rates) -> str:
-    """A row for each net, mode and number of GPUs."""
+def table(own: dict[tuple[str, str], list[Any]], peer: dict[str, Rates]) -> str:
+    """A row for each net, mode and number of GPUs, beside the fastest of the peer's ways."""
     rows = [
         "| net | mode | GPUs | images/s | times one GPU | exposed | PyTorch images/s | ratio |",
         "|---|---|---|---|---|---|---|---|",
@@ -96,8 +116,10 @@ def table(own: dict[tuple[str, str], list[Any]], peer: Rates) -> str:
     for (net, mode), points in own.items():
         for point in points:
             rate, count = point["images_per_s"], point["devices"]
-            other = peer.get((net, mode, count))
-            beside = f"{other:,.0f} | {rate / other:.2f}" if other else "not measured | "
+            key = net, mode, count
+            ways = [(rates[key], way) for way, rates in peer.items() if key in rates]
+            other, way = max(ways, default=(0.0, ""))
+            beside = f"{other:,.0f} ({way}) | {rate / other:.2f}" if other else "not measured | "
             times = f"{rate / points[0]['images_per_s']:.2f} | {point['exposed']:.1%}"
             rows.append(f"| {net} | {mode} | {count} | {rate:,.0f} | {times} | {beside} |")
     return "\n".join(rows)
@@ -123,30 +145,51 @@ def table_of_turns(rates: Turns, compiled: Sequence[str]) -> str:
 
 
 def in_threads(arguments: argparse.Namespace, nets: dict[str, int]) -> None:
-    """Measure caffepy in threads, each net once."""
-    modes, gpus = arguments.modes.split(","), [int(n) for n in arguments.gpus.split(",")]
+    """Measure caffepy in threads, each net once, and the peer in between."""
+    modes, gpus = arguments.modes.split(","), counts(arguments)
     on = ["--gpu", ",".join(map(str, range(max(gpus))))]
     if arguments.device == "cpu":
         on = ["--cpu", str(max(gpus))]
-    peer: Rates = {}
+    peer: dict[str, Rates] = {way: {} for way in arguments.compile.split(",")}
     own: dict[tuple[str, str], list[Any]] = {}
-    for turn, (net, batch) in enumerate(nets.items()):
-        for mode in modes:
-            told = ours(net, batch, mode, on)
+    begun = time.monotonic()
+    theirs_to_do = [(way, count) for way in peer for count in reversed(gpus)]
+    ours_to_do = [(net, mode) for net in nets for mode in modes]
+    while (ours_to_do or theirs_to_do) and time.monotonic() - begun < arguments.seconds:
+        if ours_to_do:
+            net, mode = ours_to_do.pop(0)
+            told = ours(net, nets[net], mode, on)
             own[net, mode] = [point for one in told for point in one["points"]]
-        for count in gpus[turn : turn + 1] if turn + 1 < len(nets) else gpus[turn:]:
-            peer.update(theirs(arguments.peer, nets, modes, count, device=arguments.device))
-    results = {
-        "caffepy": [[*key, points] for key, points in own.items()],
-        "pytorch": [[*key, rate] for key, rate in peer.items()],
-    }
-    keep(arguments.out, table(own, peer), results)
+        if theirs_to_do and len(theirs_to_do) >= len(ours_to_do):
+            way, count = theirs_to_do.pop(0)
+            left = max(1.0, arguments.seconds - (time.monotonic() - begun))
+            found = theirs(arguments.peer, nets, modes, count, way, arguments.device, left)
+            peer[way].update(found)
+        results = {
+            "caffepy": [[*key, points] for key, points in own.items()],
+            "pytorch": [[way, *key, rate] for way in peer for key, rate in peer[way].items()],
+        }
+        say(f"{time.monotonic() - begun:.0f} s")
+        keep(arguments.out, table(own, peer), results)
+
+
+def counts(arguments: argparse.Namespace) -> list[int]:
+    """Return the numbers of GPUs; ends the program if there are fewer."""
+    from caffepy.device.gpus import count_gpus
+
+    there = (os.cpu_count() or 1) if arguments.device == "cpu" else count_gpus()
+    if not arguments.gpus:
+        return sorted({n for n in (1, 2, 4, 8) if n <= there} | {there})
+    found = [int(n) for n in arguments.gpus.split(",")]
+    if max(found) > there:
+        sys.exit(f"--gpus {arguments.gpus}: there are {there}")
+    return found
 
 
 def in_processes(arguments: argparse.Namespace, nets: dict[str, int]) -> None:
     """Measure caffepy in processes that mpirun starts, in turns with DDP."""
     modes, compiled = arguments.modes.split(","), arguments.compile.split(",")
-    count = int(arguments.gpus.split(",")[-1])
+    count = counts(arguments)[-1]
     launch = [*shlex.split(arguments.mpirun), "-n", str(count)]
     on = ["--cpu", "1"] if arguments.device == "cpu" else ["--gpu", "all"]
     on += ["--windows", "3"]
@@ -191,7 +234,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--nets", default=NETS)
     parser.add_argument("--modes", default="tf32,bf16")
-    parser.add_argument("--gpus", default="1,2,4")
+    parser.add_argument("--gpus", default="")
     parser.add_argument("--mpirun", default="")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--compile", default=f"{EAGER},default")
