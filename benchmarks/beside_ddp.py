@@ -33,6 +33,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from caffepy.core.errors import DeviceError
+from caffepy.device.gpus import count_gpus
+
 NETS = "lenet:64,cifar10_quick:256,caffenet:256,alexnet:256,googlenet:128,vgg16:64,resnet50:128"
 EAGER = "eager"
 ONE_PROCESS, NO_LIMIT = "1.5", "60"
@@ -175,9 +178,10 @@ def in_threads(arguments: argparse.Namespace, nets: dict[str, int]) -> None:
 
 def counts(arguments: argparse.Namespace) -> list[int]:
     """Return the numbers of GPUs; ends the program if there are fewer."""
-    from caffepy.device.gpus import count_gpus
-
-    there = (os.cpu_count() or 1) if arguments.device == "cpu" else count_gpus()
+    try:
+        there = (os.cpu_count() or 1) if arguments.device == "cpu" else count_gpus()
+    except DeviceError as error:
+        sys.exit(str(error))
     if not arguments.gpus:
         return sorted({n for n in (1, 2, 4, 8) if n <= there} | {there})
     found = [int(n) for n in arguments.gpus.split(",")]

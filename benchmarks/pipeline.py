@@ -2,9 +2,10 @@
 read alone.
 
 usage: python benchmarks/pipeline.py --lmdb FOLDER [--net caffenet] [--batch 256] [--gpu all]
-           [--precision bf16] [--rounds 2] [--iterations 100] [--out FILE.json]
+           [--precision bf16] [--rounds 2] [--iterations 100] [--count 20000]
+           [--out FILE.json]
        python benchmarks/pipeline.py --jpegs FOLDER --net resnet50 --batch 128
-           [--decode threads,processes,gpu] [--count 1024] ...
+           [--decode threads,processes,gpu] ...
 
 Makes the data if there are none: with --lmdb a database of raw images (make_lmdb.py), with --jpegs
 JPEGs of about 24 kB (convert.py), as a database and as a list. Synthetic data and the others, with
@@ -39,6 +40,8 @@ from caffepy.proto.text import read_net
 
 SECONDS = 1.5
 SIDE = 256  # of JPEGs
+RAW, JPEGS = 20_000, 1024
+"""Images that are made unless --count says how many."""
 SYNTHETIC = "random", "synthetic", "threads"
 Case = tuple[str, str, str]
 """Name of the data, their path, what decodes them."""
@@ -55,15 +58,16 @@ def cases(args: argparse.Namespace) -> list[Case]:
     found = [SYNTHETIC]
     if args.lmdb:
         if not os.path.exists(args.lmdb):
-            make(args.lmdb, 20_000, (3, 256, 256), 1000)
+            make(args.lmdb, args.count or RAW, (3, 256, 256), 1000)
         found.append(("LMDB, raw", args.lmdb, "threads"))
     if args.jpegs:
-        names = make_images(args.jpegs, args.count, SIDE)
+        count = args.count or JPEGS
+        names = make_images(args.jpegs, count, SIDE)
         root = os.path.join(args.jpegs, "images", "")
-        database = os.path.join(args.jpegs, f"jpeg_{args.count}_{SIDE}")
+        database = os.path.join(args.jpegs, f"jpeg_{count}_{SIDE}")
         if not os.path.exists(database):
             convert_imageset(root, names, database, recipe=Recipe(encode=None))
-        whole = os.path.join(args.jpegs, f"whole_{args.count}_{SIDE}.txt")
+        whole = os.path.join(args.jpegs, f"whole_{count}_{SIDE}.txt")
         with open(names) as lines, open(whole, "w") as file:
             file.writelines(f"{os.path.abspath(root)}/{line}" for line in lines)
         for decode in args.decode.split(","):
@@ -139,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--lmdb", default="")
     parser.add_argument("--jpegs", default="")
-    parser.add_argument("--count", type=int, default=1024, help="JPEGs")
+    parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--decode", default="threads")
     parser.add_argument("--net", default="caffenet")
     parser.add_argument("--precision", default="bf16")
@@ -162,6 +166,8 @@ def main() -> None:
                     json.dump([[*case, found] for case, found in rounds.items()], file, indent=1)
     say(f"{args.net} {args.precision}, batch {args.batch} of each device")
     say(table(rounds))
+    if not any(rounds[SYNTHETIC]):
+        sys.exit("nothing could be trained")
     if not args.lmdb:
         return
     source = open_database(args.lmdb)

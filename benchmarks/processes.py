@@ -120,7 +120,9 @@ def train(command: Sequence[str], folder: str) -> dict[str, Any]:
 
 
 def kill(command: Sequence[str], folder: str, victim: str) -> dict[str, Any]:
-    """Return what became of a run of which a process was killed after some displays."""
+    """Return what became of a run of which a process was killed after some displays, if it did not
+    end before.
+    """
     path = os.path.join(folder, "s_metrics.csv")
     if os.path.exists(path):
         os.unlink(path)
@@ -132,9 +134,10 @@ def kill(command: Sequence[str], folder: str, victim: str) -> dict[str, Any]:
         if os.path.exists(path) and len(list(metrics(path))) > 2:
             break
         time.sleep(0.1)
-    with open(os.path.join(folder, f"pid.{victim}")) as file:
-        os.kill(int(file.read()), signal.SIGKILL)
     killed = time.monotonic()
+    if run.poll() is None:
+        with open(os.path.join(folder, f"pid.{victim}")) as file:
+            os.kill(int(file.read()), signal.SIGKILL)
     try:
         code = run.wait(LONGEST)
     except subprocess.TimeoutExpired:

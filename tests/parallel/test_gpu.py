@@ -5,7 +5,7 @@ synchronizer, in fp32.
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from google.protobuf import text_format
 
 from caffepy import models
 from caffepy.collectives import peers
+from caffepy.collectives.topology import Topology
 from caffepy.core.errors import DataError
 from caffepy.data.write import array_to_datum, write_database
 from caffepy.device import math_mode
@@ -86,19 +87,33 @@ def on_gpus(
 ) -> Ran:
     """Train on the first GPUs; `how` sets attributes of the root."""
     devices = [CudaDevice(i) for i in range(size)]
+    topology = peers.prepare(peers.query(range(size)))
+    options = SyncOptions(sync, bn_stats, DEADLINES, wire)
+    return on(devices, topology, options, settings, text, iterations, precision, **how)
+
+
+def on(
+    devices: Sequence[CudaDevice],
+    topology: Topology,
+    options: SyncOptions,
+    settings: str = ONCE,
+    text: str | None = None,
+    iterations: int = ITERATIONS,
+    precision: str = "fp32",
+    **how: bool,
+) -> Ran:
+    """Train on these devices, joined like this."""
     root, recorder = train(settings, net(3) if text is None else text, devices[0], precision)
     for name, value in how.items():
         setattr(root, name, value)
     before = params(root)
-    topology = peers.prepare(peers.query(range(size)))
-    options = SyncOptions(sync, bn_stats, DEADLINES, wire)
     with P2PManager(root, devices, topology, options) as manager:
         root.step(iterations)
         root.test_all()
         manager.statistics.average()
         data = [params(solver) for solver in (root, *manager.workers)]
     root.close()
-    if sync == "tree":
+    if options.sync == "tree":
         del data[1:]
     return Ran(recorder.losses, recorder.tests, before, data)
 
