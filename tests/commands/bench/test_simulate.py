@@ -22,6 +22,7 @@ from caffepy.commands.bench.simulate import (
     simulate,
 )
 from caffepy.core.errors import ConfigError, UsageError
+from caffepy.proto.text import read_net
 
 NODES = (1, 2, 4, 16, 64, 256)
 LOADS = {
@@ -155,6 +156,40 @@ def test_what_is_no_cluster_is_refused(text: str) -> None:
         UsageError, match=r"--simulate: .*nodes=64 gpus=8 nic=8x400|carries nothing"
     ):
         parse(text)
+
+
+ON_FOUR = {  # on H200 (BENCHMARKS.md): milliseconds on one; images/s by number of GPUs, in each run
+    ("caffenet", "tf32"): (8.938, 0.06, {2: [55_449], 4: [109_195]}),
+    ("caffenet", "bf16"): (4.220, 0.06, {2: [115_902, 110_895], 4: [224_776]}),
+    ("vgg16", "tf32"): (28.67, 0.07, {2: [4_393], 4: [8_694]}),
+    ("vgg16", "bf16"): (13.07, 0.09, {2: [9_575], 4: [19_011]}),
+    ("resnet50", "bf16"): (16.07, 0.11, {2: [15_634, 15_318], 4: [31_069]}),
+    ("googlenet", "tf32"): (17.11, 0.12, {4: [29_483, 29_484]}),
+    ("googlenet", "bf16"): (9.033, 0.07, {4: [55_381, 55_535]}),
+    ("lenet", "tf32"): (0.142, 0.05, {4: [425_755, 622_868]}),
+    ("lenet", "bf16"): (0.1406, 0.05, {2: [524_548, 518_860], 4: [533_988, 367_986]}),
+    ("cifar10_quick", "tf32"): (0.406, 0.05, {4: [1_675_317]}),
+    ("cifar10_quick", "bf16"): (0.3006, 0.05, {4: [2_228_009, 1_791_698]}),
+}
+BATCHES = {"lenet": 64, "vgg16": 64, "googlenet": 128, "resnet50": 128}
+BOUND = 0.3
+
+
+@pytest.mark.parametrize(("name", "precision"), ON_FOUR)
+def test_what_was_measured_on_gpus_of_one_node(name: str, precision: str, tmp_path: Path) -> None:
+    ms, host_ms, of_counts = ON_FOUR[name, precision]
+    batch, file = BATCHES.get(name, 256), tmp_path / "one.json"
+    image = (1, 28, 28) if name == "lenet" else (3, 32, 32) if name == "cifar10_quick" else None
+    path = models.path(name, "train_val")
+    assert path
+    told = {"net": read_net(path).name, "batch": batch, "ms": ms, "host_ms": host_ms}
+    file.write_text(json.dumps({**MEASURED, **told}))
+    for gpus, measured in of_counts.items():
+        cluster = f"nodes=1 gpus={gpus} nic=1x100"
+        found = simulate(solver(name), cluster, measured=str(file), image=image)
+        for rate in measured:
+            assert abs(found.asked.images_per_s / rate - 1) < BOUND, (gpus, rate)
+        assert (found.asked.bottleneck == "the host") == (ms < 0.5)
 
 
 MEASURED = {
