@@ -294,7 +294,9 @@ def _at_once(
 
 
 def _log_changes(before: View, now: View) -> None:
-    """Log which servers and workers have come and gone."""
+    """Log which servers and workers have come and gone, and that the coordinator was away."""
+    if now.restarts > before.restarts:
+        log.warning("The coordinator has died and was started again; the run goes on")
     for server in before.servers:
         if server not in now.servers:
             log.warning("Server %s is out; %d servers go on", server, len(now.servers))

@@ -258,7 +258,8 @@ class Coordinator:
         self._tasks = [asyncio.ensure_future(self.watch())]
         if not views:
             return
-        self.view = max(views.values(), key=lambda view: view.epoch)
+        newest = max(views.values(), key=lambda view: view.epoch)
+        self.view = replace(newest, restarts=newest.restarts + 1)
         log.warning("The coordinator was started again, with %d servers", len(views))
         self._beats = dict.fromkeys(self.view.members, time.monotonic())
         self._dealer.knows.clear()

@@ -122,6 +122,7 @@ class View:
     run, clock: number of the trainer that servers which outlive it have now, and the clock at which
         it began; what is told of members and those that left is of this run.
     ended: this run is at its end: pushes change nothing any more, and the next begins at `clock`.
+    restarts: how often a coordinator that died was started again.
     """
 
     epoch: int = 0
@@ -135,6 +136,7 @@ class View:
     run: int = 0
     clock: int = 0
     ended: bool = False
+    restarts: int = 0
 
     def of_primary(self, server: str) -> list[int]:
         """Return the numbers of the ranges whose primary this server is."""

@@ -390,6 +390,25 @@ def test_a_push_of_which_some_ranges_died_with_its_worker_is_averaged_alike_in_a
         np.testing.assert_array_equal(values(engine), 2)
 
 
+def test_the_first_worker_tells_that_the_coordinator_was_started_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with servers(Rule(2)) as engine:
+        clients = [Client(engine, i, patience=10) for i in range(2)]
+        for client in clients:
+            client.join(1)
+        for _ in range(2):
+            engine.kill(COORDINATOR)
+            engine.respawn(COORDINATOR, lambda: Coordinator(engine, 3, 2, deadline=1.0))
+            for client in clients:
+                client.push(split(np.ones(SIZE, np.float32)))
+        for client in clients:
+            client.heartbeat.stop()
+    told = "The coordinator has died and was started again; the run goes on"
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("client")]
+    assert said.count(told) == 2
+
+
 @pytest.mark.parametrize("slack", [0, 4])
 def test_no_batch_is_dealt_twice_when_the_coordinator_dies(slack: float) -> None:
     with servers(Rule(slack)) as engine:
