@@ -58,7 +58,7 @@ class Client:
         self.worker, self.poll, self.watch = worker, poll, watch
         self.view = View()
         self.clock = 0  # number of pushes
-        self.heartbeat = WorkerHeartbeat(engine, worker, patience)
+        self.heartbeat = WorkerHeartbeat(engine, worker)
         self.pulled = Pulled()
         self.again = 0  # pushes that were sent again
         self._engine, self._patience, self._bf16 = engine, patience, bf16

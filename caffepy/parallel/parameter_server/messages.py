@@ -50,8 +50,10 @@ class Engine(Protocol):
     def spawn_server(self, name: str) -> None:
         """Start a `Server` under this name."""
 
-    def kill(self, actor: str) -> None:
-        """End an actor's process at once, if it lives."""
+    def kill(self, actor: str, starts_again: bool = False) -> None:
+        """End an actor's process at once, if it lives; a coordinator that `starts_again` has
+        another.
+        """
 
     def names(self) -> list[str]:
         """Return the names of the actors that live, or lived a moment ago."""

@@ -84,9 +84,9 @@ class RayEngine:
         """Start a `Server` under this name, on the node that has the fewest."""
         self._later(self._start_server, name)
 
-    def kill(self, actor: str) -> None:
-        """End an actor's process at once, if it lives; Ray does not start it again."""
-        self._later(self._kill, actor)
+    def kill(self, actor: str, starts_again: bool = False) -> None:
+        """End an actor's process at once, if it lives; only if it `starts_again`, Ray does so."""
+        self._later(self._kill, actor, starts_again)
 
     # beyond the Engine
 
@@ -294,12 +294,12 @@ class RayEngine:
         # for `kill`, and because a process ends when its last handle goes
         self._to(name).handle = handle
 
-    def _kill(self, actor: str) -> None:
+    def _kill(self, actor: str, starts_again: bool = False) -> None:
         self._places.pop(actor, None)
         calls = self._calls.get(actor)
         with contextlib.suppress(ValueError, self._ray.exceptions.RayError):
             handle = calls.handle if calls and calls.handle else self._ray.get_actor(actor)
-            self._ray.kill(handle, no_restart=True)
+            self._ray.kill(handle, no_restart=not starts_again)
 
 
 class _Actor:

@@ -51,7 +51,7 @@ class Engine:
     def room(self, needs: object) -> tuple[int, float, float]:
         return 1, 2, 0
 
-    def kill(self, actor: str) -> None:
+    def kill(self, actor: str, starts_again: bool = False) -> None:
         self.die(int(actor.removeprefix("worker-")))
 
     def die(self, number: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import SyncError, UsageError
-from caffepy.parallel.parameter_server import coordinator, server_calls
+from caffepy.parallel.parameter_server import coordinator, heartbeat, server_calls
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.coordinator import Coordinator
 from caffepy.parallel.parameter_server.leases import Lease
@@ -388,6 +388,18 @@ def test_a_push_of_which_some_ranges_died_with_its_worker_is_averaged_alike_in_a
         engine.call(COORDINATOR, "leave", 2).result(10)
         run([work(clients[1])])
         np.testing.assert_array_equal(values(engine), 2)
+
+
+def test_a_coordinator_that_stops_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "SILENT", 0.5)
+    with servers(Rule(2)) as engine:
+        client = Client(engine, 0)
+        client.join(1)
+        stopped = engine.actors[COORDINATOR]
+        engine.stop(COORDINATOR)
+        assert run([lambda: client.lease(0)], 15) == [range(1)]
+        assert stopped.dead
+        client.heartbeat.stop()
 
 
 def test_the_first_worker_tells_that_the_coordinator_was_started_again(

@@ -108,11 +108,12 @@ class ThreadsEngine:
 
     def __init__(self) -> None:
         self.actors: dict[str, _Actor] = {}
+        self._makes: dict[str, Callable[[], object]] = {}
         self.kill_takes_effect = True
         self.before: Callable[[str, str], object] = lambda name, method: None
 
     def spawn(self, name: str, make: Callable[[], object]) -> None:
-        self.actors[name] = _Actor(name, make)
+        self.actors[name], self._makes[name] = _Actor(name, make), make
 
     def respawn(self, name: str, make: Callable[[], object]) -> None:
         """Start an actor that died again."""
@@ -131,9 +132,11 @@ class ThreadsEngine:
             return future
         return self.actors[actor].call(method, _sent(arguments))
 
-    def kill(self, actor: str) -> None:
+    def kill(self, actor: str, starts_again: bool = False) -> None:
         if self.kill_takes_effect:
             self.actors[actor].kill()
+            if starts_again:
+                self.respawn(actor, self._makes[actor])
 
     def names(self) -> list[str]:
         return [name for name, actor in self.actors.items() if not actor.dead]
