@@ -1,11 +1,12 @@
-"""Caffe's own numbers from two solvers with half the batch each: twenty steps, and on from Caffe's
-snapshots.
+"""Caffe's own numbers from two and four solvers with half the batch each: twenty steps, and on from
+Caffe's snapshots.
 
 All cases can be halved: their loss is a mean over the batch, so that the mean of both halves'
-gradients is the whole's.
+gradients is the whole's. Of four solvers two have the same half.
 """
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def walk(manager: P2PManager, case: Any) -> None:
 
     def feed_and_iterate() -> None:
         """Give each solver its half; what a script writes before a step is for all solvers."""
-        for solver, part in zip(solvers, (slice(0, HALF), slice(HALF, None)), strict=True):
+        for solver, part in zip(solvers, cycle((slice(0, HALF), slice(HALF, None))), strict=False):
             for name in "xy":
                 solver.net.blobs[name].host_data[...] = case[name][root.iter][part]
         iterate()
@@ -97,16 +98,18 @@ def test_there_are_cases() -> None:
     assert len(CASES) >= 14
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("sync", ["tree", "muji", "flat"])
 @pytest.mark.parametrize("name", CASES)
-def test_halves_on_the_cpu_move_as_caffe_does(name: str, sync: str, state: str) -> None:
-    together(name, sync, [Device(), Device()], state)
+def test_halves_on_the_cpu_move_as_caffe_does(name: str, sync: str, state: str, size: int) -> None:
+    together(name, sync, [Device() for _ in range(size)], state)
 
 
 @pytest.mark.gpus(2)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.gpus(4))])
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("sync", ["nccl", "tree"])
 @pytest.mark.parametrize("name", CASES)
-def test_halves_on_two_gpus_move_as_caffe_does(name: str, sync: str, state: str) -> None:
-    together(name, sync, [CudaDevice(0), CudaDevice(1)], state)
+def test_halves_on_gpus_move_as_caffe_does(name: str, sync: str, state: str, size: int) -> None:
+    together(name, sync, [CudaDevice(i) for i in range(size)], state)
