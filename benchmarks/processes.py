@@ -124,8 +124,9 @@ def kill(command: Sequence[str], folder: str, victim: str) -> dict[str, Any]:
     end before.
     """
     path = os.path.join(folder, "s_metrics.csv")
-    if os.path.exists(path):
-        os.unlink(path)
+    for name in os.listdir(folder):
+        if name == "s_metrics.csv" or name.startswith("s_iter_"):
+            os.unlink(os.path.join(folder, name))
     log = os.path.join(folder, "killed.log")
     with open(log, "w") as file:
         run = subprocess.Popen(command, stderr=file, env=ENVIRONMENT)

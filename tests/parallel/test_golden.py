@@ -14,7 +14,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.collectives import peers
-from caffepy.collectives.topology import all_joined
+from caffepy.collectives.topology import Topology, all_joined
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.parallel.manager import P2PManager, SyncOptions
@@ -76,7 +76,9 @@ def walk(manager: P2PManager, case: Any) -> None:
                 )
 
 
-def together(name: str, sync: str, devices: Sequence[Device], state: str) -> None:
+def together(
+    name: str, sync: str, devices: Sequence[Device], state: str, joined: Topology | None = None
+) -> None:
     case = np.load(FOLDER / f"{name}.npz")
     root = build(case, devices[0])
     if state:
@@ -84,8 +86,9 @@ def together(name: str, sync: str, devices: Sequence[Device], state: str) -> Non
         assert root.iter == 10
     else:
         begin(root, case)
-    gpus = [device.index for device in devices if device.kind == "cuda"]
-    joined = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
+    if joined is None:
+        gpus = [device.index for device in devices if device.kind == "cuda"]
+        joined = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
     with P2PManager(root, devices, joined, SyncOptions(sync)) as manager:
         walk(manager, case)
     root.close()

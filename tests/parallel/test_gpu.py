@@ -139,6 +139,11 @@ def test_solvers_follow_one_on_the_cpu(how: str, sync: str, size: int) -> None:
         pytest.skip("muji has no schedule for 3")
     settings = SETTINGS if how == "two passes" else ONCE
     ran = on_gpus(size, sync, settings, capture=how != "layer by layer")
+    follow_the_cpu(ran, settings, size)
+
+
+def follow_the_cpu(ran: Ran, settings: str, size: int) -> None:
+    """The run went where one solver on the CPU with the batch of so many goes."""
     expected = alone(settings, net(3 * size))
     np.testing.assert_allclose(ran.losses, expected.losses, rtol=2e-4)
     np.testing.assert_allclose(ran.data[0], expected.data[0], rtol=1e-3, atol=1e-4)
