@@ -205,6 +205,7 @@ class DetectionEvaluate(Layer):
     instance, box, difficult, up to the first of image -1. A detection is true if the true box of
     its class that it overlaps most, by overlap_threshold or more, is no other's before, in the
     order of scores; neither true nor false if that is difficult and evaluate_difficult_gt is false.
+    Detections of image -1 but not of class -1 become rows of zeros at the end, as in SSD.
 
     With a third bottom, heights and widths (N, 2) of the images as the net saw them, detections (D,
     7, 1, 1) are those of FrcnnOutput, true boxes (G, 8, 1, 1) those of EvalData, in its pixels
@@ -279,6 +280,7 @@ class DetectionEvaluate(Layer):
         param = self.settings
         found, truths = self.rows(bottom)
         self.check_labels(truths[:, 1])
+        of_none = np.sum((found[:, 0] < 0) & (found[:, 1] != -1))
         found = found[found[:, 0] >= 0]
         counted = truths if param.evaluate_difficult_gt else truths[truths[:, 7] == 0]
         labels = [c for c in range(param.num_classes) if c != param.background_label_id]
@@ -292,7 +294,7 @@ class DetectionEvaluate(Layer):
                 rows.append(self.judge(own, known[known[:, 1] == label], size))
         if self.coco_rows is not None:
             self.coco_rows = self.match_as_coco(found, truths)
-        all_rows = np.concatenate(rows)
+        all_rows = np.concatenate([*rows, np.zeros((of_none, 5))])
         self.shape_top(top, len(all_rows), len(bottom) > 2)
         top[0].data.reshape(all_rows.shape)[...] = all_rows
 

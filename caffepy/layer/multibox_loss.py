@@ -345,15 +345,24 @@ class MultiBoxLoss(ClassLoss):
         (n, count, k), labels = self.targets.shape, self.labels.data
         self.targets.data.fill(others)
         wide = np.full_like(self.targets.data, others, shape=n * count * k + 1)
-        inside = (labels >= 0) & (labels < k)
         start = self.places.data[:count] * k
-        if self.mining == NONE:
-            inside &= np.any(self.matches.data >= 0, axis=1)
-            start = start + self.items.data * count
-        else:
-            start = start + self.items.data * (count * k)
-        wide[np.where(inside, start + labels, n * count * k)] = 1
+        start = start + self.items.data * (count if self.mining == NONE else count * k)
+        for own in self.targeted(labels):
+            inside = (own >= 0) & (own < k)
+            wide[np.where(inside, start + own, n * count * k)] = 1
         self.targets.data.reshape(-1)[...] = wide[:-1]
+
+    def targeted(self, labels: Array) -> Iterator[Array]:
+        """Yield labels (N, P) whose targets are 1: those of all boxes that learn, or without mining
+        of the matches of each class that has locations of its own.
+        """
+        if self.mining != NONE:
+            yield labels
+            return
+        of_each = self.view[2] > 1 and not self.agnostic
+        for c in range(self.view[2]):
+            own = np.full_like(labels, c) if of_each else labels
+            yield np.where(self.matches.data[:, c] >= 0, own, -1)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """The gradient of each part, but for the factor of `encode_variance_in_target`."""

@@ -315,6 +315,13 @@ def test_nothing_found_leaves_the_numbers_of_true_boxes():
     np.testing.assert_array_equal(top[0, 0], [[-1, 1, 2, -1, -1], [-1, 2, 1, -1, -1]])
 
 
+def test_detections_of_no_image_are_rows_of_zeros():
+    stray = np.concatenate([[[[[-1, 2, 0.9, 0.1, 0.1, 0.5, 0.5], [-1] * 7]]], FOUND], axis=2)
+    (top,) = Single(EVALUATE + "}", stray, TRUE).forward()
+    (want,) = Single(EVALUATE + "}", FOUND, TRUE).forward()
+    np.testing.assert_array_equal(top[0, 0], [*want[0, 0], [0] * 5])
+
+
 def test_boxes_are_compared_in_pixels_of_their_images(tmp_path: Path):
     """With both ends inside, boxes of 3 x 3 pixels that are one apart overlap by a half."""
     (tmp_path / "sizes").write_text("a 4 4\n")

@@ -43,6 +43,11 @@ CASES = {
         CENTRED + "use_prior_for_matching: false share_location: false mining_type: NONE",
         "",
     ),
+    "logistic of classes": (  # where a box may have matches of two classes
+        CENTRED + "use_prior_for_matching: false share_location: false mining_type: NONE "
+        "conf_loss_type: LOGISTIC overlap_threshold: 0.1",
+        "",
+    ),
     "predictions apart": (
         "nms_param { nms_threshold: 0.3 top_k: 9 } use_prior_for_matching: false bp_inside: true",
         "",
@@ -232,7 +237,8 @@ def reference(text, bottoms, settings):
                     count += 1
                     # without mining SSD writes the targets of image i at i * 20
                     start = i * 20 if "NONE" in text else i * 20 * k
-                    targets[start + p * k + labels[p]] = 1
+                    label = labels[p] if groups == 1 else c
+                    targets[start + p * k + label] = 1
         for p in learning:
             if labels[p] == 0 and "NONE" not in text:
                 targets[(i * 20 + p) * k] = 1
