@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import CaffeError
+from caffepy.data import augment
 from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -183,6 +184,21 @@ def test_boxes_in_units_of_another_size(folder):
         units = np.array([width / 30, 20 / 10] * 2)
         boxes = np.array(OBJECTS)[:, 2:6] * units
         np.testing.assert_allclose(label[0, 0, :, 3:7], boxes, atol=1e-5)
+
+
+def test_cubics_are_those_of_any_processor():
+    """Figures of OpenCV 4.6 without Intel's library, which answers three of them otherwise."""
+    image = (np.arange(16) * 97 % 251).astype(np.uint8).reshape(4, 4)
+    want = [
+        [0, 0, 7, 30, 59, 100, 148, 187, 203, 180, 127, 67, 24, 13],
+        [101, 107, 133, 170, 201, 206, 178, 135, 101, 96, 113, 138, 154, 157],
+        [67, 74, 104, 145, 183, 203, 198, 177, 153, 138, 129, 124, 119, 117],
+        [46, 47, 50, 50, 58, 84, 128, 172, 198, 191, 156, 113, 83, 76],
+        [187, 176, 134, 75, 22, 0, 7, 40, 85, 127, 161, 190, 213, 221],
+    ]
+    used = cv2.ipp.useIPP()
+    np.testing.assert_array_equal(augment.resample(image, 14, 5, cv2.INTER_CUBIC), want)
+    assert cv2.ipp.useIPP() == used
 
 
 def test_a_raw_canvas_is_blank(folder):
