@@ -154,6 +154,7 @@ class AnnotatedLoader(JointLoader):
             image = image[..., 0]
         image, objects = np.ascontiguousarray(image), record.objects
         emit = param.emit_constraint if param.HasField("emit_constraint") else None
+        sizes = None  # of boxes, once they were projected; the fork keeps them when it resizes
         if param.HasField("distort_param"):
             if record.encoded:
                 image = self._stored(augment.distort(image, param.distort_param, rng))
@@ -164,6 +165,7 @@ class AnnotatedLoader(JointLoader):
             if expanded := augment.expand(image, param.expand_param, fill, rng):
                 image = self._stored(expanded[0]) if record.encoded else expanded[0]
                 objects = boxes.project(objects, expanded[1], emit)
+                sizes = boxes.areas(objects[:, boxes.BOX])
         window = None
         if self._yolo:
             window = boxes.jitter(self._annotated.yolo_data_jitter, rng)
@@ -173,6 +175,7 @@ class AnnotatedLoader(JointLoader):
             image = augment.cut(image, window)
             image = self._stored(image) if record.encoded else image
             objects = boxes.project(objects, window, emit)
+            sizes = boxes.areas(objects[:, boxes.BOX])
         resize, size = self._resize_of(first), (image.shape[0], image.shape[1])
         if resize is not None:
             if not record.encoded:
@@ -182,7 +185,7 @@ class AnnotatedLoader(JointLoader):
         if param.HasField("noise_param") and record.encoded:
             image = augment.noisy(image, param.noise_param, rng)
         image, window, is_mirrored = self._cut(image, draws)
-        objects = boxes.project(objects, window, emit)
+        objects = boxes.project(objects, window, emit, sizes)
         if is_mirrored:
             boxes.mirror(objects)
         if resize is not None:

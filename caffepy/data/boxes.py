@@ -42,9 +42,11 @@ def areas(boxes: Array) -> Array:
     return np.asarray(sides[..., 0] * sides[..., 1])
 
 
-def project(objects: Array, window: Array, emit: EmitConstraint | None) -> Array:
+def project(
+    objects: Array, window: Array, emit: EmitConstraint | None, sizes: Array | None = None
+) -> Array:
     """The objects as seen from the window, clipped to it: those of which something is left, and of
-    which the window has as much as `emit` asks for.
+    which the window has as much as `emit` asks for, in parts of their areas or of other `sizes`.
     """
     boxes = objects[:, BOX]
     inside = np.concatenate(
@@ -57,7 +59,7 @@ def project(objects: Array, window: Array, emit: EmitConstraint | None) -> Array
         centre = (boxes[:, :2] + boxes[:, 2:]) / 2
         keep &= ((centre >= window[:2]) & (centre <= window[2:])).all(1)
     elif emit is not None:
-        keep &= areas(inside) > emit.emit_overlap * areas(boxes)
+        keep &= areas(inside) > emit.emit_overlap * (areas(boxes) if sizes is None else sizes)
     projected = objects[keep]
     projected[:, BOX] = seen[keep]
     return projected

@@ -152,6 +152,9 @@ def feed(folder, transform="", annotated="", data="batch_size: 2", **other):
 SIZE = "resize_param { height: 16 width: 16 }"
 
 
+WHOLE = "batch_sampler { max_sample: 1 max_trials: 1 }"
+
+
 def test_labels_of_mobilenet_yolo(folder):
     more = "yolo_data_type: 1 yolo_data_jitter: 0 "
     feeds = [feed(folder, SIZE, more), feed(folder, SIZE, more + "train_diffcult: false")]
@@ -184,6 +187,17 @@ def test_boxes_in_units_of_another_size(folder):
         units = np.array([width / 30, 20 / 10] * 2)
         boxes = np.array(OBJECTS)[:, 2:6] * units
         np.testing.assert_allclose(label[0, 0, :, 3:7], boxes, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "least", "count"), [("", 0.9, 3), (WHOLE, 0.9, 0), (WHOLE, 0.7, 3)]
+)
+def test_a_sampled_box_keeps_its_area_when_bars_are_added(sampler, least, count, folder):
+    """As in SSD, where MIN_OVERLAP asks for a part of it; images of 40 x 30 get bars of a fourth."""
+    bars = "resize_param { resize_mode: FIT_LARGE_SIZE_AND_PAD height: 16 width: 16 }"
+    emit = f"emit_constraint {{ emit_type: MIN_OVERLAP emit_overlap: {least} }}"
+    _, label = feed(folder, f"{bars} {emit}", sampler, data="batch_size: 1").forward()
+    assert (label[0, 0, :, 0] >= 0).sum() == count
 
 
 def test_cubics_are_those_of_any_processor():
