@@ -335,14 +335,15 @@ def _all_commands(command: click.Command) -> Iterator[click.Command]:
 
 
 def _unknown_option(error: click.NoSuchOption) -> str:
-    known = (
-        [name for p in error.ctx.command.get_params(error.ctx) for name in p.opts]
-        if error.ctx
-        else []
-    )
-    remedy = INSTEAD.get(error.option_name) if "--gpu" in known else None
-    more = f": {remedy}" if remedy else nearest(error.option_name, known)
-    return f'no such option "{error.option_name}"{more}'
+    name = error.option_name
+    params = error.ctx.command.get_params(error.ctx) if error.ctx else []
+    flags = [p for p in params if isinstance(p, click.Option)]
+    remedy = INSTEAD.get(name) if any("--gpu" in flag.opts for flag in flags) else None
+    argument = {"--model": "net"}.get(name, name.lstrip("-"))
+    if any(isinstance(p, click.Argument) and p.name == argument for p in params):
+        remedy = f"give {argument.upper()} without a flag"
+    known = [name for flag in flags if not flag.hidden for name in flag.opts]
+    return f'no such option "{name}"{f": {remedy}" if remedy else nearest(name, known)}'
 
 
 def _misuse(error: click.UsageError) -> str:
@@ -373,10 +374,11 @@ def hint(error: CaffeError, arguments: Sequence[str]) -> str:
     if (
         isinstance(error, DataError)
         and {"train", "test"} & set(arguments)
-        and _bundled(arguments) - {"digits"}
+        and _bundled(arguments) - models.with_data()
     ):
         return (
-            "of the bundled nets only digits brings its data; put yours where the net looks for it"
+            "only these bundled nets bring their data: "
+            f"{', '.join(sorted(models.with_data()))}; put yours where the net looks for it"
         )
     if isinstance(error, DataError) and "export" in arguments:
         return "to go without the data, give --image C,H,W, or a deploy net"

@@ -3,6 +3,7 @@ deployment.
 """
 
 import os
+from glob import glob
 
 KINDS = ("solver", "train_val", "deploy")
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -11,6 +12,11 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 def names() -> list[str]:
     """The names of the bundled nets, in alphabetical order."""
     return sorted(name for name in os.listdir(_FOLDER) if os.path.isfile(_file(name, "solver")))
+
+
+def with_data() -> set[str]:
+    """The names of the bundled nets whose data lie beside them."""
+    return {name for name in names() if glob(os.path.join(_FOLDER, name, "*", "data.mdb"))}
 
 
 def path(name: str, kind: str) -> str | None:

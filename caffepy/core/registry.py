@@ -17,15 +17,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return `, did you mean "X"?` for the nearest known name, or an empty string.
 
     The name, if not too short, may be like the beginning of a known one; of several the first is
-    the nearest.
+    the nearest. The dashes of flags count for nothing.
     """
     from difflib import SequenceMatcher  # only needed for a mistake
 
-    folded = name.casefold()
+    name = name.casefold().lstrip("-")
 
     def likeness(of: str) -> float:
-        of = of.casefold()
-        whole, begin = (SequenceMatcher(None, x, folded).ratio() for x in (of, of[: len(name)]))
+        of = of.casefold().lstrip("-")
+        whole, begin = (SequenceMatcher(None, x, name).ratio() for x in (of, of[: len(name)]))
         return max(whole, BEGINNING * begin * (len(name) > SHORT))
 
     best = max(known, key=likeness, default="")

@@ -158,6 +158,15 @@ TYPOS = {
         "train --solver digits --param_server=mpi",
         'no such option "--param-server": leave it out; Intel Caffe\'s --param_server=mpi is',
     ),
+    "argument as a flag": (
+        "export --model net.prototxt",
+        'no such option "--model": give NET without a flag',
+    ),
+    "weights as a flag": (
+        "export net.prototxt --weights net.caffemodel",
+        'no such option "--weights": give WEIGHTS without a flag',
+    ),
+    "like a hidden flag": ("export --modul", 'no such option "--modul"\n'),
     "choice": (
         "train -sigint_effect stpo",
         "Invalid value for '--sigint-effect': 'stpo' is not one of",
@@ -277,7 +286,8 @@ def test_a_bundled_net_without_data(
     monkeypatch.chdir(tmp_path)
     assert main.run(arguments) == 4
     assert capsys.readouterr().err.endswith(
-        "(of the bundled nets only digits brings its data; put yours where the net looks for it)\n"
+        "(only these bundled nets bring their data: digits, digits_seg, digits_ssd; put yours "
+        "where the net looks for it)\n"
     )
 
 
