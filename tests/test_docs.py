@@ -468,7 +468,7 @@ def template(node: ast.AST) -> str:
         parts = text.split("\0")
     else:
         return ""
-    return ".*".join(map(re.escape, parts)) if len("".join(parts)) >= 12 else ""
+    return ".*".join(map(re.escape, parts)) if len("".join(parts)) >= 11 else ""
 
 
 def quoted() -> list[str]:

@@ -12,6 +12,9 @@ LEAST, BEGINNING, SHORT = 0.6, 0.9, 3
 of a name for which that says nothing.
 """
 
+FEW = 40
+"""Number of names up to which a message lists all although one is near."""
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `, did you mean "X"?` for the nearest known name, or an empty string.
@@ -50,8 +53,9 @@ class Registry(dict[str, T]):
         return register
 
     def __missing__(self, name: str) -> T:
-        known = ", ".join(self)
-        raise ConfigError(f'unknown {self.kind} "{name}"{nearest(name, self)} (known: {known})')
+        near = nearest(name, self)
+        known = "" if near and len(self) > FEW else f" (known: {', '.join(self)})"
+        raise ConfigError(f'unknown {self.kind} "{name}"{near}{known}')
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self.keys()))

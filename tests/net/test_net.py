@@ -104,9 +104,14 @@ def test_top_made_twice() -> None:
 def test_unknown_layer_type_names_the_nearest() -> None:
     with pytest.raises(
         ConfigError,
-        match=r'layer "c".*unknown layer type "Convolutoin", did you mean "Convolution"',
+        match=r'layer "c".*unknown layer type "Convolutoin", did you mean "Convolution"\?$',
     ):
         net_of(INPUT + 'layer { name: "c" type: "Convolutoin" bottom: "x" top: "c" }')
+
+
+def test_an_unknown_layer_type_like_no_other_lists_all() -> None:
+    with pytest.raises(ConfigError, match=r'unknown layer type "Q" \(known: AbsVal, .*, Yolov3'):
+        net_of(INPUT + 'layer { name: "c" type: "Q" bottom: "x" top: "c" }')
 
 
 def test_the_param_of_another_type_is_told() -> None:
