@@ -5,17 +5,37 @@ from collections.abc import Sequence
 import numpy as np
 
 from caffepy.core.errors import DivergenceError
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, Blob, from_bfloat16
 from caffepy.net import Net
+from caffepy.net.fusion import Step
 from caffepy.net.node import Param
 
 WHERE = "with --no-capture, and without --recompute, this names the first blob that is not finite"
 HINT = "lower base_lr, set clip_gradients, or look at the data that comes in"
 
 
+class LostBlobsError(DivergenceError):
+    """A loss that is not finite, of an iteration whose blobs are lost: of several that were
+    enqueued, or where blobs share memory. The message names a parameter, and after `name_blob` the
+    first blob.
+    """
+
+    def __init__(self, net: Net, iteration: int, loss: float) -> None:
+        self._begin, self._param = f"iteration {iteration}: the loss is {loss:g}", _first_param(net)
+        super().__init__(self._told((self._param, WHERE)))
+
+    def name_blob(self, blob: str) -> None:
+        """Put what `first_blob` found into the message."""
+        self.message = self._told((blob, self._param))
+
+    def _told(self, found: Sequence[str | None]) -> str:
+        return "; ".join([self._begin, *filter(None, found), HINT])
+
+
 def diverged(net: Net, iteration: int, loss: float) -> DivergenceError:
     """Return the error for a loss that is not finite; names the first such blob and parameter."""
-    found = [part for part in (_first_blob(net), _first_param(net)) if part]
+    blobs = (_blob_of(net, Step(i)) for i in range(len(net.nodes)))
+    found = [part for part in (next(filter(None, blobs), None), _first_param(net)) if part]
     where = "; ".join(found) or "all blobs are finite, their weighted sum is not"
     return DivergenceError(f"iteration {iteration}: the loss is {loss:g}; {where}; {HINT}")
 
@@ -26,8 +46,18 @@ def diverged_before(net: Net, iteration: int, loss: float) -> DivergenceError:
         return DivergenceError(
             f"iteration {iteration}: gradients are not finite, with no loss scale at all; {HINT}"
         )
-    found = "; ".join(part for part in (_first_param(net), WHERE) if part)
-    return DivergenceError(f"iteration {iteration}: the loss is {loss:g}; {found}; {HINT}")
+    return LostBlobsError(net, iteration, loss)
+
+
+def first_blob(net: Net, steps: Sequence[Step]) -> str | None:
+    """Run a forward pass, one of the net's `steps` after the other, up to the first that writes
+    what is not finite; return the name of that blob and of its layers.
+    """
+    for step in steps:
+        net.forward(steps=[step])
+        if found := _blob_of(net, step):
+            return found
+    return None
 
 
 def check_params(net: Net, iteration: int) -> None:
@@ -48,13 +78,23 @@ def check_history(net: Net, iteration: int, history: Sequence[Array]) -> None:
             )
 
 
-def _first_blob(net: Net) -> str | None:
-    for node in net.nodes:
-        for name, top in zip(node.top_names, node.tops, strict=True):
-            if not np.isfinite(top.host_data).all():
-                layer = f'"{node.name}" ({node.layer.type})'
-                return f'the first blob that is not finite is "{name}" of layer {layer}'
+def _blob_of(net: Net, step: Step) -> str | None:
+    """Name the first top of a step that is not finite."""
+    node = net.nodes[step.last]
+    first = net.nodes[step.layers[0]] if step.group else node
+    for name, top in zip(node.top_names, node.tops, strict=True):
+        if not _is_finite(top):
+            told = f'"{node.name}" ({node.layer.type})'
+            if first is not node:
+                told += f', which is computed with "{first.name}" ({first.layer.type})'
+            return f'the first blob that is not finite is "{name}" of layer {told}'
     return None
+
+
+def _is_finite(blob: Blob) -> bool:
+    values = blob.data if blob.gpu is None else blob.gpu.on_host(blob.data)
+    values = from_bfloat16(values) if values.dtype == np.uint16 else values
+    return bool(np.isfinite(values).all())
 
 
 def _first_param(net: Net) -> str | None:

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from caffepy.core.errors import CaffeError, DataError, DivergenceError, LostDeviceError
+from caffepy.solver.divergence import LostBlobsError, first_blob
 from caffepy.solver.iteration import Iterations, State
+from caffepy.solver.positions import set_positions, take_positions
 from caffepy.solver.resume_state import ResumeState
 from caffepy.solver.signals import StopError
+from caffepy.solver.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ def stopping_workers(iterations: Iterations) -> Iterator[None]:
                 iterations.collect(wait=True)  # an error of an earlier iteration comes first
         finally:
             iterations.state = State.INTERRUPTED
+        if isinstance(error, LostBlobsError) and type(workers) is WorkerGroup:
+            _name_blob(error, iterations)
         cause = workers.root_cause(error) if isinstance(error, Exception) else error
         workers.stop(cause)
         if step.begun:
@@ -37,6 +42,30 @@ def stopping_workers(iterations: Iterations) -> Iterator[None]:
         if cause is not error:
             raise cause from error
         raise
+
+
+def _name_blob(error: LostBlobsError, iterations: Iterations) -> None:
+    """Run forward again, step by step, from where the iteration that diverged began, to name the
+    first blob that is not finite. Parameters are as they were, since nothing was updated; positions
+    and running statistics are restored. Code of the user is not run again.
+    """
+    step, net = iterations.step, iterations.step.net
+    if any(layer.may_modify_gradients for layer in net.layers):
+        return
+    device, positions = step.device, iterations.positions()
+    now, writes_files = take_positions([net], device), device.writes_files
+    device.writes_files = False
+    try:
+        with suppress(CaffeError):
+            set_positions(positions, [net], device)
+            for _ in range(step.param.iter_size):
+                if blob := first_blob(net, step.graphs.eager_steps):
+                    error.name_blob(blob)
+                    break
+    finally:
+        device.writes_files = writes_files
+        step.restore_stats()
+        set_positions(now, [net], device)
 
 
 @contextmanager

@@ -229,12 +229,13 @@ def failing(folder: Path, at: int, value: float, name: str) -> str:
     return net
 
 
+@pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(
     ("name", "value", "error"), [("data", np.nan, DivergenceError), ("label", 12, DataError)]
 )
 def test_an_iteration_that_fails(
-    name: str, value: float, error: type[CaffeError], passes: int, tmp_path: Path
+    name: str, value: float, error: type[CaffeError], passes: int, segments: int, tmp_path: Path
 ) -> None:
     """The solver stands before it, and goes on behind it if it is told to."""
     said, ended, heard, states = [], [], [], []
@@ -244,6 +245,8 @@ def test_an_iteration_that_fails(
         settings = f"{SETTINGS} momentum: 0.9 iter_size: {passes} display: 100 "
         solver = solver_of(settings, net, reporter=heard[-1])
         solver.capture = capture
+        if segments > 1:
+            solver.save_memory(segments)
         with pytest.raises(error) as raised:
             solver.step(90)
         said.append(str(raised.value))
@@ -257,6 +260,7 @@ def test_an_iteration_that_fails(
         assert (looped(solver) > 3) == capture
         solver.close()
     assert said[0] == said[1]
+    assert error is DataError or ' is "data" of layer "in" (HDF5Data); lower' in said[0]
     np.testing.assert_array_equal(*ended)
     assert heard[0].smoothed == heard[1].smoothed
     same_state(*states)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
+from caffepy.core.errors import DivergenceError
 from caffepy.device import math_mode
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -107,6 +108,36 @@ def test_training_is_the_same(device: Callable[[], Device], fuse: bool, settings
     assert heard[0].losses == heard[1].losses
     if saving.device.is_cuda:
         assert saving.iterations.step.graphs._replayed > 0
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_divergence_names_the_first_blob(device: Callable[[], Device], passes: int) -> None:
+    """The iteration runs forward again, from where it began, and leaves all as if it had not."""
+    said, states = [], []
+    for capture, segments in ((False, 1), (True, 4)):
+        solver = solver_of(device(), f"iter_size: {passes} ")
+        solver.capture = capture
+        if segments > 1:
+            solver.save_memory(segments)
+        solver.step(4)
+        (weight,) = (blob for blob in solver.net.learnable_params if blob.shape == (12, 96))
+        weight.host_data[3, 5] = np.nan
+        with pytest.raises(DivergenceError) as error:
+            solver.step(9)
+        said.append(str(error.value))
+        assert solver.iter == 4
+        statistics = [
+            blob.host_data.copy() for layer in solver.net.layers for blob in layer.statistics
+        ]
+        states.append(statistics)
+    start = 'iteration 4: the loss is nan; the first blob that is not finite is "ip1" of layer '
+    parameter = '; parameter 0 of layer "ip1" (InnerProduct) is not finite; lower base_lr'
+    assert said[0].startswith(f'{start}"ip1" (InnerProduct){parameter}')
+    with_it = ', which is computed with "ip1" (InnerProduct)'
+    assert said[1].startswith(f'{start}"ip1_drop" (Dropout){with_it}{parameter}')
+    for a, b in zip(*states, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_blobs_that_take_much_share_memory_without_recomputation(
