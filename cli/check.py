@@ -55,8 +55,9 @@ def check(
     stdout.
 
     For each layer: name, type, shapes of its tops, parameters, memory of the tops, operations of a
-    forward pass (convolutions and inner products only). FILE is recognized as a solver or a net by
-    its fields. The code of Python layers runs; no file that a layer names is written.
+    forward pass (convolutions and inner products only). Below it: the memory that the data of the
+    whole net take on the CPU, and its gradients where it trains. FILE is recognized as a solver or
+    a net by its fields. The code of Python layers runs; no file that a layer names is written.
 
     Several files, or folders with all prototxts below them, are checked one by one, with a line for
     each (with --json an object: file, kind, ok, error, layers, parameters); the exit code is 3 if

@@ -22,9 +22,9 @@ from caffepy.models.synthetic import Guess
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.net.build import is_included, with_batch
-from caffepy.net.memory import Usage
+from caffepy.net.memory import Usage, taken
 from caffepy.net.node import Node
-from caffepy.net.recompute import arena, in_segments, recomputed_layers
+from caffepy.net.recompute import in_segments, recomputed_layers
 from caffepy.ops.shapes_only import ShapesOnlyDevice
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, NetState, SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
@@ -67,8 +67,8 @@ class LayerOnGpu:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Bytes that blobs share where data are computed again in so many `segments`, and the number of
-    layers that then run forward again.
+    """Bytes of data and gradients where data are computed again in so many `segments`, and the
+    number of layers that then run forward again.
     """
 
     segments: int
@@ -78,10 +78,10 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class NetOnGpu:
-    """A net on a GPU: precision, bytes that blobs share, why no graph can be captured of a step,
-    the number of its graphs, and why steps that are displayed run without them; what recomputation
-    would save; the largest batch that fits into a memory, if that was asked for, and with
-    recomputation.
+    """A net on a GPU: precision, bytes of data and gradients, why no graph can be captured of a
+    step, the number of its graphs, and why steps that are displayed run without them; what
+    recomputation would save; the largest batch that fits into a memory, if that was asked for, and
+    with recomputation.
     """
 
     precision: str
@@ -112,17 +112,22 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class NetInfo:
-    """A net. Layers that share parameters list them each, its `parameters` count them once."""
+    """A net. Layers that share parameters list them each, its `parameters` count them once.
+
+    `on_cpu`: bytes of data, and of gradients of a net that `learns`, while it runs on the CPU.
+    """
 
     role: str
     name: str
     layers: Sequence[LayerInfo]
     parameters: int
+    learns: bool = False
+    on_cpu: int = 0
     gpu: NetOnGpu | None = None
 
     @property
     def memory(self) -> int:
-        """Bytes of the data of all blobs between the layers; training needs as many for diffs."""
+        """Bytes of the data of all blobs between the layers, each for itself."""
         return sum(layer.memory for layer in self.layers)
 
     @property
@@ -142,7 +147,9 @@ class NetInfo:
         return "\n".join([head, *columns(rows, left=3), *self._plan()])
 
     def _plan(self) -> Iterator[str]:
+        what = "data and gradients take" if self.learns else "data take"
         if not self.gpu:
+            yield f"on the CPU: {what} {mebibytes(self.on_cpu)}"
             return
         rows = [("layer", "type", "computed", "top formats", "converted")]
         for layer in self.layers:
@@ -154,8 +161,8 @@ class NetInfo:
                 where = "on the host" if gpu.on_host else fused
                 rows.append((layer.name, layer.type, where, formats, converted))
         yield from ("", *columns(rows, left=5))
-        shared, obstacle = mebibytes(self.gpu.memory), self.gpu.obstacle
-        yield f"on a GPU: {self.gpu.precision}; data and gradients share {shared}"
+        obstacle = self.gpu.obstacle
+        yield f"on a GPU: {self.gpu.precision}; {what} {mebibytes(self.gpu.memory)}"
         for one in self.gpu.recompute:
             told = f"{mebibytes(one.memory)}, {one.layers} of {len(self.layers)} layers run again"
             yield f"with --recompute {one.segments}: {told}"
@@ -227,26 +234,29 @@ def inspect(
         with closing(build(one, None if batch == "auto" else batch)) as net:
             on_gpu = _plan_on_gpu(net, one[-1]) if gpu else None
             parameters = sum(blob.count for blob in net.learnable_params)
-            infos.append(NetInfo(one[0], net.name, list(layers_of(net, gpu)), parameters, on_gpu))
+            usage, layers = _usage(net), list(layers_of(net, gpu))
+            on_cpu = 0 if gpu else taken(usage)
+            infos.append(
+                NetInfo(one[0], net.name, layers, parameters, usage.learns, on_cpu, on_gpu)
+            )
     if batch == "auto":
         _find_largest(infos, defined, build, room)
     return infos
 
 
 def _plan_on_gpu(net: Net, solver: SolverParameter | None) -> NetOnGpu:
-    # the bytes of blobs while the net runs, without those of its inputs and outputs
     usage = _usage(net)
     runner, training = GraphRunner(net, False, ""), solver and net.phase == TRAIN
     net.debug_info = bool(solver and solver.debug_info and not training)
     obstacle = "; ".join(runner.reasons_not_capturable()) or None
     precision, saved = net.device.math_mode.precision, list[Recomputed]()
-    shared = least = arena(usage)
+    memory = least = taken(usage)
     for segments in SEGMENTS if usage.learns else ():
         other = in_segments(usage, segments)
-        if (size := arena(other)) < WORTH_IT * least:
+        if (size := taken(other)) < WORTH_IT * least:
             saved.append(Recomputed(segments, size, recomputed_layers(other)))
             least = size
-    on_gpu = NetOnGpu(precision, shared, obstacle, recompute=saved)
+    on_gpu = NetOnGpu(precision, memory, obstacle, recompute=saved)
     if solver and training and not obstacle:
         net.debug_info = solver.debug_info and solver.display > 0
         displayed = "; ".join(runner.reasons_not_capturable()) or None

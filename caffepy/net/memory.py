@@ -153,6 +153,16 @@ def beside(usage: Usage, shared: Mapping[Memory, Interval]) -> int:
     return sum(m.capacity * m.layout.dtype.itemsize for m in touched - params - set(shared))
 
 
+def taken(usage: Usage) -> int:
+    """Return the bytes that the data and gradients of a net take where a command runs it: each for
+    itself, or in an arena (`save_memory`) where that is worth it, or data are recomputed.
+    """
+    needs = lifetimes(usage)
+    each = sum(interval.size for interval in needs.values())
+    shares = each >= WORTH or usage.recompute
+    return (plan(list(needs.values()))[1] if shares else each) + beside(usage, needs)
+
+
 def always_live(net: Net) -> Iterator[Memory]:
     """Yield the memories that must not be shared, whatever touches them."""
     for blob in [*net.params, *(net.blobs[name] for name in net.outputs)]:

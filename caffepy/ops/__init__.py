@@ -36,7 +36,7 @@ def backend(device: Device) -> Ops:
     if device.kind == "shapes only":
         from caffepy.ops.shapes_only import ShapesOnly
 
-        return cast(Ops, ShapesOnly())
+        return cast(Ops, ShapesOnly(device.is_cuda))
     raise DeviceError(f'no arithmetic for devices of kind "{device.kind}"; choose cpu or cuda')
 
 

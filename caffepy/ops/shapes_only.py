@@ -54,18 +54,21 @@ class Unused:
 
 
 class ShapesOnly:
-    """Functions as in `protocol.Ops`."""
+    """Functions as in `protocol.Ops`; `is_cuda`: they tell the sizes that a GPU needs."""
 
     Convolution = Convolution
     LSTM = RNN = Staging = Unused
 
+    def __init__(self, is_cuda: bool) -> None:
+        self._is_cuda = is_cuda
+
     def pool_index_type(self, kernel: Sizes) -> "np.dtype[Any]":
-        """A GPU's, for whose memory a net is planned."""
-        return np.dtype(np.uint8 if prod(kernel) < 256 else np.int32)
+        """A GPU stores places in small kernels in bytes."""
+        return np.dtype(np.uint8 if self._is_cuda and prod(kernel) < 256 else np.int32)
 
     def mask_size(self, shape: Sizes, layout: Layout) -> int:
-        """A GPU's, likewise."""
-        return mask_size(shape, layout)
+        """Only a GPU stores bits."""
+        return mask_size(shape, layout) if self._is_cuda else 0
 
     def __getattr__(self, name: str) -> Any:
         from caffepy.ops import cpu

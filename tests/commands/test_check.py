@@ -13,9 +13,14 @@ from caffepy.cli.check import check
 from caffepy.commands.check import LayerOnGpu, NetInfo, as_json, inspect, is_solver, outer_fields
 from caffepy.commands.largest_batch import LargestBatch, largest_batch
 from caffepy.core.errors import ConfigError, UsageError
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.layer.norm_groups import NormGroup
+from caffepy.net import memory
 from caffepy.net.memory import Usage
 from caffepy.net.recompute import OVERHEAD
+from caffepy.proto.text import read_solver
+from caffepy.solver import Solver
 from tests.nets import library
 
 NET = """
@@ -58,7 +63,7 @@ def test_table_and_json(tmp_path: Path) -> None:
     nets = inspect(write(tmp_path, NET % ""))
     lines = nets[0].table().splitlines()
     assert lines[0] == "TEST net"
-    assert len({len(line) for line in lines[1:]}) == 1
+    assert len({len(line) for line in lines[1:-1]}) == 1
     assert lines[3].split() == [
         "conv",
         "Convolution",
@@ -73,7 +78,8 @@ def test_table_and_json(tmp_path: Path) -> None:
         "15.84",
         "k",
     ]
-    assert lines[-1].split()[:2] == ["all", "832"]
+    assert lines[-2].split()[:2] == ["all", "832"]
+    assert lines[-1] == "on the CPU: data take 0.00 MiB"
     (told,) = json.loads(as_json(nets))
     assert told["memory"] == nets[0].memory
     assert told["layers"][1]["tops"] == {"c": [2, 4, 6, 6]}
@@ -162,9 +168,48 @@ def test_pipes_are_read_once(text: str) -> None:
     assert net.parameters == 832
 
 
+DEVICES = {
+    "cpu": lambda: Device(seed=1),
+    "tf32": lambda: CudaDevice(0, seed=1),
+    "bf16": lambda: CudaDevice(0, seed=1),
+}
+
+
+@pytest.mark.parametrize(
+    "where", ["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("tf32", "bf16"))]
+)
+@pytest.mark.parametrize("shares", [False, True])
+def test_memory_is_what_a_run_takes(
+    where: str, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte: the arrays that three iterations of training have made."""
+    monkeypatch.setattr(memory, "WORTH", 1 if shares else 1 << 40)
+    path = str(models.path("digits", "solver"))
+    param = read_solver(path)
+    del param.test_iter[:]
+    param.test_interval, param.snapshot, param.snapshot_after_train = 0, 0, False
+    precision = None if where == "cpu" else where
+    solver = Solver(param, path=path, device=DEVICES[where](), precision=precision)
+    solver.fuse = True
+    solver.save_memory()
+    solver.step(3)
+    net = solver.net
+    blobs = [
+        top for node in net.nodes for top in (*node.tops, *node.layer_tops, *node.layer_bottoms)
+    ]
+    blobs += [b for step in net.steps for b in (step.group or net.layers[step.last]).buffers]
+    memories = {m for blob in blobs for m in (blob.data_memory, blob.diff_memory)}
+    made = [m._array for m in memories if m._array is not None]
+    arrays = [array if array.base is None else array.base for array in made]
+    train, _ = inspect(path, gpu=where != "cpu", precision=precision)
+    told = train.gpu.memory if train.gpu else train.on_cpu
+    assert told == sum({id(array): array.nbytes for array in arrays}.values())
+    assert "data and gradients take 0." in train.table()
+
+
 def test_names_stay_on_their_lines(tmp_path: Path) -> None:
     (net,) = inspect(write(tmp_path, (NET % "").replace('"conv"', '"co\\nnv"')))
-    assert len(net.table().splitlines()) == 8
+    assert len(net.table().splitlines()) == 9
     assert net.table().splitlines()[3].startswith("co\\nnv  Convolution")
 
 
@@ -194,7 +239,7 @@ def test_what_a_gpu_would_do_is_told_without_one(tmp_path: Path) -> None:
     assert not gpu_of(net, "ip").on_host
     table = net.table().splitlines()
     assert table[-2:] == [
-        "on a GPU: bf16; data and gradients share 0.00 MiB",
+        "on a GPU: bf16; data take 0.00 MiB",
         "a step is captured as one graph",
     ]
     (line,) = [line.split() for line in table if line.startswith("relu") and "with" in line]
@@ -237,7 +282,7 @@ def test_bits_of_a_normalization_are_counted(
             seen.extend(group.bits.count for group in groups)
             return 0
 
-        monkeypatch.setattr("caffepy.commands.check.arena", plan)
+        monkeypatch.setattr("caffepy.commands.check.taken", plan)
         on_gpu(tmp_path, SUM, precision)
         counted[precision] = seen[0]
     assert counted == {"bf16": 2 * 16 * 6 * 6 // 8, "fp32": 0}
