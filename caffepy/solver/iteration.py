@@ -14,10 +14,10 @@ they stood before it, and its error is raised. INTERRUPTED: an exception hit the
 two operations; the device's own counter tells later which iterations it has done.
 
 Who owns what:
-    Iterations   counters (iter, current_step), pending steps, positions before the one in progress
-    Step         parameters, history, gradients, the saved running statistics
-    UpdateState  the numbers of an update on the device; the results of pending iterations
-    GraphRunner  the CUDA graphs, and the reasons why there are none
+    Iterations    counters (iter, current_step), pending steps, positions before the one in progress
+    TrainingStep  parameters, history, gradients, the saved running statistics
+    UpdateState   the numbers of an update on the device; the results of pending iterations
+    GraphRunner   the CUDA graphs, and the reasons why there are none
 
 The order in an iteration is the same for both runners: learning rate; gradients and update; its
 result, if that is waited for; display; step of the policy; rate and clipping in the log; counter.
@@ -43,7 +43,7 @@ from caffepy.solver.policy import advance, next_step, rate
 from caffepy.solver.positions import completed, take_positions
 from caffepy.solver.runners import CapturedRunner, EagerRunner, Runner
 from caffepy.solver.statistics import Statistics
-from caffepy.solver.step import Step
+from caffepy.solver.step import TrainingStep
 from caffepy.solver.worker_group import WorkerGroup
 
 
@@ -88,7 +88,9 @@ class Iterations:
     DivergenceError, since the loss is the mean of all solvers.
     """
 
-    def __init__(self, step: Step, nets: Sequence[Net], trainer: Trainer, is_worker: bool) -> None:
+    def __init__(
+        self, step: TrainingStep, nets: Sequence[Net], trainer: Trainer, is_worker: bool
+    ) -> None:
         self.step = step
         self.nets = nets
         self.trainer = trainer

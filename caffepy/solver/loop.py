@@ -19,9 +19,9 @@ from caffepy.device.blob import Memory
 from caffepy.device.recording import recording
 from caffepy.device.threads import alone
 from caffepy.layer.feed import Feed
-from caffepy.net.fusion import Step as NetStep
+from caffepy.net.fusion import Step
 from caffepy.net.replay import can_replay, can_replay_step, changes_too_often
-from caffepy.solver.step import Step
+from caffepy.solver.step import TrainingStep
 
 if TYPE_CHECKING:
     from caffepy.ops.cpu.graph import Graph
@@ -44,12 +44,12 @@ class Loop:
     the iteration of this number.
     """
 
-    def __init__(self, step: Step, check: Callable[[int], object]) -> None:
+    def __init__(self, step: TrainingStep, check: Callable[[int], object]) -> None:
         self._step, self._check = step, check
         self._graph: Graph | None = None
         self._series: Series | None = None
         self._steady: Hashable = None  # the conditions of the recording
-        self._steps: list[NetStep] = []  # all but those that feed
+        self._steps: list[Step] = []  # all but those that feed
         self._feeds: list[tuple[int, Feed]] = []  # with their places in the net
         self._recorded = self._replayed = self._refused = 0
         self._seconds = inf  # of an iteration, the least of all calls

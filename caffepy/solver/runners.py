@@ -27,7 +27,7 @@ from typing import Any
 from caffepy.net import Net
 from caffepy.solver.divergence import diverged, diverged_before
 from caffepy.solver.positions import data_layers, take_data_positions, take_positions
-from caffepy.solver.step import Step
+from caffepy.solver.step import TrainingStep
 
 
 class EagerRunner:
@@ -40,7 +40,7 @@ class EagerRunner:
     waits = True
 
     def __init__(
-        self, step: Step, nets: Sequence[Net], before_update: Callable[[int], object]
+        self, step: TrainingStep, nets: Sequence[Net], before_update: Callable[[int], object]
     ) -> None:
         self._step = step
         self._nets = nets
@@ -99,7 +99,7 @@ class CapturedRunner:
 
     waits = False
 
-    def __init__(self, step: Step, nets: Sequence[Net]) -> None:
+    def __init__(self, step: TrainingStep, nets: Sequence[Net]) -> None:
         self._step = step
         self._data_layers = [data_layers(net) for net in nets]
 

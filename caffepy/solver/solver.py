@@ -42,7 +42,7 @@ from caffepy.solver.nets import (
 from caffepy.solver.resume_state import ResumeState
 from caffepy.solver.signals import Action
 from caffepy.solver.snapshot import warn_of_earlier
-from caffepy.solver.step import Callback, Step, Synchronizer
+from caffepy.solver.step import Callback, Synchronizer, TrainingStep
 from caffepy.solver.test_pass import TestPass
 from caffepy.solver.worker_group import EndedGroup, WorkerGroup
 
@@ -118,7 +118,7 @@ class Solver:
             root_net = root.test_nets[k] if root else None
             test_net = build_test_net(k, test_source, self.device, root_net, param.debug_info)
             self.test_nets.append(finetune(test_net, files))
-        self._step = Step(param, self.net, self.device)
+        self._step = TrainingStep(param, self.net, self.device)
         self.params = self._step.params
         self.update_state = self._step.update_state
         self.phase_timer: PhaseTimer = self._step.phase_timer  # while there is a synchronizer

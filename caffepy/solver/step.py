@@ -1,4 +1,4 @@
-"""Step: what one iteration computes, in parts that a runner calls in order.
+"""TrainingStep: what one iteration computes, in parts that a runner calls in order.
 
 `begin`, then for each pass forward, `accumulate_loss` and backward, then `gradients_ready` (which
 averages gradients over solvers) and `update`. `runners.py` has the two ways to do so.
@@ -66,7 +66,7 @@ class _LayerHook:
 
     capturable = adds_nothing = True
 
-    def __init__(self, step: "Step", synchronizer: Synchronizer) -> None:
+    def __init__(self, step: "TrainingStep", synchronizer: Synchronizer) -> None:
         self._step, self._synchronizer = step, synchronizer
 
     def __call__(self, layer: int) -> None:
@@ -86,7 +86,7 @@ def first_loss_scale(net: Net) -> float | None:
     return net.param.global_grad_scale if net.param.HasField("global_grad_scale") else LOSS_SCALE
 
 
-class Step:
+class TrainingStep:
     """The flat parameters of a net, their history, and the operations of an iteration."""
 
     def __init__(self, param: SolverParameter, net: Net, device: Device) -> None:

@@ -418,14 +418,14 @@ LOST = """
 import threading
 from caffepy.device.device import Device
 from caffepy.core.errors import DeviceError
-from caffepy.solver.step import Step
+from caffepy.solver.step import TrainingStep
 from faulty import this_rank
 dead = threading.Event()
 Device.lost = property(lambda device: "cudaErrorIllegalAddress: no such memory" if dead.is_set() else "")
 def unreadable(*_):
     if dead.is_set():
         raise DeviceError("GPU 0 failed: cudaErrorIllegalAddress: no such memory")
-read, ready, passes = Device.on_host, Step.gradients_ready, []
+read, ready, passes = Device.on_host, TrainingStep.gradients_ready, []
 def on_host(device, array):
     unreadable()
     return read(device, array)
@@ -437,7 +437,7 @@ def gradients_ready(step):
             dead.set()
             unreadable()
     ready(step)
-Device.on_host, Device.synchronize, Step.gradients_ready = on_host, unreadable, gradients_ready
+Device.on_host, Device.synchronize, TrainingStep.gradients_ready = on_host, unreadable, gradients_ready
 """
 
 
