@@ -144,7 +144,7 @@ def by_jax(job: Answer) -> tuple[Window, Memory]:
 
 
 def windows_of(steps: Callable[[int], None], group: int, steps_a_call: int = 1) -> Window:
-    """What runs groups of calls until so many seconds are over."""
+    """A runner of groups of calls, until so many seconds are over."""
 
     def window(seconds: float) -> Answer:
         count, begin = 0, perf_counter()

@@ -1,4 +1,4 @@
-"""What pushing every H iterations costs a worker on a GPU: with servers that cost nothing the copies
+"""Cost of a push every H iterations for a worker on a GPU: with servers that cost nothing the copies
 to the host and back, with `--cluster local` those to servers in processes of Ray on this machine
 and back, too.
 

@@ -74,7 +74,7 @@ INSTEAD = {
     "--param-server": "leave it out; Intel Caffe's --param_server=mpi is the way that all "
     "processes train here: mpirun -n 4 caffepy train --solver FILE --cpu 1",
 }
-"""What to write in place of flags that other commands, or forks of Caffe, have."""
+"""Remedies for flags that other commands, or forks of Caffe, have."""
 FIRST_TELLS = 2.0  # seconds; mpirun ends the others in less
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 ENDING = [

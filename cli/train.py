@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from caffepy.cli import options
+from caffepy.core.errors import INTERRUPTED
 
 if TYPE_CHECKING:
     from caffepy.parallel.parameter_server.cluster import ClusterOptions
-from caffepy.core.errors import INTERRUPTED
 
 EFFECTS = click.Choice(["stop", "snapshot", "none"])
 

@@ -51,7 +51,7 @@ def together(inside: float, outside: float) -> float:
 
 
 class Ranks(NamedTuple):
-    """So many ranks on so many hosts; `bandwidth` is in bytes a second from a GPU to other hosts
+    """`size` ranks on `hosts` hosts; `bandwidth` is in bytes a second from a GPU to other hosts
     while all of a host send, `width` the bytes of an element of gradients in an all-reduce.
     """
 

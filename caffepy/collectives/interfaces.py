@@ -28,7 +28,7 @@ HOST_ID = "NCCL_HOSTID"
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": ""}
 NETWORK = Path("/sys/class/net")
 BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "lxc", "podman", "flannel", "cali")
-"""How the names of interfaces to containers and virtual machines begin."""
+"""Beginnings of the names of interfaces to containers and virtual machines."""
 
 INFINIBAND = Path("/sys/class/infiniband")
 """NICs with RDMA, those of RoCE among them."""

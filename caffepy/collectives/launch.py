@@ -1,4 +1,4 @@
-"""What mpirun or srun tell of the processes that they started, and a watch over these processes
+"""Facts from mpirun or srun on the processes that they started, and a watch over these processes
 while MPI_Init waits for all of them.
 
 MPI_Init never ends where another process has died, and with ULFM mpirun does not end the others

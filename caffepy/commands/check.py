@@ -43,7 +43,7 @@ TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+
 _SHAPES = [(3, side, side) for side in (224, 299, 321, 473)]
 _SHAPES += [(3, 360, 480), (3, 416, 416), (3, 32, 32), (1, 28, 28), (2, 28, 28)]
 GUESSES = [Guess(shape, other) for shape in _SHAPES for other in (False, True)]
-"""What images and labels may be where a net does not state it: first those of ImageNet."""
+"""Shapes of images and labels that are tried where a net states none: first those of ImageNet."""
 
 Definition = tuple[str, NetParameter, str | None, SolverParameter | None]
 """Role, definition in its state, file, and solver (if any) of a net."""

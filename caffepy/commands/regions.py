@@ -1,4 +1,4 @@
-"""What nets that propose regions find in images: Faster R-CNN (Ren et al. 2015), R-FCN."""
+"""Detections of nets that propose regions: Faster R-CNN (Ren et al. 2015), R-FCN."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -33,7 +33,7 @@ class Displayed(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What a parameter server has done since the run began, as of an iteration of worker 0.
+    """Counts of a parameter server since the run began, as of an iteration of worker 0.
 
     pushes: by worker, those that all servers have counted.
     staleness: how often a worker pulled values without so many pushes of another.

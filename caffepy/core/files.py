@@ -1,4 +1,4 @@
-"""Where the files of a prototxt lie, and files that are whole or absent."""
+"""Places of the files that a prototxt names, and files that are whole or absent."""
 
 import errno
 import fcntl

@@ -25,7 +25,7 @@ Make = Callable[[bytes | Array, Any], Array]
 argument, which returns an image (C, H, W), always of the same type.
 """
 Made = tuple[int, tuple[int, ...], str] | None
-"""Where an image begins in the shared memory, its shape and type; None if there is none."""
+"""Offset of an image in the shared memory, its shape and type; None if there is none."""
 
 
 def receive(end: socket.socket, size: int, parent: int | None = None) -> bytearray:

@@ -1,4 +1,4 @@
-"""Who decodes images: threads of this process, processes beside it, or a GPU (`--decode`).
+"""Decoders of images: threads of this process, processes beside it, or a GPU (`--decode`).
 
 Python lets one thread of a process run at a time but while OpenCV decodes, so threads wait for each
 other before and after each image. Processes do not: each gets some images of a batch at a time over
@@ -60,7 +60,7 @@ MEMORY = 256 << 20  # bytes of a process for its images; pages that none needs t
 IMAGES = 16  # most images of a job: they lie in that memory together
 PARTS = 512  # buffers that one call sends
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What this process alone answers; it ends the others by closing their sockets."""
+"""Signals that this process alone answers; it ends the others by closing their sockets."""
 ENDING = 5.0  # seconds in which a process ends after its socket was closed
 GPU_THREADS = 6  # most that make images of what a GPU decoded: they need Python's lock for each
 ENDED = "the processes that decode images were ended"
@@ -417,7 +417,7 @@ def _content(file: File) -> memoryview | bytes:
 
 
 def _made(task: Task, decoded: Array | None, argument: Any) -> Array | None:
-    """What the task makes of an image (3, H, W), as a batch of one; None if it cannot."""
+    """The task's result for an image (3, H, W), as a batch of one; None if it has none."""
     if decoded is None:
         return None
     try:
@@ -450,7 +450,7 @@ def decoding(way: str) -> Iterator[None]:
 
 
 def current() -> AnyDecoders | None:
-    """What decodes for loaders made here; None: threads do. DeviceError says what a GPU lacks."""
+    """The decoders of loaders made here; None: threads. DeviceError says what a GPU lacks."""
     made = _decoders.get()
     if made:
         made.begin()

@@ -73,7 +73,7 @@ PEAKS_ONLY = {
 
 
 class Person(NamedTuple):
-    """Where a person is: `centre` (2,), `points` (P, 2) and `visible` (P,) of the parts."""
+    """Places of a person: `centre` (2,), `points` (P, 2) and `visible` (P,) of the parts."""
 
     centre: Array
     points: Array

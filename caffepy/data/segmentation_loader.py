@@ -54,7 +54,7 @@ class SegmentationLoader(JointLoader):
         raise NotImplementedError
 
     def _checked(self, item: int) -> tuple[Array, Array]:
-        """What `read` returns; DataError unless the two have one size."""
+        """The result of `read`; DataError unless the two have one size."""
         image, label = self.read(item)
         if self.alike and image.shape[:2] != label.shape:
             sizes = (f"{height} x {width}" for height, width in (image.shape[:2], label.shape))

@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 
 class Recorder(Protocol):
-    """What keeps the calls of a thread; it makes them, too."""
+    """A recorder of a thread's calls; it makes them, too."""
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a compiled loop, or a ufunc of numpy with its output last."""
@@ -40,7 +40,7 @@ class Recorder(Protocol):
 
 
 class Seeds(Protocol):
-    """What seeds are drawn from."""
+    """The source of seeds."""
 
     random: Any  # has a `state` that can be read and set
 

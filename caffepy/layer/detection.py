@@ -1,4 +1,4 @@
-"""What a single-shot detector finds, and which of it is true (Liu et al. 2016, SSD)."""
+"""Detections of a single-shot detector, and which of them are true (Liu et al. 2016, SSD)."""
 
 from collections.abc import Callable
 from math import prod

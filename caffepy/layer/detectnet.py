@@ -22,7 +22,7 @@ LEAST_FADING = 1 / FULL  # of colours
 
 
 class Change(NamedTuple):
-    """What happens to an image and its boxes, in this order."""
+    """Changes of an image and its boxes, in this order."""
 
     hue: float
     saturation: float

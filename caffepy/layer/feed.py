@@ -1,4 +1,4 @@
-"""What data layers have in common: batches that are read ahead, and several of them at once."""
+"""Base of data layers: batches that are read ahead, and several of them at once."""
 
 import logging
 from collections import defaultdict

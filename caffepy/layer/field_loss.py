@@ -1,5 +1,5 @@
-"""What MS-CNN learns by (Cai et al. 2016), and some of it Cascade R-CNN: losses and accuracies of
-maps of classes and deltas, and regions of interest with what they are to become.
+"""Losses and accuracies of MS-CNN (Cai et al. 2016), some also of Cascade R-CNN: of maps of
+classes and deltas, and of regions of interest with their targets.
 
 Maps (N, K + 4, H, W) have the scores of K classes, the first of them the background, and deltas
 from a field around each place; their labels (N, 6, H, W) are class, centre x, y, width, height and

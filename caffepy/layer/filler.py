@@ -23,7 +23,7 @@ MANY = 1 << 15
 """Elements that another thread fills: they take 0.2 ms."""
 
 _UNUSED = np.random.Generator(np.random.MT19937(0))
-"""What fillers draw from where their numbers are not used."""
+"""Random numbers of fillers where what they write is not used."""
 
 
 def fill(target: Blob | HostView | Array, param: FillerParameter, rng: np.random.Generator) -> None:

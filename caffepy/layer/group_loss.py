@@ -1,5 +1,5 @@
-"""What proposals of Cascade R-CNN are learned by (Cai and Vasconcelos 2018): the loss and the
-accuracy of maps of several fields.
+"""Loss and accuracy of the proposals of Cascade R-CNN (Cai and Vasconcelos 2018): of maps of
+several fields.
 
 Scores (N * G, K, H, W) and deltas (N * G, 4, H, W) are of G fields around each place, the labels (N
 * G, 6, H, W) as those of MS-CNN. All of it is computed on the host.

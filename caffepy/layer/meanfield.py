@@ -12,13 +12,14 @@ from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.ops.objects import Lattice
 
 FILES = "spatial.par", "bilateral.par"
-"""Where CRF-as-RNN's code takes the weights of the two filters from, a number for each class."""
+"""Files from which CRF-as-RNN reads the weights of the two filters, a number for each class."""
 
 TINY = 1e-20
 
 FARTHEST = 1 << 17
-"""Where float32 still places a point in its simplex, to some percent of it; images lie near 100.
-From 2^25 on it takes another one."""
+"""Distance at which float32 still places a point in its simplex, to some percent of it; images lie
+near 100. From 2^25 on it takes another one.
+"""
 
 
 @layer("MultiStageMeanfield")

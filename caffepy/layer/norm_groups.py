@@ -166,7 +166,7 @@ class NormGroup:
 
     @property
     def kept_bits(self) -> Array | None:
-        """What backward is told of y; None: it looks itself, or needs nothing."""
+        """Bits of y for backward; None: it looks at y itself, or needs nothing."""
         return self.bits.data if self.learns and self.bits.count else None
 
     def forward(self) -> None:

@@ -1,4 +1,4 @@
-"""What OpenPose's nets (Cao et al. 2017) find: maps of several scales as one large map, and the
+"""Outputs of OpenPose's nets (Cao et al. 2017): maps of several scales as one large map, and the
 peaks of each part.
 """
 

@@ -385,7 +385,7 @@ def sigmoid(x: Array) -> Array:
 
 @layer("YoloDetectionOutput")
 class YoloDetectionOutput(Detections):
-    """What YOLO 2 found, from outputs (N, A (5 + K), S, S), one bottom or two scales: of each box
+    """Detections of YOLO 2 from outputs (N, A (5 + K), S, S), one bottom or two scales: of each box
     its best class, if object times its share is confidence_threshold or more; see `Detections`.
     """
 
@@ -419,7 +419,7 @@ class YoloDetectionOutput(Detections):
 
 @layer("Yolov3DetectionOutput")
 class Yolov3DetectionOutput(Detections):
-    """What YOLO 3 found, from outputs (N, A (5 + K), H, W), a bottom for each of mask_group_num
+    """Detections of YOLO 3 from outputs (N, A (5 + K), H, W), a bottom for each of mask_group_num
     groups of `mask`: of each box every class whose sigmoid times that of the object is above
     confidence_threshold; see `Detections`.
 

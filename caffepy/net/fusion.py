@@ -103,8 +103,8 @@ def _runs_as_one(node: Node) -> bool:
 
 
 def _share_sums(nodes: Sequence[Node], steps: Sequence[Step]) -> None:
-    """Let convolutions compute sums for the group whose top they read: of all that write a gradient
-    of its tops, that which runs first, so that its backward runs last.
+    """Make convolutions compute sums for the group whose top they read: of all that write a
+    gradient of its tops, that which runs first, so that its backward runs last.
     """
     for step in steps:
         group = step.group

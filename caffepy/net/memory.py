@@ -203,8 +203,8 @@ def touched_data(net: Net, step: Step) -> Touched:
 
 
 class _Moment(NamedTuple):
-    """Whether a moment recomputes, and (memory, is written) in the order in which it touches them;
-    the pass and region of its step; whether its work may go on beside later moments.
+    """A moment: if it recomputes; (memory, is written) in the order in which it touches them; the
+    pass and region of its step; if its work may go on beside later moments.
     """
 
     again: bool

@@ -101,7 +101,7 @@ def change_units(
 
 
 def share_trained_layers(net: Net, train_net: Net, copies: dict[str, list[Blob]]) -> None:
-    """Let a test net use the parameters of a train net, but for layers that learn normalized
+    """Share the parameters of a train net with a test net, but for layers that learn normalized
     targets there and make none here: those get `copies`, by name, that predict the targets.
     """
     own, known = units_of(net), net.layer_names

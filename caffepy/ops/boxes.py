@@ -5,11 +5,11 @@ from typing import NamedTuple
 from caffepy.device.blob import Array
 
 CORNER, CENTER_SIZE, CORNER_SIZE = 1, 2, 3
-"""How locations stand for a box, as PriorBoxParameter.CodeType: see `Ops.decode_boxes`."""
+"""Codes of boxes as locations, PriorBoxParameter.CodeType: see `Ops.decode_boxes`."""
 
 
 class BoxCode(NamedTuple):
-    """How locations stand for a box. Without `scaled` the variances are left out: the targets that
+    """The code of boxes as locations. Without `scaled` the variances are left out: the targets that
     a net learned had them in them.
     """
 

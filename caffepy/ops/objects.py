@@ -26,7 +26,7 @@ States = Sequence[Array]
 """h and c of an LSTM."""
 
 Preparation = tuple[Sequence[Array], float, float, Sequence[Array | None], Array]
-"""What `Ops.batch_norm_prepare` takes beside x: running, fraction, eps, affine, numbers."""
+"""Arguments of `Ops.batch_norm_prepare` beside x: running, fraction, eps, affine, numbers."""
 
 
 class NormForward(NamedTuple):
@@ -80,7 +80,7 @@ class NormSums(NamedTuple):
 
 
 class NormGradient(NamedTuple):
-    """What `Ops.norm_gradient` takes, to write the gradient of x."""
+    """Arguments of `Ops.norm_gradient`, which writes the gradient of x."""
 
     x: Array
     numbers: Array

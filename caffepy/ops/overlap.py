@@ -1,4 +1,4 @@
-"""How two boxes may be compared, and what weighs in the losses of YOLO that do."""
+"""Kinds of overlap of two boxes, and the weights of the losses of YOLO, which use them."""
 
 from typing import NamedTuple
 

@@ -227,7 +227,7 @@ class P2PManager(WorkerGroup):
         self._threads.wait_idle()
 
     def surround(self, outer: Callable[[Synchronizer, int], SolversSynchronizer]) -> None:
-        """Let solvers call what `outer` makes of their synchronizers and ranks, in their place."""
+        """Replace each solver's synchronizer by what `outer` makes of it and of the rank."""
         self.each(lambda _, rank: self._sync.surround(rank, lambda own: outer(own, rank)))
 
     def lease(self, turns: Callable[[int], Iterator[Turn]] | None) -> None:

@@ -125,7 +125,7 @@ class WorkerGroup:
         return []
 
     def state(self) -> dict[str, Any]:
-        """What a snapshot keeps of the group beside that."""
+        """State of the group that a snapshot keeps beside that."""
         return {}
 
 

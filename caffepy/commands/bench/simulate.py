@@ -78,9 +78,7 @@ MOST_NODES = 1024
 
 
 class Cluster(NamedTuple):
-    """So many nodes of so many GPUs; bytes a second from each GPU to other nodes, and seconds of a
-    message.
-    """
+    """Nodes with GPUs; bytes a second from each GPU to other nodes, and seconds of a message."""
 
     nodes: int
     gpus: int
@@ -204,7 +202,7 @@ class Simulated(AsJson):
 
     @property
     def measured(self) -> str:
-        """What was measured, in words."""
+        """The measurement in words."""
         return (
             f"{self.net}, {self.precision}, batch {self.batch} each, as measured on one "
             f"{self.device}: {self.ms:.3f} ms an iteration"

@@ -140,7 +140,7 @@ def parse(text: str) -> tuple[Cluster, Servers]:
 
 
 class Course(NamedTuple):
-    """What a simulation gave: seconds of a clock of all workers, and shares of their time.
+    """Results of a simulation: seconds of a clock of all workers, and shares of their time.
 
     seconds: in which as many clocks were computed as there are workers.
     others, wire: waited while a worker that a pull waits for computed, and for all else.
@@ -199,7 +199,7 @@ class _Shared:
 
 @dataclass
 class _Worker:
-    """Where a worker is, by clocks, and since when."""
+    """The clock of a worker, and since when."""
 
     clock: int = 0  # pushes that are counted
     began: float = 0.0  # to compute

@@ -46,7 +46,7 @@ Made = tuple[bytes | None, int]
 
 
 class Maker(Protocol):
-    """What makes a record of an image file and its label, or whatever stands behind it."""
+    """Makes a record of an image file and its label, or of whatever stands behind it."""
 
     @property
     def encode(self) -> str | None:

@@ -170,8 +170,8 @@ class Source(AnySource):
         return lambda i: self.decode(items[i])
 
     def image_files(self, items: Items, places: Array) -> ImageFiles | None:
-        """Those items of these places that are image files, for other processes, which make of them
-        what `decode` does; None if the source does not tell.
+        """Return the items of these places that are image files, for other processes, which decode
+        them as `decode` does; None if the source does not tell.
         """
         return None
 

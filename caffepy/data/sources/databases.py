@@ -332,7 +332,7 @@ def _position(index: int, record: Record) -> State:
 
 
 def _encoded(items: Items) -> tuple[Array, list[list[int]], list[int]]:
-    """What records lie in; start and size of the image file in each, 0 if it is to be parsed; the
+    """The bytes of records; start and size of the image file in each, 0 if it is to be parsed; the
     labels.
     """
     assert isinstance(items, Records)

@@ -65,7 +65,7 @@ class ImagePairs(NumberedSource):
         return self._read(self._entries[item][0], mode)
 
     def label(self, item: int) -> str:
-        """What stands behind the image."""
+        """The text behind the image."""
         return self._entries[item][1]
 
     def label_image(self, item: int) -> Array:

@@ -46,7 +46,7 @@ class _OfFrames(Source):
 
 
 class CameraFrames(_OfFrames):
-    """What camera `number` shows, without an end: each frame, or each behind `skip` others. It has
+    """Frames of camera `number`, without an end: each frame, or each behind `skip` others. It has
     no place to go back to: frames that are skipped, or were before a run is resumed, are not read.
     """
 

@@ -86,7 +86,7 @@ class Deferred:
 
 
 def external(name: str, result: str, *arguments: str) -> Any:
-    """Let kernels call a function of C's; types are named as numba does."""
+    """Return a function of C's for kernels to call; types are named as numba does."""
 
     def make() -> Any:
         from numba.core import types as numbas
@@ -309,8 +309,8 @@ def _digest(*values: object) -> str:
 
 @functools.cache
 def _environment() -> str:
-    """What code depends on beside its source: how it is called, versions, the processor, numba's
-    settings.
+    """Return what code depends on beside its source: how it is called, versions, the processor,
+    numba's settings.
     """
     numba = importlib.util.find_spec("numba")
     assert numba

@@ -89,7 +89,7 @@ def _tile_added(v: Vectors) -> None:
 
 
 class Planes(NamedTuple):
-    """Where matrices lie in a flat array: the elements between the beginnings of two of them."""
+    """Place of matrices in a flat array: the elements between the beginnings of two of them."""
 
     product: int  # between the matrices of two products
     image: int

@@ -54,13 +54,13 @@ _CONTIGUOUS, _FORTRAN, _ALIGNED, _WRITEABLE = 0x1, 0x2, 0x100, 0x400
 
 @cache
 def _layout(flags: int) -> int:
-    """What numba makes types of: an array's flags, of Fortran's order that of no other."""
+    """Flags of an array that decide its type in numba; Fortran's order if it has no other."""
     order = _CONTIGUOUS if flags & _CONTIGUOUS else flags & _FORTRAN
     return order | flags & (_ALIGNED | _WRITEABLE)
 
 
 Kinds = tuple[object, ...]
-"""What an argument's type depends on, one after the other, tuples with their lengths."""
+"""Parts of an argument's type, one after the other, tuples with their lengths."""
 
 
 def describe(args: Sequence[Any], kinds: list[object], words: list[Any]) -> None:
@@ -100,7 +100,7 @@ _FIELDS = {
     field: object.__basicsize__ + index * _POINTER
     for field, index in {"data": 0, "shape": 2, "strides": 3}.items()
 }
-"""Where an array's C object has its pointers, in bytes; between them is the number of axes."""
+"""Offsets of the pointers in an array's C object, in bytes; between them is the number of axes."""
 
 
 @cache

@@ -98,7 +98,7 @@ def roi_pool_backward(dy: Array, rois: Array, index: Array, dx: Array, scale: fl
 
 @_inside
 def _part(begin: float, end: float, scale: float, bins: int) -> tuple[np.float32, np.float32]:
-    """Where a box starts along an axis, and the length of a bin."""
+    """Start of a box along an axis, and the length of a bin."""
     start = np.float32(_rounded(np.float32(begin))) * scale
     stop = np.float32(_rounded(np.float32(end)) + np.float32(1)) * scale
     return start, max(stop - start, np.float32(0.1)) / np.float32(bins)
@@ -163,7 +163,7 @@ def psroi_pool_backward(dy: Array, rois: Array, dx: Array, scale: float) -> None
 
 @_inside
 def _start(begin: float, end: float, scale: float, sensitive: bool, beyond: int) -> Any:
-    """Where a box starts along an axis, and its length: at least 1, or 0.1 of PSROIAlign's."""
+    """Start of a box along an axis, and its length: at least 1, or 0.1 of PSROIAlign's."""
     start = np.float32(begin) * scale
     length = (np.float32(end) + np.float32(beyond)) * scale - start
     return start, max(length, np.float32(0.1) if sensitive else np.float32(1))
@@ -171,7 +171,7 @@ def _start(begin: float, end: float, scale: float, sensitive: bool, beyond: int)
 
 @_inside
 def _taken(start: float, length: float, p: int, i: int, n: int, size: int, sensitive: bool) -> Any:
-    """Where sample i of n of bin p lies along an axis, in pixels; -1 if it does not count."""
+    """Place of sample i of n of bin p along an axis, in pixels; -1 if it does not count."""
     at = np.float32(p) * length + start
     if sensitive:
         most = np.float32(size - 1)

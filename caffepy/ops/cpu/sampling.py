@@ -22,7 +22,7 @@ def _grid(i: int, size: int) -> float:
 
 @_inside
 def _place(theta: Array, row: float, column: float, size: int) -> Any:
-    """Where an output reads along an axis, in pixels: theta is that axis' row of the matrix."""
+    """Place, in pixels of an axis, that an output reads: theta is the axis' row of the matrix."""
     kind = theta.dtype.type
     at = theta[0] * kind(row) + theta[1] * kind(column) + theta[2]
     return (at + kind(1)) / kind(2) * kind(size)

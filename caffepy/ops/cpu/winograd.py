@@ -194,7 +194,7 @@ def _together(planes: Array, s: _Sizes, y: Array, at: int, first: int, relu: boo
 
 
 class _Place(NamedTuple):
-    """Where the tiles of a block lie."""
+    """Places of the tiles of a block."""
 
     image: int  # the first
     together: int  # images

@@ -1,4 +1,4 @@
-"""What the losses of YOLO compare: boxes of cells and anchors with true boxes, x, y, w, h of the
+"""Operands of the losses of YOLO: boxes of cells and anchors with true boxes, x, y, w, h of the
 centre and the size, all in units of the image. Reckoned in double precision.
 """
 
@@ -29,7 +29,7 @@ def _share(a: Box, b: Box) -> tuple[float, float]:
 
 @inlined
 def _ratio_term(a: Box, b: Box) -> float:
-    """How far the ratios of width to height differ, 0 to 1."""
+    """Difference of the ratios of width to height, 0 to 1."""
     return 4 / pi**2 * (atan(b[2] / b[3]) - atan(a[2] / a[3])) ** 2
 
 
@@ -191,7 +191,7 @@ def region_truths(
 
 @inlined
 def _slope(a: Box, b: Box, kind: int) -> Box:
-    """What darknet takes for the derivatives of the overlap by x, y, w and h of box a."""
+    """Darknet's derivatives of the overlap by x, y, w and h of box a."""
     al, ar, at, ab = a[0] - a[2] / 2, a[0] + a[2] / 2, a[1] - a[3] / 2, a[1] + a[3] / 2
     bl, br, bt, bb = b[0] - b[2] / 2, b[0] + b[2] / 2, b[1] - b[3] / 2, b[1] + b[3] / 2
     wide, high = ar - al, ab - at

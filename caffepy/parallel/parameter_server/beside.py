@@ -23,7 +23,7 @@ from caffepy.solver import Solver
 
 
 class _Arrays(NamedTuple):
-    """What a solver of a worker has on its device, see the head of this file."""
+    """Arrays of one of the worker's solvers on its device, see the head of this file."""
 
     begun: Array
     change: Array

@@ -87,7 +87,7 @@ class Client:
         self.ask("resume", state)
 
     def leave_behind(self, kept: Kept, ends: bool) -> None:
-        """Let servers keep this for the next trainer; if the run `ends`, pushes change nothing any
+        """Give servers this for the next trainer; if the run `ends`, pushes change nothing any
         more.
         """
         self.ask("leave_behind", kept, ends)

@@ -38,7 +38,7 @@ LOOK = 0.05
 
 
 class Entrusted(NamedTuple):
-    """What servers keep for their coordinator: see `Coordinator.start`, `Kept`; and who trains."""
+    """State that servers keep for a coordinator: see `Coordinator.start`; `Kept`; the trainer."""
 
     begin: object
     kept: Kept | None = None
@@ -47,7 +47,7 @@ class Entrusted(NamedTuple):
 
 @dataclass(frozen=True)
 class Status:
-    """How it goes with servers that outlive a trainer.
+    """State of servers that outlive a trainer.
 
     trainer, keeper: who trains, and who attends to them; "" if nobody does.
     servers, wanted, copies: servers that live, that should, and copies of each range.

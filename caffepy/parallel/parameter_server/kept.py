@@ -1,5 +1,5 @@
-"""What a trainer leaves with servers that outlive it, so that the next one, or a snapshot, has more
-than their values.
+"""State that a trainer leaves with servers that outlive it, so that the next one, or a snapshot,
+has more than their values.
 """
 
 import os
@@ -49,7 +49,7 @@ class Kept:
 
 
 class Held(NamedTuple):
-    """What servers that outlive a trainer hold at a clock."""
+    """State of servers that outlive a trainer, at a clock."""
 
     kept: Kept
     cut: Cut

@@ -1,4 +1,4 @@
-"""What workers, servers and the coordinator of a parameter server tell each other, and the engine
+"""Messages between workers, servers and the coordinator of a parameter server, and the engine
 that carries it.
 """
 
@@ -28,7 +28,7 @@ class DeadPeerError(SyncError):
 
 
 class LeftOutError(SyncError):
-    """The view has no longer this worker: it was silent for too long."""
+    """The view lacks this worker, which was silent for too long."""
 
 
 class StaleViewError(SyncError):
@@ -83,7 +83,7 @@ class Nesterov:
 
 @dataclass(frozen=True)
 class Rule:
-    """How workers and servers train together.
+    """The rule by which workers and servers train together.
 
     slack: clocks that a worker may be ahead of the slowest: 0 is synchronous, inf asynchronous.
     gradients: workers push gradients and pull their mean, with slack 0; else they push the changes
@@ -114,7 +114,7 @@ def slack_of(consistency: str) -> float:
 
 @dataclass(frozen=True)
 class View:
-    """Who takes part: the same for all that know the same `epoch`.
+    """The servers and workers that take part: the same for all that know the same `epoch`.
 
     owners: of each range its primary and its replicas.
     members: the first clock of each worker; earlier ones do not wait for it.
@@ -146,7 +146,7 @@ class View:
 
 
 class Cut(NamedTuple):
-    """What all servers hold after the same pushes.
+    """Contents of all servers after the same pushes.
 
     values: of each range.
     clocks: of each worker, the number of its pushes among these.
@@ -161,7 +161,7 @@ class Cut(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What servers have seen since they started.
+    """Counts of the servers since they started.
 
     clocks: of each worker, the number of its pushes that all ranges have counted.
     staleness: how often a pull lacked so many pushes of another worker, by that number.

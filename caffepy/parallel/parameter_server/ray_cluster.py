@@ -1,4 +1,4 @@
-"""How this process connects to a cluster of Ray: one on this machine, HOST:PORT or "auto"."""
+"""The connection of this process to a cluster of Ray: on this machine, HOST:PORT or "auto"."""
 
 import contextlib
 import logging
@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "RAY_free_objects_period_milliseconds": "0",  # else the store takes new memory for a second
     "RAY_worker_niceness": "0",  # 15 by default: less CPU time for them than for the first worker
 }
-"""What Ray reads from the environment; `ray start` needs the same on each host."""
+"""Variables that Ray reads from the environment; `ray start` needs the same on each host."""
 
 
 def check_address(cluster: str) -> None:

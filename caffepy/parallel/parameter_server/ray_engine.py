@@ -29,7 +29,7 @@ from caffepy.parallel.parameter_server.server import Server
 log = logging.getLogger(__name__)
 
 NAMESPACE = "caffepy-"
-"""What the namespaces of Ray that are ours begin with."""
+"""Beginning of the names of our namespaces in Ray."""
 
 ENDING = 5.0
 """Seconds that Ray may take to end in a process if its store does not answer."""
@@ -46,7 +46,7 @@ attend to them again, where it was killed.
 """
 
 DETACHED = "server-"
-"""What the names of servers that outlive trainers begin with."""
+"""Beginning of the names of servers that outlive trainers."""
 
 
 class RayEngine:

@@ -183,7 +183,7 @@ class ServedWorkers(OuterGroup):
         return Kept(param, *of_snapshot, model, places, self._every, solvers, position, clock)
 
     def saved(self, state: State, sidecar: dict[str, Any]) -> None:
-        """Let servers that outlive this run keep what was saved."""
+        """Give what was saved to servers that outlive this run."""
         if self._trainer and self.client.worker == 0:
             self._leave_behind(state, sidecar, ends=False)
 
@@ -222,7 +222,7 @@ class ServedWorkers(OuterGroup):
         self._node.surround(lambda own, rank: GradientPush(self, rank, own))
 
     def _detach(self, failed: bool) -> None:
-        """Let the solvers of this worker train without the others."""
+        """Free the solvers of this worker to train without the others."""
         solver = self.solver
         if failed and self._node:
             solver.leave(failed)  # the node's manager ends the others
@@ -436,7 +436,7 @@ class GradientPush:
             self._node.on_start()
 
     def after_backward(self, layer: int) -> None:
-        """Let this worker's solvers average; the whole gradient is pushed at once."""
+        """Average over this worker's solvers; the whole gradient is pushed at once."""
         if self._node:
             self._node.after_backward(layer)
 

@@ -1,4 +1,4 @@
-"""How a worker begins: with what the first had at its start, moved on to where the others are."""
+"""The start of a worker: with what the first had at its own, moved on to where the others are."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
