@@ -20,15 +20,32 @@ from caffepy.ops.overlap import MSE, YoloWeights
 log = logging.getLogger(__name__)
 
 
-@layer("PassThrough")
-class PassThrough(Layer):
-    """(N, C, H, W) -> (N, C bh bw, H / bh, W / bw): element (i, j) of the blocks of channel c as
-    channel (c bh + i) bw + j (tool chains of HiSilicon; winggan's).
-    """
+class Rearranged(Layer):
+    """Base: the top has the bottom's elements in other places, those of `views`."""
 
     on_gpu = True
     can_recompute = True
     backward_reads_bottom = backward_reads_top = False
+
+    def views(self, bottom: Array, top: Array) -> tuple[Array, Array]:
+        """Return views of both, of one shape, whose elements correspond."""
+        raise NotImplementedError
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y = self.views(bottom[0].data, top[0].data)
+        y[...] = x
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            dx, dy = self.views(bottom[0].diff, top[0].diff)
+            dx[...] = dy
+
+
+@layer("PassThrough")
+class PassThrough(Rearranged):
+    """(N, C, H, W) -> (N, C bh bw, H / bh, W / bw): element (i, j) of the blocks of channel c as
+    channel (c bh + i) bw + j (tool chains of HiSilicon; winggan's).
+    """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.pass_through_param
@@ -58,28 +75,15 @@ class PassThrough(Layer):
         apart = bottom.reshape(self.blocks).transpose(0, 1, 3, 5, 2, 4)
         return apart, top.reshape(self.channels)
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        x, y = self.views(bottom[0].data, top[0].data)
-        y[...] = x
-
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        if propagate_down[0]:
-            dx, dy = self.views(bottom[0].diff, top[0].diff)
-            dx[...] = dy
-
 
 @layer("Reorg")
-class Reorg(Layer):
+class Reorg(Rearranged):
     """(N, C, H, W) -> (N, C s^2, H / s, W / s), s the stride, or back with `reverse`, in darknet's
     order of elements: x, read as (N, C / s^2, H s, W s), gives each s x s of it to s^2 channels
     (Redmon and Farhadi 2017).
 
     The gradient is the way back; the fork has none.
     """
-
-    on_gpu = True
-    can_recompute = True
-    backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.stride = self.param.reorg_param.stride
@@ -111,15 +115,6 @@ class Reorg(Layer):
         apart = blocks.reshape(self.blocks).transpose(0, 3, 5, 1, 2, 4)
         together = channels.reshape(self.channels)
         return (together, apart) if self.param.reorg_param.reverse else (apart, together)
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        x, y = self.views(bottom[0].data, top[0].data)
-        y[...] = x
-
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        if propagate_down[0]:
-            dx, dy = self.views(bottom[0].diff, top[0].diff)
-            dx[...] = dy
 
 
 class YoloLoss(LossLayer):

@@ -3,8 +3,9 @@
 import logging
 import os
 import re
+from collections.abc import Callable
 from functools import partial
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from caffepy.core.errors import DataError, reason
 from caffepy.core.files import locate, read_regular
@@ -22,6 +23,8 @@ from caffepy.data.sources.base import Array, ImageFiles, Items, NumberedSource, 
 log = logging.getLogger(__name__)
 
 Entry = tuple[str, int]
+Listed = TypeVar("Listed")
+"""What stands behind the path of an image in a list."""
 
 # an integer at the start; twelve digits are enough to say that it has more than 32 bits
 LABEL = re.compile(r"\s*([+-]?)0*([0-9]{1,12})", re.ASCII)
@@ -76,7 +79,49 @@ def unreadable(name: str, error: OSError, folder: str) -> DataError:
     return DataError(f"{name} cannot be read: {reason(error)}{hint}")
 
 
-class ImageList(NumberedSource):
+class ListedImages(NumberedSource, Generic[Listed]):
+    """Base: images whose paths, and what stands behind each, are the lines of a list."""
+
+    def __init__(
+        self,
+        path: str,
+        read: Callable[[str], list[tuple[str, Listed]]],
+        root_folder: str,
+        beside: str | None,
+        seed: int | None,
+        skip: int | None,
+    ) -> None:
+        log.info("Opening file %s", path)
+        self._entries = read(path)
+        if seed is not None:
+            log.info("Shuffling data")
+        log.info("A total of %d images.", len(self._entries))
+        self._root_folder = root_folder
+        self._root = find_root(root_folder, self.key(0), path, beside)
+        super().__init__(path, len(self._entries), seed)
+        if skip is not None:
+            log.info("Skipping first %d data points.", skip)
+            if skip >= len(self):
+                raise DataError(f"{path} lists {len(self)} images, not enough to skip {skip}")
+            self._go(0, skip)
+
+    def extent(self) -> str:
+        """Number of lines, and the first and the last, labels included."""
+        first, last = (" ".join(map(str, self._entries[i])) for i in (0, -1))
+        return f'{len(self):,} lines, from "{first}" to "{last}"'
+
+    def key(self, item: int) -> str:
+        """The image's path, as the list has it."""
+        return self._entries[item][0]
+
+    def name(self, item: int) -> str:
+        return f"{self.path}: {self._root}{self.key(item)}"
+
+    def place(self, items: Items, i: int) -> str:
+        return f"line {1 + items[i]}"
+
+
+class ImageList(ListedImages[int]):
     """Image files, decoded in colour or grey and resized (bilinear) to `size` = (width, height)."""
 
     kind = "list of images"
@@ -103,21 +148,9 @@ class ImageList(NumberedSource):
         seed: int | None = None,
         skip: int | None = None,
     ) -> None:
-        log.info("Opening file %s", path)
-        self._entries = read_list(path)
-        if seed is not None:
-            log.info("Shuffling data")
-        log.info("A total of %d images.", len(self._entries))
-        self._root_folder = root_folder
-        self._root = find_root(root_folder, self.key(0), path, beside)
+        super().__init__(path, read_list, root_folder, beside, seed, skip)
         self.mode = mode
         self._size = size
-        super().__init__(path, len(self._entries), seed)
-        if skip is not None:
-            log.info("Skipping first %d data points.", skip)
-            if skip >= len(self):
-                raise DataError(f"{path} lists {len(self)} images, not enough to skip {skip}")
-            self._go(0, skip)
 
     def decode(self, item: int) -> tuple[Array, int]:
         name, label = self._entries[item]
@@ -139,18 +172,3 @@ class ImageList(NumberedSource):
 
     def stored(self, item: int, image: Array) -> str:
         return encoding_of(read_regular(self._root + self.key(item))[:LONGEST_SIGNATURE])
-
-    def extent(self) -> str:
-        """Number of lines, and the first and the last, labels included."""
-        first, last = (" ".join(map(str, self._entries[i])) for i in (0, -1))
-        return f'{len(self):,} lines, from "{first}" to "{last}"'
-
-    def key(self, item: int) -> str:
-        """The path, as the list has it."""
-        return self._entries[item][0]
-
-    def name(self, item: int) -> str:
-        return f"{self.path}: {self._root}{self.key(item)}"
-
-    def place(self, items: Items, i: int) -> str:
-        return f"line {1 + items[i]}"

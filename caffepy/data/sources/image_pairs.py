@@ -1,14 +1,12 @@
 """Image files with label images, named by a list of `image label` lines."""
 
-import logging
+from functools import partial
 
 from caffepy.core.errors import DataError
 from caffepy.core.files import read_regular
 from caffepy.data.datum import GRAY, read_image
-from caffepy.data.sources.base import Array, Items, NumberedSource, lines_of
-from caffepy.data.sources.image_list import find_root, unreadable
-
-log = logging.getLogger(__name__)
+from caffepy.data.sources.base import Array, lines_of
+from caffepy.data.sources.image_list import ListedImages, unreadable
 
 Entry = tuple[str, str]  # the path of an image, and what stands behind it
 
@@ -31,7 +29,7 @@ def read_pairs(path: str, *, alone: bool = False) -> list[Entry]:
     return entries
 
 
-class ImagePairs(NumberedSource):
+class ImagePairs(ListedImages[str]):
     """Images with labels, in order or shuffled."""
 
     kind = "list of images and label images"
@@ -46,19 +44,8 @@ class ImagePairs(NumberedSource):
         seed: int | None = None,
         skip: int | None = None,
     ) -> None:
-        log.info("Opening file %s", path)
-        self._entries = read_pairs(path, alone=alone)
-        if seed is not None:
-            log.info("Shuffling data")
-        log.info("A total of %d images.", len(self._entries))
-        self._root_folder = root_folder
-        self._root = find_root(root_folder, self.key(0), path, beside)
-        super().__init__(path, len(self._entries), seed)
-        if skip is not None:
-            log.info("Skipping first %d data points.", skip)
-            if skip >= len(self):
-                raise DataError(f"{path} lists {len(self)} images, not enough to skip {skip}")
-            self._go(0, skip)
+        read = partial(read_pairs, alone=alone)
+        super().__init__(path, read, root_folder, beside, seed, skip)
 
     def image(self, item: int, mode: int) -> Array:
         """The image (H, W, C) or (H, W), uint8, decoded by this mode of OpenCV."""
@@ -83,18 +70,3 @@ class ImagePairs(NumberedSource):
         if image is None:
             raise DataError(f"{name}: its image cannot be decoded")
         return image
-
-    def extent(self) -> str:
-        """Number of lines, and the first and the last, labels included."""
-        first, last = (" ".join(self._entries[i]) for i in (0, -1))
-        return f'{len(self):,} lines, from "{first}" to "{last}"'
-
-    def key(self, item: int) -> str:
-        """The image's path, as the list has it."""
-        return self._entries[item][0]
-
-    def name(self, item: int) -> str:
-        return f"{self.path}: {self._root}{self.key(item)}"
-
-    def place(self, items: Items, i: int) -> str:
-        return f"line {1 + items[i]}"
