@@ -1,6 +1,7 @@
 """caffepy convert-annoset"""
 
 import logging
+from typing import Any
 
 import click
 
@@ -38,14 +39,6 @@ ANNO_TYPES, LABEL_TYPES = ("classification", "detection"), ("xml", "json", "txt"
 @click.option(
     "--check-label/--no-check-label", help="Refuse a label map with a name or label twice."
 )
-@click.option("--gray/--no-gray", help="Store grey images, not colour.")
-@click.option("--shuffle/--no-shuffle", help="Shuffle the lines of the list.")
-@click.option(
-    "--seed",
-    type=click.IntRange(0),
-    help="Seed of --shuffle. Default: a new one each time, which is logged.",
-)
-@options.backend
 @click.option(
     "--min-dim",
     type=click.IntRange(0),
@@ -58,31 +51,7 @@ ANNO_TYPES, LABEL_TYPES = ("classification", "detection"), ("xml", "json", "txt"
     default=0,
     help="Resize images whose longer side is more to this, with their aspect.",
 )
-@click.option(
-    "--resize-width",
-    type=click.IntRange(0),
-    default=0,
-    help="Width to resize images to; 0: as they are.",
-)
-@click.option(
-    "--resize-height",
-    type=click.IntRange(0),
-    default=0,
-    help="Height to resize images to; 0: as they are.",
-)
-@click.option(
-    "--check-size/--no-check-size", help="Stop at an image whose size differs from the first."
-)
-@click.option(
-    "--encoded/--no-encoded", help="Store image files instead of pixels, unchanged if possible."
-)
-@click.option("--encode-type", default="", help="Store image files of this type: jpg, png...")
-@click.option("--resume", is_flag=True, help="Continue an interrupted run from DB_NAME.partial.")
-@click.option(
-    "--check",
-    is_flag=True,
-    help="Compare all records with the images at the end; if DB_NAME exists, do only that.",
-)
+@options.to_database
 @options.threads
 @options.progress
 @options.logged()
@@ -90,25 +59,15 @@ def convert_annoset(
     root: str,
     listfile: str,
     database: str,
-    anno_type: str,
-    label_map: str | None,
     label_type: str,
-    check_label: bool,
     gray: bool,
-    shuffle: bool,
-    seed: int | None,
-    backend: str,
     min_dim: int,
     max_dim: int,
     resize_width: int,
     resize_height: int,
-    check_size: bool,
     encoded: bool,
     encode_type: str,
-    resume: bool,
-    check: bool,
-    threads: int | None,
-    progress: bool | None,
+    **values: Any,
 ) -> None:
     """Write the images of LISTFILE, with their boxes, to the new database DB_NAME, as SSD's
     convert_annoset does; the layer AnnotatedData reads it.
@@ -126,8 +85,6 @@ def convert_annoset(
         --encode-type jpg VOC2007/ VOC2007/ImageSets/Main/train.txt train_lmdb
       caffepy convert-annoset --encoded train2017/ instances_train2017.json coco_lmdb
     """
-    if (resize_width > 0) != (resize_height > 0):
-        raise click.UsageError("Give both --resize-width and --resize-height, or neither.")
     from caffepy.commands.data.convert_annoset import AnnotatedRecipe
     from caffepy.commands.data.convert_annoset import convert_annoset as convert
 
@@ -142,20 +99,4 @@ def convert_annoset(
         encode_type or (None if encoded else ""),
         label_type,
     )
-    convert(
-        root,
-        listfile,
-        database,
-        anno_type=anno_type,
-        label_map=label_map,
-        check_label=check_label,
-        backend=backend,
-        shuffle=shuffle,
-        seed=seed,
-        check_size=check_size,
-        recipe=recipe,
-        resume=resume,
-        check=check,
-        threads=threads,
-        progress=progress,
-    )
+    convert(root, listfile, database, recipe=recipe, **values)

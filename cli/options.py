@@ -447,6 +447,59 @@ def _with(command: Command, *flags: Decorator) -> Command:
     return command
 
 
+def to_database(command: Command) -> Command:
+    """Add the options of writing a list of images to a database; UsageError for half a size."""
+
+    @functools.wraps(command)
+    def run(*, resize_width: int, resize_height: int, **values: Any) -> Any:
+        if (resize_width > 0) != (resize_height > 0):
+            raise click.UsageError("Give both --resize-width and --resize-height, or neither.")
+        return command(resize_width=resize_width, resize_height=resize_height, **values)
+
+    return _with(
+        run,
+        click.option("--gray/--no-gray", help="Store grey images, not colour."),
+        click.option("--shuffle/--no-shuffle", help="Shuffle the lines of the list."),
+        click.option(
+            "--seed",
+            type=click.IntRange(0),
+            help="Seed of --shuffle. Default: a new one each time, which is logged.",
+        ),
+        backend,
+        click.option(
+            "--resize-width",
+            type=click.IntRange(0),
+            default=0,
+            help="Width to resize images to; 0: as they are.",
+        ),
+        click.option(
+            "--resize-height",
+            type=click.IntRange(0),
+            default=0,
+            help="Height to resize images to; 0: as they are.",
+        ),
+        click.option(
+            "--check-size/--no-check-size",
+            help="Stop at an image whose size differs from the first.",
+        ),
+        click.option(
+            "--encoded/--no-encoded",
+            help="Store image files instead of pixels, unchanged if possible.",
+        ),
+        click.option(
+            "--encode-type", default="", help="Store image files of this type: jpg, png..."
+        ),
+        click.option(
+            "--resume", is_flag=True, help="Continue an interrupted run from DB_NAME.partial."
+        ),
+        click.option(
+            "--check",
+            is_flag=True,
+            help="Compare all records with the images at the end; if DB_NAME exists, do only that.",
+        ),
+    )
+
+
 def prepared(command: Command) -> Command:
     """Collect the options of image preparation into one value, `preparation`."""
 
