@@ -160,7 +160,8 @@ def test_what_is_loaded_anew_reads_no_further(tmp_path):
     Path(path, "data.mdb").write_bytes(content)
     with tolerating(1):
         made = reader(path, 4)
-    take(made, 100)
+    firsts = [int(images[0].flat[0]) for images, _ in take(made, 100)]
+    assert firsts == [4 * batch % 251 for batch in range(100)]
     made.close()
 
 

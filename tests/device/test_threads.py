@@ -35,8 +35,14 @@ def test_there_are_so_many_pieces_at_most(four_threads):
 
 
 def test_works_on_several_threads(four_threads):
-    meeting = threading.Barrier(4, timeout=60)
-    threads.parallel(lambda lo, hi: meeting.wait(), 4)
+    meeting, met = threading.Barrier(4, timeout=60), set()
+
+    def meet(lo, hi):
+        meeting.wait()
+        met.add(threading.get_ident())
+
+    threads.parallel(meet, 4)
+    assert len(met) == 4
 
 
 def test_the_first_exception_reaches_the_caller(four_threads):

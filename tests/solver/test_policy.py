@@ -169,10 +169,11 @@ def test_what_ssl_says_of_layers_is_refused_in_training(setting, message):
         Solver(param("fixed", train_net_param=net, weight_decay=0.1))
 
 
-def test_a_kind_of_decay_that_is_the_solvers_says_nothing():
+def test_a_kind_of_decay_that_is_the_solvers_says_nothing(caplog):
     setting = 'connectivity_mode: CONNECTED param { regularization_type: "L2" }'
     net = parse(WEIGHTS % setting, NetParameter())
     Solver(param("fixed", train_net_param=net, weight_decay=0.1))
     setting = 'param { regularization_type: "L1" decay_mult: 0 }'
     net = parse(WEIGHTS % setting, NetParameter())
     Solver(param("fixed", train_net_param=net, weight_decay=0.1))
+    assert not [record for record in caplog.records if record.levelname != "INFO"]

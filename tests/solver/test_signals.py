@@ -98,7 +98,9 @@ def test_signals_do_not_spoil_an_exit_code() -> None:
         signals.ended = True
         for number in signals.effects:
             os.kill(os.getpid(), number)
+        assert signals.poll() == Action.SNAPSHOT | Action.STOP  # of the first one alone
     os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.poll() is Action.NONE
 
 
 def test_before_a_run_listens_a_signal_does_what_it_did_before() -> None:
@@ -173,8 +175,9 @@ def test_a_stop_that_is_under_way_is_not_interrupted() -> None:
     with Signals() as signals, Monitor(signals, grace=0.2):
         signals.listen()
         os.kill(os.getpid(), signal.SIGTERM)
-        signals.poll()
+        assert signals.poll() == Action.SNAPSHOT | Action.STOP
         time.sleep(0.6)
+        assert signals.poll() is Action.NONE
 
 
 @pytest.mark.parametrize(("sent", "code"), [(["TERM"], 130), (["TERM", "INT"], 130)])
