@@ -271,33 +271,14 @@ def _train(
         signals.listen()
         monitor.solver = solver
         solver.action = signals.poll
-        solver.resume_state.keep = options.keep
-        solver.capture, solver.fuse = options.capture, options.fuse
-        looked_at = param.debug_info or options.bn_stats == "sync"
-        if options.recompute != 1:
-            solvers = 1 if devices[0].is_cuda else len(devices)
-            solver.save_memory(options.recompute, solvers=solvers)
-        elif solver.capture and solver.fuse and not looked_at:
-            solver.save_memory()
+        _configure(solver, options, devices)
         for net in (solver.net, *solver.test_nets):
             heartbeat = Heartbeat(monitor, net)
             net.before_forward.append(heartbeat)
             net.before_backward.append(heartbeat)
-        snapshot = start.snapshot
-        if attachment and attachment.held:
-            _go_on(solver, options, attachment)
-            snapshot = None
-        elif snapshot == AUTO:
-            snapshot = newest_good(param.snapshot_prefix, solver.resume_state.run)
-        if drawn is not None and not snapshot and not follows:
+        resumed = _restore(solver, options, start.snapshot, attachment, world)
+        if drawn is not None and not resumed and not follows:
             log.info("Random numbers begin with %d: random_seed: %d repeats the run", drawn, drawn)
-        if snapshot:
-            log.info("Resuming from %s", snapshot)
-            solver.restore(snapshot)
-            if world:
-                check_images(world, solver, snapshot, options.nodes)
-        if solver.iter and solver.iter >= param.max_iter:
-            log.warning("Nothing is left to train: max_iter is %d", param.max_iter)
         if start.rate_factor is not None:
             solver.iterations.rate_factor = start.rate_factor
         try:
@@ -323,6 +304,41 @@ def _train(
         result = TrainResult(solver.iter, solver.stopped, solver.last_outputs, saved)
         signals.ended, monitor.exit_code = True, result.exit_code
         return result
+
+
+def _configure(solver: Solver, options: TrainOptions, devices: Sequence[Device]) -> None:
+    """Choose how the solver runs: captured, fused, with blobs that share memory."""
+    solver.resume_state.keep = options.keep
+    solver.capture, solver.fuse = options.capture, options.fuse
+    looked_at = solver.param.debug_info or options.bn_stats == "sync"
+    if options.recompute != 1:
+        solvers = 1 if devices[0].is_cuda else len(devices)
+        solver.save_memory(options.recompute, solvers=solvers)
+    elif solver.capture and solver.fuse and not looked_at:
+        solver.save_memory()
+
+
+def _restore(
+    solver: Solver,
+    options: TrainOptions,
+    snapshot: str | None,
+    attachment: "Attachment | None",
+    world: World | None,
+) -> bool:
+    """Go on from what servers hold, or from a snapshot: return whether there was one to resume."""
+    if attachment and attachment.held:
+        _go_on(solver, options, attachment)
+        snapshot = None
+    elif snapshot == AUTO:
+        snapshot = newest_good(solver.param.snapshot_prefix, solver.resume_state.run)
+    if snapshot:
+        log.info("Resuming from %s", snapshot)
+        solver.restore(snapshot)
+        if world:
+            check_images(world, solver, snapshot, options.nodes)
+    if solver.iter and solver.iter >= solver.param.max_iter:
+        log.warning("Nothing is left to train: max_iter is %d", solver.param.max_iter)
+    return bool(snapshot)
 
 
 @contextmanager
