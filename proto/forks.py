@@ -14,7 +14,6 @@ _FIELDS = {
         "InnerProductParameter": "relu negative_slope",
         "LayerParameter": "split_param",
         "PoolingParameter": "pad_3d kernel_size_3d stride_3d avg_include_pad axis",
-        "ReshapeParameter": "pixelshuffler",
         "SolverParameter": "disabled_update",
         "TransformationParameter": "random_resize_param random_aspect_ratio_param flow bgr2rgb pad",
     },
@@ -125,8 +124,11 @@ _FIELDS = {
         "is_no_class_weights",
         "TransformationParameter": "invalid_detection_mode",
     },
-    "P3D": {
-        "Pooling3DParameter": "pad_l kernel_l stride_l",
+    "Synopsys": {
+        "BatchNormParameter": "add_eps_before_sqrt",
+        "DetectionOutputParameter": "no_permute ratio_permute tflite_detection",
+        "ReLUParameter": "maximum minimum",
+        "TransformationParameter": "caffe_yolo",
     },
     "ENet": {
         "DenseImageDataParameter": "label_divide_factor",
@@ -149,6 +151,7 @@ _HEEDED = {
 """Those of these fields that a layer type of forks heeds."""
 
 _IGNORED = {
+    "BNParameter": "icnet",
     "BatchNormParameter": "use_weight_bias bias_term filler",
     "ConcatParameter": "engine per_fla_fuse",
     "ConvolutionParameter": "conv_algorithm conv_mode",
@@ -182,7 +185,6 @@ _LAYERS = {
     "FlowNet": "BlackAugmentation CustomData DataAugmentation FlowAugmentation "
     "GenerateAugmentationParameters",
     "MobileNet-YOLO": "AssistedExcitation SegmentationEvaluate YoloSeg",
-    "Darknet's": "Mish",
     "MNC": "MaskPooling ROIWarping",
     "caffe-tvg": "BoxFeatures ChannelSelect ImageLabelData ImageLabelDataClass "
     "ImageLabelDataIndex ImageLabelDataIndexDet",
@@ -191,6 +193,7 @@ _LAYERS = {
     "OpenPose": "Maximum Switch",
     "ducha-aiki's": "APL GatedMaxAve TreepoolKernel1L",
     "soeaver's": "SeLuDropout",
+    "Synopsys": "ICNetSubgraph YoloV2Loss YoloV3Loss",
     "PSANet": "PointwiseSpatialAttention",
     "Frcnn": "FrcnnProposal",
     "CaffeOnSpark": "CoSData",

@@ -135,8 +135,32 @@ _SOLVER_TYPES = {
 
 
 def needs_upgrade(net: NetParameter) -> bool:
-    """True if the net has `layers`, inputs outside of a layer, old BatchNorm or AutoCrop layers."""
-    return bool(net.layers or net.input or _old_batch_norms(net) or _auto_crops(net))
+    """True if the net has `layers`, inputs outside of a layer, old BatchNorm or AutoCrop layers, or
+    layers whose settings make them others.
+    """
+    old = _old_batch_norms(net) or _auto_crops(net) or any(map(_other_type, net.layer))
+    return bool(net.layers or net.input or old)
+
+
+def _other_type(layer: LayerParameter) -> str | None:
+    """Return the type of which Synopsys' Caffe makes a layer by its settings, None for its own."""
+    if layer.type == "ReLU" and layer.relu_param.relu6:
+        return "ReLU6"
+    if layer.type == "Reshape" and layer.reshape_param.pixelshuffler != 1:
+        return "DepthToSpace"
+    return None
+
+
+def _become(layer: LayerParameter, other: str) -> None:
+    """Make of the layer one of the other type."""
+    layer.type = other
+    if other == "ReLU6":
+        layer.relu6_param.negative_slope = layer.relu_param.negative_slope
+        layer.ClearField("relu_param")
+    else:
+        layer.depth_to_space_param.block_size = layer.reshape_param.pixelshuffler
+        layer.depth_to_space_param.data_format = "CRD"
+        layer.ClearField("reshape_param")
 
 
 def _auto_crops(net: NetParameter) -> list[int]:
@@ -207,6 +231,10 @@ def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
                 upgraded.layer[number].type = "Crop"
                 align_crop(upgraded.layer, number)
             log.info("Successfully upgraded AutoCrop layers.")
+        for new in upgraded.layer:
+            if other := _other_type(new):
+                log.info('Layer "%s" (%s) becomes %s', new.name, new.type, other)
+                _become(new, other)
         if old := _old_batch_norms(upgraded):
             what = "batch norm layers using deprecated params"
             log.info("Attempting to upgrade %s: %s", what, path or "(no file)")

@@ -72,11 +72,18 @@ def hard_sigmoid(site: Site) -> None:
     site.finish("HardSigmoid", site.bottoms[0], alpha=0.2, beta=0.5)
 
 
-@writers("HSwish")
+@writers("HSwish", "HardSwish")
 def hard_swish(site: Site) -> None:
     """x * HardSigmoid(x) with slope 1/6."""
     (x,) = site.bottoms
     site.finish("Mul", x, site.node("HardSigmoid", x, alpha=1 / 6, beta=0.5))
+
+
+@writers("Mish")
+def mish(site: Site) -> None:
+    """x * tanh(log(1 + exp(x)))."""
+    (x,) = site.bottoms
+    site.finish("Mul", x, site.node("Tanh", site.node("Softplus", x)))
 
 
 @writers("PReLU")

@@ -93,7 +93,7 @@ def pool(site: Site, layer: Any, out_shape: Shape, outs: Sequence[str | None]) -
     (x,) = site.bottoms
     if layer.method == PoolingParameter.MAX:
         return _max(site, layer, end, outs)
-    if layer.method == PoolingParameter.AVE:
+    if layer.mean:
         return _mean(site, layer, x, end, outs[0])
     if layer.draws:
         raise InexpressibleError("STOCHASTIC pooling draws random numbers in the TRAIN phase")
@@ -126,16 +126,18 @@ def _max(site: Site, layer: Any, end: Sequence[int], outs: Sequence[str | None])
 
 
 def _mean(site: Site, layer: Any, x: str, end: Sequence[int], out: str | None) -> str:
-    """Means; the divisor counts padding, but no elements beyond it."""
+    """Means; the divisor counts padding, unless the layer excludes it, but nothing beyond it."""
     if layer.whole:
         return site.node("GlobalAveragePool", x, out=out)
-    pad = layer.pad
+    pad, behind = layer.pad, [side[1] for side in layer.sides]
     count = 0
-    if all(e <= p for e, p in zip(end, pad, strict=True)):
-        count = int(any(pad))
-    elif any(pad):  # the padding becomes part of the image, elements beyond it are padding
-        x = site.node("Pad", x, site.integers([0, 0, *pad, 0, 0, *pad], "pads"))
-        pad, end = (0, 0), [max(0, e - p) for e, p in zip(end, pad, strict=True)]
+    if layer.excludes:
+        pass
+    elif all(e <= b for e, b in zip(end, behind, strict=True)):
+        count = int(any((*pad, *end)))
+    elif any((*pad, *behind)):  # it becomes part of the image, elements beyond it are padding
+        x = site.node("Pad", x, site.integers([0, 0, *pad, 0, 0, *behind], "pads"))
+        pad, end = (0, 0), [max(0, e - b) for e, b in zip(end, behind, strict=True)]
     window = _window(layer, pad, end)
     return site.node("AveragePool", x, out=out, count_include_pad=count, **window)
 

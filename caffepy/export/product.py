@@ -1,6 +1,8 @@
 """Layers that multiply with weights: convolutions, inner products, tables."""
 
+from collections.abc import Sequence
 from math import prod
+from operator import add
 
 import numpy as np
 
@@ -24,13 +26,16 @@ def convolution(site: Site) -> None:
     layer = site.layer
     op = "ConvTranspose" if layer.type.startswith("Deconvolution") else "Conv"
     kernel, stride, pad, dilation = layer.window
+    size = site.bottom_shapes[0][layer.axis + 1 :]
     point = () if kernel else (1,)
     weight = site.param(0, (*layer.blobs[0].shape, *point))
     bias = [site.param(1, (layer.outputs,))] if len(layer.blobs) > 1 else []
     attributes = {
         "kernel_shape": list(kernel or point),
         "strides": list(stride or (1,)),
-        "pads": _pads(site) if op == "Conv" and kernel else list((pad or (0,)) * 2),
+        "pads": _pads(layer.window.pad, layer.borders(size))
+        if op == "Conv" and kernel
+        else list((pad or (0,)) * 2),
         "dilations": list(dilation or (1,)),
         "group": layer.group,
     }
@@ -44,12 +49,10 @@ def convolution(site: Site) -> None:
         site.reshape(site.node(op, images, weight, *bias, **attributes), top_shape, out=y)
 
 
-def _pads(site: Site) -> list[int]:
+def _pads(pad: Sequence[int], borders: Sequence[tuple[int, int]]) -> list[int]:
     """Return the zeros before and behind each axis of a convolution."""
-    layer, size = site.layer, site.bottom_shapes[0][site.layer.axis + 1 :]
-    grown = layer.window.grown(size)
-    behind = [p + g - n for p, g, n in zip(layer.window.pad, grown, size, strict=True)]
-    return [*layer.window.pad, *behind]
+    before, behind = zip(*borders, strict=True)
+    return [*map(add, pad, before), *map(add, pad, behind)]
 
 
 @writers("Im2col")
@@ -59,7 +62,10 @@ def im2col(site: Site) -> None:
     kernel, stride, _, dilation = layer.window
     channels, places = shape[layer.axis], prod(kernel)
     one = np.tile(np.eye(places).reshape(places, 1, *kernel), (channels, 1) + (1,) * len(kernel))
-    steps = {"strides": list(stride), "pads": _pads(site), "dilations": list(dilation)}
+    size = shape[layer.axis + 1 :]
+    borders = [(0, g - n) for g, n in zip(layer.window.grown(size), size, strict=True)]
+    pads = _pads(layer.window.pad, borders)
+    steps = {"strides": list(stride), "pads": pads, "dilations": list(dilation)}
     weight = site.constant(one, what="places")
     (x,), (y,) = site.bottoms, site.tops
     if layer.axis == 1:

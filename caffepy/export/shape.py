@@ -121,7 +121,31 @@ def interp(site: Site) -> None:
     site.finish("Resize", x, "", "", _sizes(site, x, size), **how)
 
 
-@writers("Upsample")
+@writers("ResizeBilinear", "ResizeNearestNeighbor")
+def converted_resize(site: Site) -> None:
+    """Resize of the axes behind the channels, which come second."""
+    layer, x = site.layer, site.bottoms[0]
+    param, bilinear = layer.settings(), site.layer.type == "ResizeBilinear"
+    half, nearest = "half_pixel", "floor"
+    if param.align_corners:
+        how, nearest = "align_corners", "round_prefer_ceil"
+    elif param.half_pixel_centers:
+        how, nearest = half, "round_prefer_ceil"
+    elif param.half_pixel_onnx:
+        how = half
+    else:
+        how = "pytorch_half_pixel" if param.pytorch_half_pixel else "asymmetric"
+    given: dict[str, str] = {"coordinate_transformation_mode": how}
+    given |= {"mode": "linear"} if bilinear else {"mode": "nearest", "nearest_mode": nearest}
+    last = param.data_format == "NHWC"
+    size = [site.top_shapes[0][axis] for axis in layer.axes]
+    if last:
+        x = site.node("Transpose", x, perm=[0, 3, 1, 2])
+    y = site.node("Resize", x, "", "", _sizes(site, x, size), **given)
+    site.finish("Transpose", y, perm=[0, 2, 3, 1]) if last else site.finish("Identity", y)
+
+
+@writers("Upsample", "UpsampleDarknet")
 def upsample(site: Site) -> None:
     """Resize to blocks of equal values; by places, ScatterElements into zeros."""
     layer, x = site.layer, site.bottoms[0]
@@ -256,6 +280,74 @@ def flatten(site: Site) -> None:
         site.finish("Flatten", x, axis=1)
     else:
         site.reshape(x, shape, out=site.tops[0])
+
+
+@writers("Squeeze")
+def squeeze(site: Site) -> None:
+    site.reshape(site.bottoms[0], site.top_shapes[0], out=site.tops[0])
+
+
+@writers("Pad")
+def pad(site: Site) -> None:
+    """Pad; all zeros before the axes come first."""
+    param = site.layer.param.pad_param
+    sides = [*param.paddings[::2], *param.paddings[1::2]]
+    value = site.constant(param.constant_values)
+    site.finish("Pad", site.bottoms[0], site.integers(sides, "pads"), value)
+
+
+@writers("Add")
+def add(site: Site) -> None:
+    site.finish("Add", *site.bottoms)
+
+
+@writers("Mul")
+def multiply(site: Site) -> None:
+    """Mul with the second bottom, or with the parameter."""
+    factor = site.bottoms[1] if len(site.bottoms) > 1 else site.param(0)
+    site.finish("Mul", site.bottoms[0], factor)
+
+
+@writers("SpaceToDepth", "DepthToSpace")
+def blocks_over_channels(site: Site) -> None:
+    """Transpose of the blocks, or back."""
+    layer = site.layer
+    deep = [layer.blocks[axis] for axis in layer.order]
+    if layer.type == "SpaceToDepth":
+        given, order = layer.blocks, list(layer.order)
+    else:
+        given, order = tuple(deep), [layer.order.index(axis) for axis in range(6)]
+    moved = site.node("Transpose", site.reshape(site.bottoms[0], given), perm=order)
+    site.reshape(moved, site.top_shapes[0], out=site.tops[0])
+
+
+@writers("SpaceToBatchND", "BatchToSpaceND")
+def blocks_over_batch(site: Site) -> None:
+    """Transpose of the blocks of a Pad, or a Slice of the way back."""
+    layer, x = site.layer, site.bottoms[0]
+    axes = range(len(layer.order))
+    sizes = layer.around[1:]
+    over = [*range(1, len(sizes) + 1)]
+    if layer.type == "BatchToSpaceND":
+        given = [layer.blocks[axis] for axis in layer.order]
+        order = [layer.order.index(axis) for axis in axes]
+        moved = site.node("Transpose", site.reshape(x, given), perm=order)
+        rest = layer.blocks[2 * len(sizes) + 1 :]
+        cut = [n * b for n, b in zip(layer.blocks[1::2], layer.blocks[2::2], strict=False)]
+        whole = site.reshape(moved, (layer.blocks[0], *cut[: len(sizes)], *rest))
+        starts = site.integers([s.start for s in sizes], "starts")
+        ends = site.integers([s.stop for s in sizes], "ends")
+        site.finish("Slice", whole, starts, ends, site.integers(over, "axes"))
+        return
+    n = len(site.bottom_shapes[0])
+    before, behind = [0] * n, [0] * n
+    for axis, (s, blocks, b) in enumerate(
+        zip(sizes, layer.blocks[1::2], layer.blocks[2::2], strict=False), 1
+    ):
+        before[axis], behind[axis] = s.start, blocks * b - s.stop
+    padded = site.node("Pad", x, site.integers([*before, *behind], "pads"))
+    moved = site.node("Transpose", site.reshape(padded, layer.blocks), perm=list(layer.order))
+    site.reshape(moved, site.top_shapes[0], out=site.tops[0])
 
 
 @writers("Reshape")

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob, Layout
 from caffepy.layer.base import Blobs, Layer, Weighted, layer
-from caffepy.layer.pooling import check_padded
+from caffepy.layer.pooling import check_padded, read_sides, reads_same, same_sides
 from caffepy.ops.objects import NormSums, Preparation, Windows
 from caffepy.proto.caffe_pb2 import ConvolutionParameter, DeformableConvolutionParameter
 
@@ -46,8 +46,13 @@ def by(sizes: Sequence[int], brief: bool = True) -> str:
     return str(sizes[0]) if brief and len(set(sizes)) == 1 else "x".join(map(str, sizes))
 
 
-def read_window(param: ConvolutionParameter | DeformableConvolutionParameter, axes: int) -> Window:
-    """Read the sizes for these spatial axes: one for all, one for each, or (2 axes) _h and _w."""
+def read_window(
+    param: ConvolutionParameter | DeformableConvolutionParameter, axes: int, uneven: bool = False
+) -> Window:
+    """Read the sizes for these spatial axes: one for all, one for each, or (2 axes) _h and _w.
+
+    ConfigError for pads that differ unless they may be `uneven`.
+    """
     if isinstance(param, ConvolutionParameter) and param.HasField("kernel_depth"):
         raise ConfigError("kernel_depth is for layers of C3D, such as Convolution3D")
 
@@ -76,10 +81,20 @@ def read_window(param: ConvolutionParameter | DeformableConvolutionParameter, ax
             )
         return found
 
+    pad = sizes("pad", "pad", 0, (0,))
+    if isinstance(param, ConvolutionParameter):
+        differ = reads_same(param)
+        if given := read_sides(param):
+            if axes != 2:
+                raise ConfigError("pad_t, pad_b, pad_l, pad_r are for inputs with 2 spatial axes")
+            pad = tuple(map(min, given))
+            differ = any(before != behind for before, behind in given)
+        if differ and not uneven:
+            raise ConfigError("pads that differ, and pad_type 1, are for Convolution alone")
     return Window(
         sizes("kernel_size", "kernel", 1),
         sizes("stride", "stride", 1, (1,)),
-        sizes("pad", "pad", 0, (0,)),
+        pad,
         sizes("dilation", "", 1, (1,)),
     )
 
@@ -96,6 +111,7 @@ class _Filtering(Weighted):
     tops = (1, None)
     same_count = True
     backward_reads_top = False
+    pads_may_differ: ClassVar[bool] = False
 
     def weight_shape(self) -> tuple[int, ...]:
         raise NotImplementedError
@@ -107,7 +123,8 @@ class _Filtering(Weighted):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.settings(bottom)
         self.axis = bottom[0].axis(param.axis)
-        self.window = read_window(param, len(bottom[0].shape) - self.axis - 1)
+        axes = len(bottom[0].shape) - self.axis - 1
+        self.window = read_window(param, axes, self.pads_may_differ)
         channels, outputs, group = self.sizes(bottom, param)
         if outputs < 1:
             raise ConfigError("num_output must be 1 or more")
@@ -157,9 +174,12 @@ class _Filtering(Weighted):
 class Convolution(_Filtering):
     """(..., C, *in) -> (..., O, *out); weight (O, C/group, *kernel), bias (O,).
 
-    out = (in + 2*pad - (dilation*(kernel - 1) + 1)) / stride + 1, truncated towards 0.
+    out = (in + 2*pad - (dilation*(kernel - 1) + 1)) / stride + 1, truncated towards 0. pad_t,
+    pad_b, pad_l and pad_r are pads of an image that differ, pad_type 1 those that give in / stride
+    outputs, rounded up (Synopsys).
     """
 
+    pads_may_differ = True
     seeks_preferred_layout = True
     can_fuse = True
 
@@ -175,14 +195,35 @@ class Convolution(_Filtering):
     def weight_shape(self) -> tuple[int, ...]:
         return (self.outputs, self.channels // self.group, *self.window.kernel)
 
+    def margins(self, spatial: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the zeros before and behind each axis, but those of the window's pad."""
+        param = self.param.convolution_param
+        kernel, stride, pad, dilation = self.window
+        if reads_same(param):
+            extents = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+            return [same_sides(*axis) for axis in zip(spatial, extents, stride, strict=True)]
+        sides = read_sides(param) or [(p, p) for p in pad]
+        return [(before - p, behind - p) for (before, behind), p in zip(sides, pad, strict=True)]
+
+    def borders(self, spatial: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the zeros before and behind each axis that forward copies the bottoms between."""
+        margins = self.margins(spatial)
+        padded = [n + sum(margin) for n, margin in zip(spatial, margins, strict=True)]
+        more = zip(margins, padded, self.window.grown(padded), strict=True)
+        return [(before, behind + grown - n) for (before, behind), n, grown in more]
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         spatial = self.check_bottoms(bottom)
-        grown = self.window.grown(spatial)
+        borders = self.borders(spatial)
+        grown = tuple(n + sum(border) for n, border in zip(spatial, borders, strict=True))
         check_padded(grown, self.window.pad)
         outer = bottom[0].shape[: self.axis]
         self.plan(prod(outer), self.channels, grown)
-        self.inside: tuple[Any, ...] = (..., *map(slice, spatial))
-        self.copies: list[Blob] = []  # of the bottoms, with zeros behind, if they must be grown
+        inside = (
+            slice(before, before + n) for n, (before, _) in zip(spatial, borders, strict=True)
+        )
+        self.inside: tuple[Any, ...] = (..., *inside)
+        self.copies: list[Blob] = []  # of the bottoms within zeros, if they must be grown
         for b in bottom if grown != spatial else ():
             self.copies.append(self.buffer((*outer, self.channels, *grown)))
             if b.layout != self.copies[-1].layout:
@@ -192,7 +233,7 @@ class Convolution(_Filtering):
         self.takes_preferred_layout = self.axis == 1 and 1 <= len(spatial) <= 3 and not self.copies
 
     def whole(self, bottom: Blobs) -> Blobs:
-        """Return what the kernel reads: the bottoms, or their copies with zeros behind."""
+        """Return what the kernel reads: the bottoms, or their copies within zeros."""
         for x, b in zip(self.copies, bottom, strict=False):
             self.ops.copy(b.data, x.data[self.inside])
         return self.copies or bottom

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Blobs, Kept, Layer, layer
 from caffepy.layer.neuron import is_in_place
 from caffepy.proto.caffe_pb2 import TRAIN, EltwiseParameter, FillerParameter
@@ -95,6 +95,88 @@ class Eltwise(Layer):
                 self.ops.scaled(self.coefficients[i], dy, dx)
             elif dx is not dy:
                 self.ops.copy(dy, dx)
+
+
+class _Broadcast(Layer):
+    """Base of layers that combine two blobs, axes from the last on, those of size 1 repeated; the
+    second is a bottom, or a parameter.
+    """
+
+    on_gpu = True
+    can_recompute = True
+    bottoms = (1, 2)
+    backward_reads_top = False
+
+    def other(self, bottom: Blobs) -> Blob:
+        """Return the second."""
+        return bottom[1] if len(bottom) > 1 else self.blobs[0]
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shapes = [b.shape for b in (bottom[0], self.other(bottom))]
+        try:
+            top[0].reshape(np.broadcast_shapes(*shapes))
+        except ValueError as error:
+            raise ConfigError(
+                f"shapes {list(shapes[0])} and {list(shapes[1])} must agree from their last axes "
+                "on, but where one is 1"
+            ) from error
+
+    def gradient(self, dy: Array, factor: Array | None, blob: Blob, add: bool = False) -> None:
+        """Write to the blob's diff, or add, dy times the factor, summed where it was repeated."""
+        d = dy if factor is None else dy * factor
+        shape = (1,) * (d.ndim - len(blob.shape)) + tuple(blob.shape)
+        repeated = tuple(i for i, n in enumerate(shape) if n == 1 and d.shape[i] != 1)
+        total = (d.sum(axis=repeated) if repeated else d).reshape(blob.shape)
+        if add:
+            blob.diff[...] += total
+        else:
+            blob.diff[...] = total
+
+    def factors(self, a: Array, b: Array) -> tuple[Array | None, Array | None]:
+        """Return what dy is multiplied by for each."""
+        raise NotImplementedError
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        other, dy = self.other(bottom), top[0].diff
+        of_a, of_b = self.factors(bottom[0].data, other.data)
+        if len(bottom) == 1 and self.param_propagate_down[0]:
+            self.gradient(dy, of_b, other, add=True)
+        elif len(bottom) > 1 and propagate_down[1]:
+            self.gradient(dy, of_b, other)
+        if propagate_down[0]:
+            self.gradient(dy, of_a, bottom[0])
+
+
+@layer("Add")
+class Add(_Broadcast):
+    """a + b, each repeated along axes of size 1 (Synopsys)."""
+
+    bottoms = (2, 2)
+    backward_reads_bottom = False
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        np.add(bottom[0].data, bottom[1].data, out=top[0].data)
+
+    def factors(self, a: Array, b: Array) -> tuple[Array | None, Array | None]:
+        return None, None
+
+
+@layer("Mul")
+class Mul(_Broadcast):
+    """a * b, each repeated along axes of size 1; b is a parameter of `mul_shape` where there is no
+    second bottom (Synopsys).
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        if len(bottom) == 1:
+            zeros = FillerParameter(type="constant")
+            self.make_params({"factor": tuple(self.param.mul_param.mul_shape)}, [zeros])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        np.multiply(bottom[0].data, self.other(bottom).data, out=top[0].data)
+
+    def factors(self, a: Array, b: Array) -> tuple[Array | None, Array | None]:
+        return b, a
 
 
 @layer("Axpy")

@@ -561,9 +561,9 @@ class HardSigmoid(Neuron):
         self.ops.scaled(0.2, dy, dx)
 
 
-@layer("HSwish")
+@layer("HSwish", "HardSwish")
 class HSwish(Neuron):
-    """y = x * max(0, min(x + 3, 6)) / 6 (Howard et al. 2019)."""
+    """y = x * max(0, min(x + 3, 6)) / 6 (Howard et al. 2019); HardSwish is Synopsys' name."""
 
     reads_input = True
     backward_reads_top = False
@@ -577,6 +577,29 @@ class HSwish(Neuron):
         """dx = dy * (x <= -3 ? 0 : x < 3 ? (2 x + 3) / 6 : 1)."""
         slope = np.where(x < 3, (2 * x + 3) / 6, 1) * (x > -3)
         np.multiply(dy, slope, out=dx)
+
+
+@layer("Mish")
+class Mish(Neuron):
+    """y = x * tanh(log(1 + exp(x))) (Misra 2019)."""
+
+    reads_input = True
+    backward_reads_top = False
+
+    def function(self, x: Array, y: Array) -> None:
+        np.multiply(x, self.gate(x), out=y)
+
+    @staticmethod
+    def gate(x: Array) -> Array:
+        """Return tanh(max(x, 0) + log(1 + exp(-|x|)))."""
+        gate: Array = np.tanh(np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x))))
+        return gate
+
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
+        """dx = dy * (t + x * sigmoid(x) * (1 - t^2)), t = tanh(log(1 + exp(x)))."""
+        t = self.gate(x)
+        sigmoid = 0.5 * np.tanh(0.5 * x) + 0.5
+        np.multiply(dy, t + x * sigmoid * (1 - t * t), out=dx)
 
 
 @layer("Exp")

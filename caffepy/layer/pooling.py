@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import ceil, floor, prod
+from typing import Any
 
 import numpy as np
 
@@ -9,7 +10,12 @@ from caffepy.core.errors import ConfigError
 from caffepy.device.blob import MAX_COUNT, Array, Blob
 from caffepy.layer.base import Blobs, Drawing, Layer, layer
 from caffepy.ops.objects import Maxima, Windows
-from caffepy.proto.caffe_pb2 import LayerParameter, Pooling3DParameter, PoolingParameter
+from caffepy.proto.caffe_pb2 import (
+    ConvolutionParameter,
+    LayerParameter,
+    Pooling3DParameter,
+    PoolingParameter,
+)
 
 Pair = tuple[int, int]
 
@@ -25,13 +31,55 @@ def read_pair(param: PoolingParameter, name: str, pair: str) -> Pair:
     return getattr(param, h_name), getattr(param, w_name)
 
 
-def pooled_size(size: int, kernel: int, stride: int, pad: int, any_pad: bool, up: bool) -> int:
-    """Number of windows along an axis; the last one must begin inside the input or the padding
-    before it.
+def read_sides(param: ConvolutionParameter | PoolingParameter) -> tuple[Pair, Pair] | None:
+    """Zeros before and behind along height and along width, as pad_t, pad_b, pad_l and pad_r say
+    (Synopsys); None if they say none.
+    """
+    names = ("pad_t", "pad_b", "pad_l", "pad_r")
+    top, bottom, left, right = (getattr(param, name) for name in names)
+    if not any((top, bottom, left, right)):
+        return None
+    for name in ("pad", "pad_h", "pad_w", "pad_type"):
+        if getattr(param, name):
+            raise ConfigError(f"{name} and pad_t, pad_b, pad_l, pad_r exclude each other")
+    if min(top, bottom, left, right) < 0:
+        raise ConfigError("pad_t, pad_b, pad_l and pad_r must be 0 or more")
+    return (top, bottom), (left, right)
+
+
+def reads_same(param: ConvolutionParameter | PoolingParameter) -> bool:
+    """True for pad_type 1 (Synopsys), by which there are ceil(size / stride) windows."""
+    if param.pad_type > 1:
+        raise ConfigError(f"pad_type must be 0 or 1, not {param.pad_type}")
+    if param.pad_type and any((param.pad, param.pad_h, param.pad_w)):
+        raise ConfigError("pad_type 1 and a pad exclude each other")
+    return param.pad_type == 1
+
+
+def same_sides(size: int, extent: int, stride: int) -> Pair:
+    """Zeros before and behind an axis that give a kernel of this extent ceil(size / stride) places,
+    one more behind if their number is odd.
+    """
+    lacking = max((-(-size // stride) - 1) * stride + extent - size, 0)
+    return lacking // 2, lacking - lacking // 2
+
+
+def pooled_size(
+    size: int,
+    kernel: int,
+    stride: int,
+    pad: int,
+    any_pad: bool,
+    up: bool,
+    behind: int | None = None,
+) -> int:
+    """Number of windows along an axis with so many zeros before it, and `behind` if that differs;
+    the last one must begin inside the input or the padding before it.
 
     The quotient is a 32-bit float, as in Caffe.
     """
-    steps = np.float32(size + 2 * pad - kernel) / np.float32(stride)
+    padded = size + pad + (pad if behind is None else behind)
+    steps = np.float32(padded - kernel) / np.float32(stride)
     out = (ceil(steps) if up else floor(steps)) + 1
     return out - 1 if any_pad and (out - 1) * stride >= size + pad else out
 
@@ -50,8 +98,10 @@ class Pooling(Drawing):
     """(N, C, H, W) -> (N, C, Ho, Wo); a second top of MAX is the index h*W + w of each maximum.
 
     Ho = ceil((H + 2*pad - kernel) / stride) + 1, or floor by round_mode, or by ceil_mode: false,
-    its name in forks. AVE counts padding in its divisor. STOCHASTIC takes an element by its share
-    of the sum, at TEST the mean with these shares (Zeiler and Fergus 2013).
+    its name in forks. AVE counts padding in its divisor, AVE_EXC_PAD (Synopsys; AVE_TF is its old
+    name) does not. pad_t, pad_b, pad_l and pad_r are pads that differ, pad_type 1 those that give
+    H / stride windows, rounded up. STOCHASTIC takes an element by its share of the sum, at TEST the
+    mean with these shares (Zeiler and Fergus 2013).
     """
 
     on_gpu = True
@@ -62,10 +112,8 @@ class Pooling(Drawing):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.pooling_param
         self.method = param.pool
-        self.can_fuse = self.method != PoolingParameter.STOCHASTIC
         self.whole = param.global_pooling
         self.tells_where = len(top) > 1  # within the plane
-        self.takes_preferred_layout = not self.tells_where
         if self.tells_where and self.method != PoolingParameter.MAX:
             raise ConfigError("only MAX pooling has a second top")
         if param.HasField("kernel_depth"):
@@ -80,13 +128,23 @@ class Pooling(Drawing):
         self.kernel = read_pair(param, "kernel_size", "kernel")
         self.stride = read_pair(param, "stride", "stride")
         self.pad = read_pair(param, "pad", "pad")
+        self.same = reads_same(param)
+        self.sides = read_sides(param) or tuple((p, p) for p in self.pad)
+        self.pad = self.sides[0][0], self.sides[1][0]
+        padded = self.same or any(any(side) for side in self.sides)
+        self.excludes = self.method == PoolingParameter.AVE_EXC_PAD and padded
+        self.uneven = self.same or any(before != behind for before, behind in self.sides)
+        self.mean = self.method in (PoolingParameter.AVE, PoolingParameter.AVE_EXC_PAD)
+        stochastic = self.method == PoolingParameter.STOCHASTIC
+        self.can_fuse = not (stochastic or self.uneven or self.excludes)
+        self.takes_preferred_layout = not (self.tells_where or self.uneven or self.excludes)
         if not self.whole and min(self.kernel) < 1:
             raise ConfigError("kernel sizes must be 1 or more")
         if min(self.stride) < 1:
             raise ConfigError("strides must be 1 or more")
-        if self.whole and (self.pad != (0, 0) or self.stride != (1, 1)):
+        if self.whole and (padded or self.stride != (1, 1)):
             raise ConfigError("global_pooling needs pad 0 and stride 1")
-        if self.method == PoolingParameter.STOCHASTIC and self.pad != (0, 0):
+        if stochastic and padded:
             raise ConfigError("STOCHASTIC pooling takes no pad; MAX and AVE do")
         self.given_stride = self.stride
         if not self.whole and any(p >= k for p, k in zip(self.pad, self.kernel, strict=True)):
@@ -100,7 +158,7 @@ class Pooling(Drawing):
 
     @property
     def can_replay(self) -> bool:  # type: ignore[override]
-        return self.only_launches and not self.tells_where
+        return self.only_launches and self.takes_preferred_layout
 
     @property
     def draws(self) -> bool:
@@ -119,21 +177,44 @@ class Pooling(Drawing):
         n, c, *size = bottom[0].shape
         if self.whole:
             self.kernel = size[0], size[1]
+        if self.same:
+            axes = zip(size, self.kernel, self.given_stride, strict=True)
+            self.sides = tuple(same_sides(*axis) for axis in axes)
+            self.pad = self.sides[0][0], self.sides[1][0]
         # A larger stride steps over the whole image, too.
-        h, w = (n + 2 * p + k for n, p, k in zip(size, self.pad, self.kernel, strict=True))
+        h, w = (n + sum(s) + k for n, s, k in zip(size, self.sides, self.kernel, strict=True))
         self.stride = min(self.given_stride[0], h), min(self.given_stride[1], w)
-        up = self.rounds_up
-        axes = zip(size, self.kernel, self.stride, self.pad, strict=True)
-        out = [pooled_size(*axis, any_pad=any(self.pad), up=up) for axis in axes]
+        any_pad, up = any(any(side) for side in self.sides), self.rounds_up
+        out = [
+            -(-n // s) if self.same else pooled_size(n, k, s, before, any_pad, up, behind)
+            for n, k, s, (before, behind) in zip(
+                size, self.kernel, self.stride, self.sides, strict=True
+            )
+        ]
         if min(out) < 1:
             raise ConfigError(
                 f"kernel {_by(self.kernel)} does not fit its {_by(size)} input "
                 f"(pad {_by(self.pad)})"
             )
-        check_padded(size, self.pad)
+        check_padded(size, [max(side) for side in self.sides])
         for t in top:
             t.reshape((n, c, *out))
-        if self.method != PoolingParameter.AVE:
+        self.padded: Blob | None = None  # the bottom within zeros, for means whose pads differ
+        if self.mean and self.uneven:
+            shape = [n + sum(side) for n, side in zip(size, self.sides, strict=True)]
+            self.padded = self.buffer((n, c, *shape))
+            starts = zip(size, self.pad, strict=True)
+            self.inside: tuple[Any, ...] = (
+                ...,
+                *(slice(before, before + n) for n, before in starts),
+            )
+        if self.excludes:
+            windows = zip(size, out, self.kernel, self.stride, self.sides, strict=True)
+            shares = [np.array(_counted(*window)) for window in windows]
+            self.share = self.buffer(out)  # elements of each window over those in the image
+            self.share.host_data[...] = np.outer(shares[0], shares[1])
+            self.scaled = self.buffer(top[0].shape)
+        if not self.mean:
             kind = np.dtype(np.int32) if self.tells_where else self.ops.pool_index_type(self.kernel)
             self.index = self.buffer(top[0].shape, kind)
 
@@ -161,8 +242,13 @@ class Pooling(Drawing):
             self.ops.max_pool_forward(x, y, self.index.data, window)
             if self.tells_where:
                 top[1].data[...] = self.index.data
-        elif self.method == PoolingParameter.AVE:
+        elif self.mean:
+            if self.padded is not None:
+                self.ops.copy(x, self.padded.data[self.inside])
+                x, window = self.padded.data, (self.kernel, self.stride, (0, 0))
             self.ops.ave_pool_forward(x, y, window)
+            if self.excludes:
+                np.multiply(y, self.share.data, out=y)
         elif self.draws:
             self.ops.stochastic_pool_forward(x, y, self.index.data, window, *self.draw())
         else:
@@ -173,8 +259,16 @@ class Pooling(Drawing):
         if not propagate_down[0]:
             return
         dy, dx, window = top[0].diff, bottom[0].diff, self.window
-        if self.method == PoolingParameter.AVE:
-            self.ops.ave_pool_backward(dy, dx, window)
+        if self.mean:
+            if self.excludes:
+                np.multiply(dy, self.share.data, out=self.scaled.data)
+                dy = self.scaled.data
+            if self.padded is None:
+                self.ops.ave_pool_backward(dy, dx, window)
+            else:
+                no_pad = self.kernel, self.stride, (0, 0)
+                self.ops.ave_pool_backward(dy, self.padded.diff, no_pad)
+                self.ops.copy(self.padded.diff[self.inside], dx)
         elif self.method == PoolingParameter.STOCHASTIC and not self.draws:
             raise ConfigError("STOCHASTIC pooling has a gradient in the TRAIN phase only")
         else:
@@ -301,6 +395,15 @@ class SPP(Layer):
             self.sum.data[...] += bottom[0].diff
             at += width
         bottom[0].diff[...] = self.sum.data
+
+
+def _counted(size: int, out: int, kernel: int, stride: int, side: Pair) -> list[float]:
+    """Elements of each window along an axis with its padding, over those in the image."""
+    starts = [i * stride - side[0] for i in range(out)]
+    return [
+        (min(start + kernel, size + side[1]) - start) / (min(start + kernel, size) - max(start, 0))
+        for start in starts
+    ]
 
 
 def _by(sizes: Sequence[int]) -> str:

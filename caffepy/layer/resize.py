@@ -1,4 +1,6 @@
-"""Layers of forks that make images larger or smaller: Interp, the two Upsample, and Unpooling."""
+"""Layers of forks that make images larger or smaller: Interp, the two Upsample, Unpooling, and
+those of nets from TensorFlow and ONNX.
+"""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -8,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.proto.caffe_pb2 import UnpoolingParameter
+from caffepy.proto.caffe_pb2 import ResizingParameter, UnpoolingParameter
 
 log = logging.getLogger(__name__)
 
@@ -328,3 +330,169 @@ class Unpooling(Layer):
         for part, of in self.windows(dy, dx):
             np.add(of, part, out=of)
         np.multiply(dx, self.share.data, out=dx)
+
+
+class _Table:
+    """Sums of elements along an axis: output i is the sum of share[k, i] * x[place[k, i]] over k.
+
+    The transpose is a table, too, of as many terms as the most that read one element.
+    """
+
+    def __init__(self, layer: Layer, terms: Sequence[tuple[Array, Array]], size: int) -> None:
+        """Make both of (places, shares), a term each, of an axis of this size."""
+        places, shares = (np.stack(column) for column in zip(*terms, strict=True))
+        self.forward = self._upload(layer, places, shares)
+        readers: list[list[tuple[int, float]]] = [[] for _ in range(size)]
+        for k, i in np.ndindex(*places.shape):
+            readers[places[k, i]].append((i, float(shares[k, i])))
+        most = max(map(len, readers))
+        rows = [row + [(0, 0.0)] * (most - len(row)) for row in readers]
+        table = np.array(rows).reshape(size, most, 2).transpose(2, 1, 0)
+        self.backward = self._upload(layer, table[0].astype(np.int64), table[1])
+
+    def _upload(self, layer: Layer, places: Array, shares: Array) -> list[tuple[Blob, Blob]]:
+        terms = []
+        for place, share in zip(places, shares, strict=True):
+            blobs = layer.buffer(place.shape, np.int64), layer.buffer(share.shape)
+            blobs[0].host_data[...], blobs[1].host_data[...] = place, share
+            terms.append(blobs)
+        return terms
+
+
+class _Resizing(Layer):
+    """Base of layers that resize two axes, each by itself; gradients are exact."""
+
+    on_gpu = True
+    can_recompute = True
+    backward_reads_bottom = backward_reads_top = False
+
+    def settings(self) -> ResizingParameter:
+        raise NotImplementedError
+
+    def terms(self, size: int, out: int) -> list[tuple[Array, Array]]:
+        """Return the places that each output reads along an axis, and their shares."""
+        raise NotImplementedError
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.settings()
+        names = ("align_corners", "half_pixel_centers", "pytorch_half_pixel", "half_pixel_onnx")
+        if sum(getattr(param, name) for name in names) > 1:
+            raise ConfigError(f"{', '.join(names)} exclude each other")
+        if param.data_format not in ("NHWC", "NCHW"):
+            raise ConfigError(f"data_format must be NHWC or NCHW, not {param.data_format!r}")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param, shape = self.settings(), list(bottom[0].shape)
+        if len(shape) != 4:
+            raise ConfigError(f"{self.type} needs a bottom with 4 axes, not {shape}")
+        self.axes = (1, 2) if param.data_format == "NHWC" else (2, 3)
+        out = list(shape)
+        for axis, name in zip(self.axes, ("height", "width"), strict=True):
+            scaled = int(np.float32(shape[axis]) * np.float32(getattr(param, f"scale_{name}")))
+            given = param.HasField(f"output_{name}")
+            out[axis] = getattr(param, f"output_{name}") if given else scaled
+        if min(out) < 1:
+            raise ConfigError(f"{out[self.axes[0]]}x{out[self.axes[1]]} is no size of an image")
+        top[0].reshape(out)
+        sizes = [(shape[axis], out[axis]) for axis in self.axes]
+        self.tables = [_Table(self, self.terms(*size), size[0]) for size in sizes]
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        down, right = self.tables
+        rows = self.summed(bottom[0].data, down.forward, self.axes[0])
+        top[0].data[...] = self.summed(rows, right.forward, self.axes[1])
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            down, right = self.tables
+            rows = self.summed(top[0].diff, right.backward, self.axes[1])
+            bottom[0].diff[...] = self.summed(rows, down.backward, self.axes[0])
+
+    @staticmethod
+    def summed(x: Array, terms: Sequence[tuple[Blob, Blob]], axis: int) -> Array:
+        """Return the sum of the terms along an axis of x."""
+        behind = (1,) * (x.ndim - 1 - axis)
+        parts = (x.take(p.data, axis) * s.data.reshape(-1, *behind) for p, s in terms)
+        total = next(parts)
+        for part in parts:
+            total += part
+        return total
+
+
+@layer("ResizeBilinear")
+class ResizeBilinear(_Resizing):
+    """(N, H, W, C) -> (N, Ho, Wo, C), or NCHW by data_format: bilinear, as TensorFlow and ONNX
+    do it.
+
+    An output i reads at i * H / Ho, with half_pixel_centers (or pytorch_half_pixel) at (i + 0.5) *
+    H / Ho - 0.5, with align_corners at i * (H - 1) / (Ho - 1). Ho is output_height or
+    scale_height * H.
+    """
+
+    def settings(self) -> ResizingParameter:
+        return self.param.resize_bilinear_param
+
+    def terms(self, size: int, out: int) -> list[tuple[Array, Array]]:
+        param, i = self.settings(), np.arange(out, dtype=np.float32)
+        half = np.float32(0.5)
+        step = _step(size, out, param.align_corners)
+        places = i * step
+        if param.half_pixel_centers or param.pytorch_half_pixel:
+            places = (i + half) * step - half
+            if param.pytorch_half_pixel and out == 1:
+                places[:] = -half
+        first = np.floor(places)
+        low = np.maximum(first, 0).astype(np.int64)
+        high = np.minimum(np.ceil(places), size - 1).astype(np.int64)
+        share = places - first
+        return [(low, 1 - share), (high, share)]
+
+
+@layer("ResizeNearestNeighbor")
+class ResizeNearestNeighbor(_Resizing):
+    """(N, H, W, C) -> (N, Ho, Wo, C), or NCHW by data_format: nearest elements, as TensorFlow and
+    ONNX have them.
+
+    An output i is element floor(i * H / Ho), with half_pixel_centers floor((i + 0.5) * H / Ho),
+    with half_pixel_onnx floor((i + 0.5) * H / Ho - 0.5), with align_corners the nearest to
+    i * (H - 1) / (Ho - 1). Ho is output_height or scale_height * H.
+    """
+
+    def settings(self) -> ResizingParameter:
+        return self.param.resize_nearest_neighbor_param
+
+    def terms(self, size: int, out: int) -> list[tuple[Array, Array]]:
+        param, i = self.settings(), np.arange(out, dtype=np.float32)
+        half = np.float32(0.5)
+        step = _step(size, out, param.align_corners)
+        if param.align_corners:
+            places = np.floor(i * step + half)
+        elif param.half_pixel_centers:
+            places = np.floor((i + half) * step)
+        elif param.half_pixel_onnx:
+            places = np.floor((i + half) * step - half)
+        else:
+            places = np.floor(i * step)
+        return [(np.clip(places, 0, size - 1).astype(np.int64), np.ones(out))]
+
+
+def _step(size: int, out: int, align_corners: bool) -> np.float32:
+    """Return the step in the input for one in the output."""
+    if align_corners and out > 1:
+        return np.float32(size - 1) / np.float32(out - 1)
+    return np.float32(size) / np.float32(out)
+
+
+@layer("UpsampleDarknet")
+class UpsampleDarknet(Upsample):
+    """(N, C, H, W) -> (N, C, stride * H, stride * W): blocks of equal values (Synopsys)."""
+
+    bottoms = (1, 1)
+    backward_reads_bottom = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        stride = self.param.upsample_darknet_param.stride
+        if stride < 1:
+            raise ConfigError(f"upsample_darknet_param: stride must be 1 or more, not {stride}")
+        self.by_place, self.given = False, None
+        self.scales, self.pads = [stride, stride], [0, 0]

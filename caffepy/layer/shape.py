@@ -359,6 +359,51 @@ class Reshape(View):
         return [*old[:start], *dims, *old[end:]]
 
 
+@layer("Squeeze")
+class Squeeze(View):
+    """The axes `axis` of size 1 are left out, or without them all that have it (Synopsys)."""
+
+    def shape(self, bottom: Blob) -> list[int]:
+        given, old = self.param.squeeze_param.axis, bottom.shape
+        axes = [bottom.axis(axis) for axis in given] or [i for i, n in enumerate(old) if n == 1]
+        if any(old[axis] != 1 for axis in axes):
+            raise ConfigError(
+                f"squeeze_param: axes {list(given)} of {shape_string(old)} do not all have size 1"
+            )
+        return [n for i, n in enumerate(old) if i not in axes]
+
+
+@layer("Pad")
+class Pad(Layer):
+    """The bottom within `constant_values`, as many before and behind each axis as `paddings` say
+    (Synopsys).
+    """
+
+    on_gpu = True
+    can_recompute = True
+    backward_reads_bottom = backward_reads_top = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        given, shape = list(self.param.pad_param.paddings), bottom[0].shape
+        if len(given) != 2 * len(shape):
+            raise ConfigError(
+                f"pad_param: paddings {given} must be two for each axis of {list(shape)}"
+            )
+        sides = list(zip(given[::2], given[1::2], strict=True))
+        top[0].reshape([n + sum(side) for n, side in zip(shape, sides, strict=True)])
+        inside = zip(shape, sides, strict=True)
+        self.inside = tuple(slice(before, before + n) for n, (before, _) in inside)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        y = top[0].data
+        y.fill(self.param.pad_param.constant_values)
+        self.ops.copy(bottom[0].data, y[self.inside])
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self.ops.copy(top[0].diff[self.inside], bottom[0].diff)
+
+
 @layer("Silence")
 class Silence(Layer):
     """Takes blobs that no other layer reads; their gradient is 0."""

@@ -50,6 +50,8 @@ NEURONS: dict[str, tuple[str, Callable[[float], float] | None]] = {
         lambda x: min(x if x > 0 else -0.3 * x, 6),
     ),
     "HardSigmoid": ("", lambda x: max(0, min(0.2 * x + 0.5, 1))),
+    "HardSwish": ("", lambda x: x * max(0, min(x + 3, 6)) / 6),
+    "Mish": ("", lambda x: x * tanh(log(1 + exp(x)))),
     "HSwish": ("", lambda x: x * max(0, min(x + 3, 6)) / 6),
     "Sigmoid": ("", lambda x: 1 / (1 + exp(-x))),
     "Swish": ("swish_param { beta: 1.3 }", lambda x: x / (1 + exp(-1.3 * x))),
@@ -79,12 +81,58 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([(2, 3, 4, 5, 6)], 1, "convolution_param { num_output: 2 kernel_size: 3 axis: 2 }"),
         ([(4, 3)], 1, "convolution_param { num_output: 2 kernel_size: 1 }"),
         ([IMAGE, IMAGE], 2, "convolution_param { num_output: 4 kernel_size: 3 }"),
+        ([IMAGE], 1, "convolution_param { num_output: 2 kernel_size: 3 pad_l: 1 pad_b: 2 }"),
         (
             [(2, 3, 6, 11)],
             1,
             "convolution_param { num_output: 2 kernel_size: 4 dilation: 2 stride: 2 }",
         ),
     ],
+    "Add": [([IMAGE, (6, 1, 5)], 1, "")],
+    "Mul": [([IMAGE, (2, 1, 1, 5)], 1, ""), ([IMAGE], 1, "mul_param { mul_shape: [6, 1, 1] }")],
+    "Pad": [
+        ([IMAGE], 1, "pad_param { paddings: [0, 0, 1, 0, 2, 1, 0, 1] constant_values: 0.5 }"),
+    ],
+    "Squeeze": [([(2, 1, 3, 1)], 1, ""), ([(2, 1, 3)], 1, "squeeze_param { axis: 1 }")],
+    "SpaceToBatchND": [
+        (
+            [(2, 3, 4, 2)],
+            1,
+            "space_to_batch_nd_param { block_shape: [2, 3] paddings: [1, 0, 0, 2] }",
+        ),
+    ],
+    "BatchToSpaceND": [
+        ([(12, 2, 2, 2)], 1, "batch_to_space_nd_param { block_shape: [2, 3] crops: [1, 0, 0, 2] }"),
+        ([(4, 3, 2)], 1, "batch_to_space_nd_param { block_shape: 2 }"),
+    ],
+    "SpaceToDepth": [
+        ([(2, 4, 6, 3)], 1, "space_to_depth_param { block_size: 2 }"),
+        ([(2, 3, 4, 6)], 1, 'space_to_depth_param { block_size: 2 data_format: "CRD" }'),
+    ],
+    "DepthToSpace": [
+        ([(2, 2, 3, 8)], 1, "depth_to_space_param { block_size: 2 }"),
+        ([(2, 8, 2, 3)], 1, 'depth_to_space_param { block_size: 2 data_format: "NCHW" }'),
+    ],
+    "ResizeBilinear": [
+        (
+            [IMAGE],
+            1,
+            'resize_bilinear_param { output_height: 9 output_width: 3 data_format: "NCHW" }',
+        ),
+        ([IMAGE], 1, "resize_bilinear_param { scale_height: 2 half_pixel_centers: true }"),
+        ([IMAGE], 1, "resize_bilinear_param { output_width: 13 align_corners: true }"),
+    ],
+    "ResizeNearestNeighbor": [
+        ([IMAGE], 1, "resize_nearest_neighbor_param { output_height: 9 output_width: 3 }"),
+        (
+            [IMAGE],
+            1,
+            'resize_nearest_neighbor_param { scale_height: 2 half_pixel_centers: true data_format: "NCHW" }',
+        ),
+        ([IMAGE], 1, "resize_nearest_neighbor_param { output_width: 13 align_corners: true }"),
+        ([IMAGE], 1, "resize_nearest_neighbor_param { scale_width: 3 half_pixel_onnx: true }"),
+    ],
+    "UpsampleDarknet": [([IMAGE], 1, "upsample_darknet_param { stride: 2 }")],
     "Convolution3D": [
         (
             [(2, 3, 4, 5, 6)],
@@ -297,6 +345,10 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE], 1, "pooling_param { global_pooling: true }"),
         ([IMAGE], 1, "pooling_param { pool: AVE global_pooling: true }"),
         ([IMAGE], 2, "pooling_param { global_pooling: true }"),
+        ([IMAGE], 1, "pooling_param { kernel_size: 3 stride: 2 pad_l: 1 pad_b: 2 }"),
+        ([IMAGE], 1, "pooling_param { pool: AVE kernel_size: 3 stride: 2 pad_r: 1 pad_b: 2 }"),
+        ([IMAGE], 1, "pooling_param { pool: AVE kernel_size: 3 stride: 2 pad_l: 2 pad_t: 1 }"),
+        ([IMAGE], 1, "pooling_param { pool: AVE_EXC_PAD kernel_size: 3 stride: 2 pad_type: 1 }"),
         ([IMAGE], 1, "pooling_param { pool: STOCHASTIC kernel_size: 3 stride: 2 }"),
     ],
     "Pooling3D": [

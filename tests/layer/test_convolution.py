@@ -4,7 +4,7 @@ import pytest
 from caffepy.core.errors import ConfigError
 
 from .harness import Single, check_golden, check_gradient, random
-from .on_gpu import check_plain_on_gpu
+from .on_gpu import check_on_gpu, check_plain_on_gpu
 
 GOLDEN = [
     "conv_3d",
@@ -36,6 +36,11 @@ CASES = {
     ),
     "larger than its input": ((2, 3, 6, 11), "num_output: 4 kernel_size: 4 dilation: 2 stride: 2"),
     "larger and padded": ((2, 2, 3, 3), "num_output: 2 kernel_size: 6 stride: 3 pad: 1"),
+    "pads that differ": (
+        (2, 2, 4, 5),
+        "num_output: 2 kernel_size: 3 stride: 2 pad_l: 1 pad_r: 2 pad_t: 2 pad_b: 0",
+    ),
+    "pads of equal outputs": ((2, 2, 5, 4), "num_output: 2 kernel_size: 3 stride: 2 pad_type: 1"),
     "1x1": ((2, 3, 3, 4), "num_output: 2 kernel_size: 1"),
     "1 axis": ((2, 3, 9), "num_output: 2 kernel_size: 3"),
     "3 axes": ((1, 2, 3, 4, 3), "num_output: 2 kernel_size: 2 pad: 1"),
@@ -73,6 +78,32 @@ def test_weights_are_zero_without_a_filler():
         'type: "Convolution" convolution_param { num_output: 2 kernel_size: 3 }', random(1, 2, 5, 5)
     )
     assert not any(p.any() for p in single.params)
+
+
+@pytest.mark.parametrize(
+    ("given", "sides"),
+    [
+        ("pad_t: 2 pad_b: 0 pad_l: 1 pad_r: 3", [(2, 0), (1, 3)]),
+        ("pad_t: 1 pad_b: 1 pad_l: 2 pad_r: 2", [(1, 1), (2, 2)]),
+        ("pad_type: 1", [(1, 1), (0, 1)]),
+    ],
+)
+def test_pads_that_differ_are_zeros(given, sides):
+    x = random(2, 3, 5, 6)
+    setting = "num_output: 4 kernel_size: 3 stride: 2"
+    single = Single(text(f"{setting} {given}"), x, dtype=np.float32)
+    (y,) = single.forward()
+    padded = np.pad(x, [(0, 0), (0, 0), *sides])
+    plain = Single(text(setting), padded, dtype=np.float32)
+    plain.params[0][...] = single.params[0]
+    np.testing.assert_allclose(y, plain.forward()[0], 1e-5, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["pads that differ", "pads of equal outputs"])
+def test_pads_that_differ_on_gpu(case):
+    shape, param = CASES[case]
+    check_on_gpu(text(param), random(*shape).round(1))
 
 
 def test_axis_batches_everything_before_it():

@@ -214,3 +214,45 @@ def test_channel_scale_of_nothing():
     assert Single(text, np.zeros((2, 3, 0)), np.zeros((2, 0))).forward()[0].shape == (2, 3, 0)
     with pytest.raises(ConfigError, match="one number for each place"):
         Single(text, np.zeros((2, 0)), np.zeros((2, 3)))
+
+
+BROADCAST = {
+    "alike": ((2, 3), (2, 3)),
+    "one channel": ((2, 3, 4), (2, 1, 4)),
+    "both repeated": ((2, 1, 4), (3, 1)),
+    "a number": ((2, 3), ()),
+    "more axes": ((3,), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("case", BROADCAST)
+@pytest.mark.parametrize(("type_", "function"), [("Add", np.add), ("Mul", np.multiply)])
+def test_repeated_operands(type_, function, case):
+    a, b = (random(*shape, seed=k) for k, shape in enumerate(BROADCAST[case]))
+    (y,) = Single(f'type: "{type_}"', a, b).forward()
+    np.testing.assert_array_equal(y, function(a, b))
+    check_gradient(f'type: "{type_}"', a, b)
+
+
+def test_a_factor_that_is_a_parameter():
+    text = 'type: "Mul" mul_param { mul_shape: [3, 1] }'
+    single = Single(text, random(2, 3, 4))
+    single.params[0][...] = [[1], [2], [3]]
+    (y,) = single.forward()
+    np.testing.assert_array_equal(y, single.inputs[0] * [[1], [2], [3]])
+    check_gradient(text, random(2, 3, 4))
+
+
+@pytest.mark.parametrize("type_", ["Add", "Mul"])
+def test_operands_that_do_not_fit(type_):
+    with pytest.raises(ConfigError, match=r"\[2, 3\] and \[2, 4\] must agree from their last"):
+        Single(f'type: "{type_}"', random(2, 3), random(2, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BROADCAST)
+@pytest.mark.parametrize("type_", ["Add", "Mul"])
+def test_repeated_operands_on_gpu(type_, case):
+    a, b = (random(*shape, seed=k) for k, shape in enumerate(BROADCAST[case]))
+    if b.ndim:  # a number has no other order of items
+        check_plain_on_gpu(f'type: "{type_}"', a, b, propagate_down=[True, True])

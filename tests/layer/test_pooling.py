@@ -1,3 +1,5 @@
+from math import ceil, floor
+
 import numpy as np
 import pytest
 from google.protobuf.text_format import Parse
@@ -10,7 +12,7 @@ from caffepy.layer.pooling import pooled_size
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 
 from .harness import Single, check_golden, check_gradient, random, seeded
-from .on_gpu import check_on_gpu
+from .on_gpu import check_on_gpu, check_plain_on_gpu
 
 GOLDEN = [
     "pool_ave_ceil",
@@ -46,6 +48,74 @@ def distinct(*shape):
 @pytest.mark.parametrize("case", CASES)
 def test_gradient(case, method):
     check_gradient(text(f"{CASES[case]} pool: {method}"), distinct(2, 2, 5, 6))
+
+
+SIDES = {
+    "behind": "kernel_size: 3 stride: 2 pad_r: 1 pad_b: 1",
+    "four": "kernel_size: 3 stride: 1 pad_l: 2 pad_r: 1 pad_t: 0 pad_b: 2",
+    "overhang": "kernel_size: 3 stride: 3 pad_l: 1 pad_t: 2",
+    "even": "kernel_size: 3 stride: 2 pad_l: 1 pad_r: 1 pad_t: 2 pad_b: 2",
+    "same": "kernel_size: 3 stride: 2 pad_type: 1",
+    "same, one": "kernel_size: 1 stride: 3 pad_type: 1",
+    "floor": "kernel_h: 2 kernel_w: 3 stride: 2 pad_r: 1 round_mode: FLOOR",
+    "pad": "kernel_size: 3 stride: 2 pad: 1",
+}
+
+
+def pooled(x, text, method):
+    """Each window by itself, as the fork's loops."""
+    given = dict(zip(*[iter(text.replace(":", "").split())] * 2, strict=True))
+    names = ("pad_t", "pad_b"), ("pad_l", "pad_r")
+    axes = []
+    for size, side, pads in zip(x.shape, "hw", names, strict=True):
+        k = int(given.get("kernel_size", given.get(f"kernel_{side}", 0)))
+        s = int(given["stride"])
+        before, behind = (int(given.get(name, given.get("pad", 0))) for name in pads)
+        padded = any(name.startswith("pad") for name in given)
+        steps = (size + before + behind - k) / s
+        out = (floor(steps) if "round_mode" in given else ceil(steps)) + 1
+        if padded and (out - 1) * s >= size + before:
+            out -= 1
+        if "pad_type" in given:
+            out = ceil(size / s)
+            lacking = max((out - 1) * s + k - size, 0)
+            before, behind = lacking // 2, lacking - lacking // 2
+        axes.append([(i * s - before, min(i * s - before + k, size + behind)) for i in range(out)])
+    rows = []
+    for top, bottom in axes[0]:
+        row = []
+        for left, right in axes[1]:
+            inside = x[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
+            count = inside.size if method == "AVE_EXC_PAD" else (bottom - top) * (right - left)
+            row.append(inside.max() if method == "MAX" else inside.sum() / count)
+        rows.append(row)
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("method", ["MAX", "AVE", "AVE_EXC_PAD"])
+@pytest.mark.parametrize("case", SIDES)
+def test_pads_that_differ_against_a_loop(case, method):
+    it, x = text(f"{SIDES[case]} pool: {method}"), distinct(1, 1, 6, 7)
+    (y,) = Single(it, x).forward()
+    np.testing.assert_allclose(y[0, 0], pooled(x[0, 0], SIDES[case], method), rtol=1e-12)
+    check_gradient(it, distinct(2, 2, 6, 7))
+
+
+def test_ave_tf_is_the_old_name_of_ave_exc_pad():
+    x = distinct(1, 2, 5, 5)
+    new, old = (
+        Single(text(f"kernel_size: 3 pad: 1 pool: {name}"), x).forward()[0]
+        for name in ("AVE_EXC_PAD", "AVE_TF")
+    )
+    np.testing.assert_array_equal(new, old)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["MAX", "AVE", "AVE_EXC_PAD"])
+@pytest.mark.parametrize("case", [case for case in SIDES if case not in ("even", "pad")])
+def test_pads_that_differ_on_gpu(case, method):
+    it = text(f"{SIDES[case]} pool: {method}")
+    check_plain_on_gpu(it, distinct(2, 2, 6, 7), propagate_down=[True])
 
 
 @pytest.mark.parametrize("rounds", ["round_mode: FLOOR", "ceil_mode: false"])
@@ -135,6 +205,9 @@ ERRORS = {
     "global with pad": ("global_pooling: true pad: 1", "global_pooling needs pad 0 and stride 1"),
     "pad": ("kernel_size: 2 pad: 2", "pad 2x2 must be smaller than the kernel 2x2"),
     "stochastic pad": ("kernel_size: 2 pad: 1 pool: STOCHASTIC", "STOCHASTIC pooling takes no pad"),
+    "pads twice": ("kernel_size: 3 pad: 1 pad_l: 1", "pad and pad_t, pad_b, pad_l, pad_r exclude"),
+    "pad_type": ("kernel_size: 3 pad_type: 2", "pad_type must be 0 or 1, not 2"),
+    "same pad": ("kernel_size: 3 pad_type: 1 pad: 1", "pad_type 1 and a pad exclude each other"),
     "kernel beyond input": ("kernel_size: 9", "kernel 9x9 does not fit its 4x4 input"),
 }
 

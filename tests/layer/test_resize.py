@@ -1,5 +1,7 @@
 """Interp, Upsample and Unpooling against loops, numerical gradients, and a GPU."""
 
+from math import ceil, floor
+
 import numpy as np
 import pytest
 
@@ -235,3 +237,85 @@ def test_upsample_by_place_of_no_items():
     assert single.forward()[0].shape == (0, 3, 4, 4)
     (dx, _), _ = single.backward([np.zeros((0, 3, 4, 4))])
     assert dx.shape == (0, 3, 2, 2)
+
+
+HALF = "half_pixel_centers: true"
+RESIZED = {
+    "larger": "output_height: 7 output_width: 10",
+    "smaller": "output_height: 2 output_width: 3",
+    "corners": "output_height: 7 output_width: 1 align_corners: true",
+    "half pixels": f"output_height: 9 output_width: 2 {HALF}",
+    "scaled": "scale_height: 2 scale_width: 0.5",
+}
+CONVERTED = [
+    *(("ResizeBilinear", "resize_bilinear_param", case) for case in RESIZED.values()),
+    ("ResizeBilinear", "resize_bilinear_param", "output_height: 1 pytorch_half_pixel: true"),
+    *(("ResizeNearestNeighbor", "resize_nearest_neighbor_param", r) for r in RESIZED.values()),
+    (
+        "ResizeNearestNeighbor",
+        "resize_nearest_neighbor_param",
+        "output_height: 9 output_width: 3 half_pixel_onnx: true",
+    ),
+]
+
+
+def resized(x, text, bilinear):
+    """Each output by itself, along one axis after the other, as TensorFlow's code says it."""
+    settings = dict(zip(*[iter(text.replace(":", "").split())] * 2, strict=True))
+    for axis, name in ((2, "height"), (3, "width")):
+        size = x.shape[axis]
+        scaled = int(size * float(settings.get(f"scale_{name}", 1)))
+        out = int(settings.get(f"output_{name}", scaled))
+        corners = "align_corners" in settings and out > 1
+        step = (size - 1) / (out - 1) if corners else size / out
+        rows = []
+        for i in range(out):
+            at = i * step
+            if "half_pixel_centers" in settings:
+                at = (i + 0.5) * step - (0.5 if bilinear else 0)
+            elif "pytorch_half_pixel" in settings or "half_pixel_onnx" in settings:
+                at = (i + 0.5) * step - 0.5 if out > 1 or not bilinear else -0.5
+            if bilinear:
+                low, high = max(floor(at), 0), min(ceil(at), size - 1)
+                share = at - floor(at)
+                rows.append((1 - share) * x.take(low, axis) + share * x.take(high, axis))
+            else:
+                nearest = floor(at + 0.5) if corners else floor(at)
+                rows.append(x.take(min(max(nearest, 0), size - 1), axis))
+        x = np.stack(rows, axis)
+    return x
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
+@pytest.mark.parametrize(("type_", "param", "setting"), CONVERTED)
+def test_resizing_of_tensorflow_against_a_loop(type_, param, setting, last):
+    x = random(2, 3, 5, 4)
+    want = resized(x, setting, type_ == "ResizeBilinear")
+    text = f'type: "{type_}" {param} {{ {setting} '
+    if last:
+        x, want, text = x.transpose(0, 2, 3, 1), want.transpose(0, 2, 3, 1), text + "}"
+    else:
+        text += 'data_format: "NCHW" }'
+    np.testing.assert_allclose(Single(text, x).forward()[0], want, 1e-5, 1e-6)
+    check_gradient(text, x)
+
+
+def test_upsample_darknet():
+    text = 'type: "UpsampleDarknet" upsample_darknet_param { stride: 2 }'
+    x = random(2, 3, 2, 3)
+    np.testing.assert_array_equal(Single(text, x).forward()[0], x.repeat(2, 2).repeat(2, 3))
+    check_gradient(text, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("type_", "param", "setting"), CONVERTED)
+def test_resizing_of_tensorflow_on_gpu(type_, param, setting):
+    check_plain_on_gpu(
+        f'type: "{type_}" {param} {{ {setting} }}', random(2, 5, 4, 3), propagate_down=[True]
+    )
+
+
+@pytest.mark.gpu
+def test_upsample_darknet_on_gpu():
+    text = 'type: "UpsampleDarknet" upsample_darknet_param { stride: 2 }'
+    check_plain_on_gpu(text, random(2, 3, 2, 3), propagate_down=[True])

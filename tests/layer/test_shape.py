@@ -82,6 +82,19 @@ CASES = {
         1,
         lambda x: [x.reshape(2, 1, 3)],
     ),
+    "Squeeze": ('type: "Squeeze"', [random(2, 1, 3, 1)], 1, lambda x: [x.reshape(2, 3)]),
+    "Squeeze one": (
+        'type: "Squeeze" squeeze_param { axis: -1 }',
+        [random(2, 1, 3, 1)],
+        1,
+        lambda x: [x.reshape(2, 1, 3)],
+    ),
+    "Pad": (
+        'type: "Pad" pad_param { paddings: [0, 1, 2, 0, 1, 1] constant_values: 0.5 }',
+        [random(2, 3, 1)],
+        1,
+        lambda x: [np.pad(x, [(0, 1), (2, 0), (1, 1)], constant_values=0.5)],
+    ),
     "Tile": (
         'type: "Tile" tile_param { tiles: 3 }',
         [random(2, 3, 2)],
@@ -291,6 +304,13 @@ def test_empty_blobs_pass():
             3,
             "2 shapes for 3 tops",
         ),
+        "squeeze": (
+            'type: "Squeeze" squeeze_param { axis: 0 }',
+            [(2, 3)],
+            1,
+            r"axes \[0\] of 2 3 \(6\) do not all have size 1",
+        ),
+        "pad": ('type: "Pad" pad_param { paddings: 1 }', [(2, 3)], 1, "two for each axis of"),
         "tile": ('type: "Tile"', [(2, 3)], 1, "tiles must be 1 or more, not 0"),
     }.values(),
 )
@@ -382,6 +402,12 @@ def test_reversed_axis(axis):
     (y,) = Single(text, x).forward()
     np.testing.assert_array_equal(y, np.stack(list(reversed(np.moveaxis(x, axis, 0))), axis))
     check_gradient(text, x)
+
+
+@pytest.mark.gpu
+def test_pad_on_gpu():
+    text = 'type: "Pad" pad_param { paddings: [0, 1, 2, 0, 1, 1] constant_values: 0.5 }'
+    check_plain_on_gpu(text, random(2, 3, 4), propagate_down=[True])
 
 
 @pytest.mark.gpu

@@ -50,6 +50,7 @@ REPLAYED = {
     "Eltwise",
     "EltwiseAffine",
     "Flatten",
+    "Squeeze",
     "InnerProduct",
     "LRN",
     "Pooling",

@@ -319,6 +319,29 @@ OWN |= {
     for name in names.split()
 }
 """Those of HWGQ, crnn.caffe, deepdetect, SSL and SkimCaffe."""
+OWN |= {
+    (message, name)
+    for message, names in {
+        "LayerParameter": "pad_param squeeze_param space_to_batch_nd_param "
+        "batch_to_space_nd_param depth_to_space_param space_to_depth_param resize_bilinear_param "
+        "resize_nearest_neighbor_param upsample_darknet_param mul_param",
+        "BNParameter": "icnet",
+        "BatchToSpaceNDParameter": "block_shape crops",
+        "BlocksParameter": "block_size data_format",
+        "ConvolutionParameter": "pad_type pad_l pad_r pad_t pad_b",
+        "MulParameter": "mul_shape",
+        "PadParameter": "paddings constant_values",
+        "PoolingParameter": "pad_type pad_l pad_r pad_t pad_b",
+        "ReLUParameter": "relu6",
+        "ResizingParameter": "align_corners output_height output_width data_format scale_height "
+        "scale_width half_pixel_centers pytorch_half_pixel half_pixel_onnx",
+        "SpaceToBatchNDParameter": "block_shape paddings",
+        "SqueezeParameter": "axis",
+        "UpsampleDarknetParameter": "stride",
+    }.items()
+    for name in names.split()
+}
+"""Those of Synopsys."""
 OWN |= {("ResizeParameter", name) for name in ("center_object", "max_angle", "multiscale")}
 OWN |= {("RReLUParameter", "lb"), ("RReLUParameter", "ub")}
 """ducha-aiki's."""
@@ -376,6 +399,7 @@ def test_enums_are_those_of_the_tables() -> None:
     taken = {(enum, name) for enum, name in values if enum not in NOT_TAKEN}
     unnumbered = {("VideoDataParameter.Modality", name) for name in ("RGB", "FLOW")}
     unnumbered |= {("UnpoolingParameter.UnpoolMethod", name) for name in ("MAX", "AVE", "TILE")}
+    unnumbered |= {("PoolingParameter.PoolMethod", name) for name in ("AVE_EXC_PAD", "AVE_TF")}
     unnumbered |= {("MultiStageMeanfieldParameter.Mode", "POTTS")}
     engine = "DeformableConvolutionParameter.Engine"
     unnumbered |= {(engine, name) for name in ("DEFAULT", "CAFFE", "CUDNN")}

@@ -97,6 +97,15 @@ CASES = {
     "BatchNorm": (BATCH_NORM, BATCH_NORM_NEW),
     "BatchNorm with two params": ('layer { type: "BatchNorm" param { } param { } }',) * 2,
     "C3D 1.0": (C3D, C3D_NEW),
+    "ReLU with relu6": (
+        'layer { name: "r" type: "ReLU" relu_param { relu6: true negative_slope: 0.5 } }',
+        'layer { name: "r" type: "ReLU6" relu6_param { negative_slope: 0.5 } }',
+    ),
+    "Reshape with pixelshuffler": (
+        'layer { name: "r" type: "Reshape" reshape_param { pixelshuffler: 2 } }',
+        'layer { name: "r" type: "DepthToSpace" '
+        'depth_to_space_param { block_size: 2 data_format: "CRD" } }',
+    ),
     "data_param of a new layer stays": ('layer { type: "Data" data_param { scale: 2 } }',) * 2,
 }
 
