@@ -2035,12 +2035,14 @@ class InputParameter(_message.Message):
     def __init__(self, shape: _Optional[_Iterable[_Union[BlobShape, _Mapping]]] = ...) -> None: ...
 
 class ParameterParameter(_message.Message):
-    __slots__ = ("shape", "blob_filler")
+    __slots__ = ("shape", "blob_filler", "filler")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     BLOB_FILLER_FIELD_NUMBER: _ClassVar[int]
+    FILLER_FIELD_NUMBER: _ClassVar[int]
     shape: BlobShape
     blob_filler: FillerParameter
-    def __init__(self, shape: _Optional[_Union[BlobShape, _Mapping]] = ..., blob_filler: _Optional[_Union[FillerParameter, _Mapping]] = ...) -> None: ...
+    filler: FillerParameter
+    def __init__(self, shape: _Optional[_Union[BlobShape, _Mapping]] = ..., blob_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., filler: _Optional[_Union[FillerParameter, _Mapping]] = ...) -> None: ...
 
 class PythonParameter(_message.Message):
     __slots__ = ("module", "layer", "param_str", "share_in_parallel")
@@ -3333,7 +3335,7 @@ class NormalizeParameter(_message.Message):
     def __init__(self, across_spatial: bool = ..., scale_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., channel_shared: bool = ..., eps: _Optional[float] = ..., normalize_type: _Optional[str] = ..., fix_gradient: bool = ..., bp_norm: bool = ...) -> None: ...
 
 class PriorBoxParameter(_message.Message):
-    __slots__ = ("min_size", "max_size", "aspect_ratio", "flip", "clip", "variance", "img_size", "img_h", "img_w", "step", "step_h", "step_w", "offset", "denser_prior_boxes")
+    __slots__ = ("min_size", "max_size", "aspect_ratio", "flip", "clip", "variance", "img_size", "img_h", "img_w", "step", "step_h", "step_w", "offset", "denser_prior_boxes", "faceboxes", "height", "width")
     class CodeType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CORNER: _ClassVar[PriorBoxParameter.CodeType]
@@ -3356,6 +3358,9 @@ class PriorBoxParameter(_message.Message):
     STEP_W_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DENSER_PRIOR_BOXES_FIELD_NUMBER: _ClassVar[int]
+    FACEBOXES_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
     min_size: _containers.RepeatedScalarFieldContainer[float]
     max_size: _containers.RepeatedScalarFieldContainer[float]
     aspect_ratio: _containers.RepeatedScalarFieldContainer[float]
@@ -3370,7 +3375,10 @@ class PriorBoxParameter(_message.Message):
     step_w: float
     offset: float
     denser_prior_boxes: bool
-    def __init__(self, min_size: _Optional[_Iterable[float]] = ..., max_size: _Optional[_Iterable[float]] = ..., aspect_ratio: _Optional[_Iterable[float]] = ..., flip: bool = ..., clip: bool = ..., variance: _Optional[_Iterable[float]] = ..., img_size: _Optional[int] = ..., img_h: _Optional[int] = ..., img_w: _Optional[int] = ..., step: _Optional[float] = ..., step_h: _Optional[float] = ..., step_w: _Optional[float] = ..., offset: _Optional[float] = ..., denser_prior_boxes: bool = ...) -> None: ...
+    faceboxes: bool
+    height: _containers.RepeatedScalarFieldContainer[float]
+    width: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, min_size: _Optional[_Iterable[float]] = ..., max_size: _Optional[_Iterable[float]] = ..., aspect_ratio: _Optional[_Iterable[float]] = ..., flip: bool = ..., clip: bool = ..., variance: _Optional[_Iterable[float]] = ..., img_size: _Optional[int] = ..., img_h: _Optional[int] = ..., img_w: _Optional[int] = ..., step: _Optional[float] = ..., step_h: _Optional[float] = ..., step_w: _Optional[float] = ..., offset: _Optional[float] = ..., denser_prior_boxes: bool = ..., faceboxes: bool = ..., height: _Optional[_Iterable[float]] = ..., width: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class NonMaximumSuppressionParameter(_message.Message):
     __slots__ = ("nms_threshold", "top_k", "eta", "soft_nms", "theta")

@@ -86,7 +86,6 @@ _FIELDS = {
     },
     "OpenVINO": {
         "DetectionOutputParameter": "input_height input_width",
-        "PriorBoxParameter": "height width",
     },
     "TextBoxes++": {
         "DetectionOutputParameter": "use_polygon",

@@ -253,7 +253,7 @@ def flip(site: Site) -> None:
         site.finish("Identity", x)
 
 
-@writers("PriorBox")
+@writers("PriorBox", "PriorBoxClustered")
 def prior_box(site: Site) -> None:
     """The boxes as constants: they depend on the sizes of the bottoms alone."""
     site.finish("Identity", site.constant(site.layer.priors.host_data, what="priors"))

@@ -17,8 +17,8 @@ COLUMNS = 7
 
 
 MORE_PRIORS = (
-    "; PriorBox of FaceBoxes makes more priors of the same settings, which caffepy does not do; "
-    "for that of TextBoxes write denser_prior_boxes: true"
+    "; for the PriorBox of FaceBoxes, which makes more priors, write faceboxes: true, for that of "
+    "TextBoxes denser_prior_boxes: true"
 )
 
 

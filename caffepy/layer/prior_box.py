@@ -8,6 +8,10 @@ import numpy as np
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.proto.caffe_pb2 import PriorBoxParameter
+
+POINTS = {32: 4, 64: 2}
+"""Sides of squares that FaceBoxes' layer has more of at a place: how many along each axis."""
 
 
 def aspect_ratios(given: Sequence[float], flip: bool) -> list[float]:
@@ -19,7 +23,23 @@ def aspect_ratios(given: Sequence[float], flip: bool) -> list[float]:
     return ratios
 
 
-@layer("PriorBox")
+def boxes_of_place(param: PriorBoxParameter) -> Array:
+    """Return (height, width, shift down, shift right) of the boxes of a place, in pixels."""
+    boxes = [(h, w, 0.0, 0.0) for h, w in zip(param.height, param.width, strict=True)]
+    for i, low in enumerate(map(int, param.min_size)):
+        side, shifts = low - param.faceboxes, [0.0]
+        if param.faceboxes and low in POINTS:
+            most = POINTS[low] // 2
+            shifts = [step * low / 4 for step in range(-most, most)]
+        boxes += [(side, side, down, right) for down in shifts for right in shifts]
+        for high in param.max_size[i : i + 1]:
+            boxes.append((sqrt(low * int(high)), sqrt(low * int(high)), 0, 0))
+        for ratio in aspect_ratios(param.aspect_ratio, param.flip)[1:]:
+            boxes.append((low / sqrt(ratio), low * sqrt(ratio), 0, 0))
+    return np.array(boxes)
+
+
+@layer("PriorBox", "PriorBoxClustered")
 class PriorBox(Layer):
     """(N, C, H, W) and an image (N, C, h, w) -> (1, 2, H * W * A * 4): corners of the A boxes at
     each place, in parts of the image, and their variances (Liu et al. 2016, SSD). Only the sizes of
@@ -28,7 +48,10 @@ class PriorBox(Layer):
     At a place, for each min_size: a square of that side; with a max_size one of the root of their
     product; and one box for each aspect ratio, of the area of the first. Sides in pixels are cut to
     whole numbers, as SSD's layer reads them. With denser_prior_boxes each is followed by one as
-    large on the lower edge of the place (Liao et al. 2018, TextBoxes++).
+    large on the lower edge of the place (Liao et al. 2018, TextBoxes++). With faceboxes squares are
+    a pixel smaller, and those of 32 and 64 stand at 16 and 4 points of a place (Zhang et al. 2017,
+    FaceBoxes). Or heights and widths are given, one box for each pair (OpenVINO, which calls such a
+    layer PriorBoxClustered).
     """
 
     on_gpu = stops_gradient = reads_shapes_only = True
@@ -38,8 +61,17 @@ class PriorBox(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.prior_box_param
         smallest, largest = list(param.min_size), list(param.max_size)
-        if not smallest or min(smallest) <= 0:
+        given = [*param.height, *param.width]
+        if given and (smallest or len(param.height) != len(param.width) or min(given) <= 0):
+            raise ConfigError(
+                "prior_box_param needs min_size, or as many heights as widths, above 0"
+            )
+        if not given and (not smallest or min(smallest) <= 0):
             raise ConfigError("prior_box_param needs min_size, above 0")
+        if param.faceboxes and param.denser_prior_boxes:
+            raise ConfigError(
+                "prior_box_param: faceboxes and denser_prior_boxes exclude each other"
+            )
         if largest and len(largest) != len(smallest):
             raise ConfigError(
                 f"prior_box_param has {len(smallest)} min_size and {len(largest)} max_size; give "
@@ -58,7 +90,8 @@ class PriorBox(Layer):
                 f"prior_box_param: give one variance or four, above 0, not {variance}"
             )
         self.variance = variance * (4 // len(variance))
-        self.sizes = np.repeat(self.box_sizes(), 1 + param.denser_prior_boxes, axis=0)
+        boxes = np.repeat(boxes_of_place(param), 1 + param.denser_prior_boxes, axis=0)
+        self.sizes, self.shifts = boxes[:, :2].astype(np.float32), boxes[:, 2:]
         self.image = self.pair("img_size", "img_h", "img_w")
         self.steps = self.pair("step", "step_h", "step_w")
 
@@ -75,17 +108,6 @@ class PriorBox(Layer):
         if any(value <= 0 for value in values):
             raise ConfigError(f"prior_box_param: {names[0]} must be above 0")
         return values or None
-
-    def box_sizes(self) -> Array:
-        """Return (height, width) of the A boxes of a place, in pixels."""
-        param = self.param.prior_box_param
-        sizes = list[tuple[float, float]]()
-        for i, low in enumerate(map(int, param.min_size)):
-            sides = [low, *(sqrt(low * int(high)) for high in param.max_size[i : i + 1])]
-            sizes += [(side, side) for side in sides]
-            for ratio in aspect_ratios(param.aspect_ratio, param.flip)[1:]:
-                sizes.append((low / sqrt(ratio), low * sqrt(ratio)))
-        return np.array(sizes, np.float32)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         for i, blob in enumerate(bottom):
@@ -114,6 +136,7 @@ class PriorBox(Layer):
             centre = np.repeat(centre, len(self.sizes), axis=2)
             edges = np.arange(1, size[0] + 1, dtype=single) * single(steps[0])
             centre[:, :, 1::2, 0] = edges[:, None, None]
+        centre = centre + self.shifts
         half = self.sizes / 2.0
         low, high = ((centre + sign * half) / np.asarray(image) for sign in (-1, 1))
         boxes = np.concatenate([low[..., ::-1], high[..., ::-1]], -1).reshape(-1, 4)

@@ -444,8 +444,8 @@ class Input(Layer):
 
 @layer("Parameter")
 class Parameter(Layer):
-    """The top is a learnable parameter of the given shape, initially 0 or what its blob_filler says
-    (happynear's).
+    """The top is a learnable parameter of the given shape, initially 0 or what its blob_filler
+    (happynear's) or filler (OpenVINO's) says.
     """
 
     on_gpu = True
@@ -453,9 +453,11 @@ class Parameter(Layer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.parameter_param
-        if param.HasField("blob_filler"):
-            self.make_params({"parameter": param.shape.dim}, [param.blob_filler])
-        elif not self.blobs:
+        for name in ("blob_filler", "filler"):
+            if param.HasField(name):
+                self.make_params({"parameter": param.shape.dim}, [getattr(param, name)])
+                return
+        if not self.blobs:
             self.add_blob(param.shape.dim)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 
 from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.core.registry import nearest
-from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, NetState, NetStateRule
+from caffepy.device.blob import MAX_COUNT
+from caffepy.layer.prior_box import boxes_of_place
+from caffepy.proto.caffe_pb2 import (
+    LayerParameter,
+    NetParameter,
+    NetState,
+    NetStateRule,
+    PriorBoxParameter,
+)
 from caffepy.proto.text import where
 
 log = logging.getLogger(__name__)
@@ -75,6 +83,60 @@ def meets_rule(state: NetState, rule: NetStateRule, name: str) -> bool:
     if stages:
         log.info("The NetState %s '%s' specified by a rule in layer %s", *stages[0], name)
     return not stages
+
+
+def tell_priors(param: NetParameter) -> None:
+    """Set `faceboxes` or `denser_prior_boxes` of the PriorBox layers on whose map locations of as
+    many boxes as FaceBoxes' or TextBoxes' layer has are predicted: their files do not say whose
+    they are.
+    """
+    locations = _locations(param)
+    for layer in param.layer:
+        setting = layer.prior_box_param
+        if layer.type != "PriorBox" or not layer.bottom or not setting.min_size:
+            continue
+        sizes = *setting.min_size, *setting.max_size, *setting.aspect_ratio
+        sound = all(0 < size < MAX_COUNT for size in sizes)
+        told = setting.faceboxes or setting.denser_prior_boxes or setting.height or setting.width
+        predicted = locations.get(layer.bottom[0])
+        if told or not sound or predicted is None:
+            continue
+        boxes = len(boxes_of_place(setting))
+        as_faceboxes = PriorBoxParameter()
+        as_faceboxes.CopyFrom(setting)
+        as_faceboxes.faceboxes = True
+        whose = None
+        if len(boxes_of_place(as_faceboxes)) == predicted != boxes:
+            setting.faceboxes, whose = True, "FaceBoxes"
+        elif 2 * boxes == predicted:
+            setting.denser_prior_boxes, whose = True, "TextBoxes"
+        if whose:
+            log.info("%s makes the priors of %s: as many are predicted", layer.name, whose)
+
+
+def _locations(param: NetParameter) -> dict[str, float]:
+    """Return the number of boxes of which convolutions of a map predict locations, by the map."""
+    makers = {top: layer for layer in param.layer for top in layer.top if top not in layer.bottom}
+    found: dict[str, float] = {}
+    for layer in param.layer:
+        shares = {
+            "DetectionOutput": layer.detection_output_param.share_location,
+            "MultiBoxLoss": layer.multibox_loss_param.share_location,
+        }
+        if not shares.get(layer.type) or not layer.bottom:
+            continue
+        seen, ahead = set[str](), [layer.bottom[0]]
+        while ahead:
+            blob = ahead.pop()
+            if blob in seen or blob not in makers:
+                continue
+            seen.add(blob)
+            maker = makers[blob]
+            if maker.type != "Convolution":
+                ahead += maker.bottom
+            elif maker.bottom:
+                found[maker.bottom[0]] = maker.convolution_param.num_output / 4
+    return found
 
 
 BATCHES = (

@@ -271,6 +271,9 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
     ],
     "Transpose": [([IMAGE], 1, "transpose_param { dim: 3 dim: 2 dim: 0 dim: 1 }")],
     "Reverse": [([IMAGE], 1, ""), ([IMAGE], 1, "reverse_param { axis: 2 }")],
+    "PriorBoxClustered": [
+        ([(2, 4, 3, 5), IMAGE], 1, "prior_box_param { height: 3 width: 5 height: 4 width: 2 }"),
+    ],
     "PriorBox": [
         ([(2, 4, 3, 2), (2, 3, 30, 40)], 1, "prior_box_param { min_size: 9 aspect_ratio: 2 }"),
     ],

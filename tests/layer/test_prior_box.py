@@ -1,5 +1,6 @@
 """PriorBox against a loop of SSD's rules, and a GPU."""
 
+from itertools import product
 from math import sqrt
 
 import numpy as np
@@ -38,6 +39,12 @@ CASES = {
         (20, 16),
         (60, 80),
     ),
+    "clustered": (
+        "height: 10.5 width: 4 height: 3 width: 20.25",
+        [(4, 10.5), (20.25, 3)],
+        (20, 16),
+        (60, 80),
+    ),
     "not flipped": (
         "min_size: 4 aspect_ratio: 4 flip: false step_h: 7 step_w: 9 img_h: 50 img_w: 70 "
         "variance: 0.2",
@@ -67,6 +74,28 @@ def test_against_a_loop(case):
     np.testing.assert_allclose(y[0, 1].reshape(-1, 4), [variance] * len(boxes), rtol=1e-6)
 
 
+def test_boxes_of_faceboxes_against_a_loop():
+    text = "min_size: 64 min_size: 32 min_size: 9 faceboxes: true step: 16"
+    (y,) = Single(f'type: "PriorBox" prior_box_param {{ {text} }}', FEATURES, IMAGE).forward()
+    boxes = []
+    for i, j in np.ndindex(3, 5):
+        for side, steps in ((64, (-16, 0)), (32, (-16, -8, 0, 8)), (9, (0,))):
+            for down, right in product(steps, steps):
+                y0, x0, half = (i + 0.5) * 16 + down, (j + 0.5) * 16 + right, (side - 1) / 2
+                box = np.array([x0 - half, y0 - half, x0 + half, y0 + half])
+                boxes.append(box / [80, 60, 80, 60])
+    np.testing.assert_allclose(y[0, 0].reshape(-1, 4), boxes, atol=1e-6)
+
+
+def test_clustered_boxes_under_their_own_name():
+    text = f"prior_box_param {{ {CASES['clustered'][0]} }}"
+    a, b = (
+        Single(f'type: "{name}" {text}', FEATURES, IMAGE).forward()[0]
+        for name in ("PriorBox", "PriorBoxClustered")
+    )
+    np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -78,6 +107,9 @@ def test_against_a_loop(case):
         ("min_size: 4 step: 2 step_h: 2", "both step and step_h"),
         ("min_size: 4 img_w: 2", "has img_w alone; give both, or img_size"),
         ("min_size: 4 step: -1", "step must be above 0"),
+        ("height: 4 width: 2 width: 1", "as many heights as widths, above 0"),
+        ("min_size: 4 height: 4 width: 2", "needs min_size, or as many heights as widths"),
+        ("min_size: 4 faceboxes: true denser_prior_boxes: true", "exclude each other"),
     ],
 )
 def test_settings_that_make_no_boxes_are_refused(text, message):

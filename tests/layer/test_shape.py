@@ -202,8 +202,9 @@ def test_parameter_is_its_top_and_adds_its_gradient():
         np.testing.assert_array_equal(gradient, 2)
 
 
-def test_parameter_is_filled_where_its_fork_says_so():
-    filler = 'blob_filler { type: "constant" value: 3 }'
+@pytest.mark.parametrize("name", ["blob_filler", "filler"])
+def test_parameter_is_filled_where_its_fork_says_so(name):
+    filler = name + ' { type: "constant" value: 3 }'
     text = f'type: "Parameter" parameter_param {{ shape {{ dim: 2 dim: 3 }} {filler} }}'
     np.testing.assert_array_equal(Single(text).forward()[0], np.full((2, 3), 3.0))
 

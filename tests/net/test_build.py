@@ -3,7 +3,7 @@ import logging
 import pytest
 
 from caffepy.core.errors import ConfigError
-from caffepy.net import filter_state, insert_splits
+from caffepy.net import Net, filter_state, insert_splits
 from tests.net.nets import definition
 
 RULES = {
@@ -119,3 +119,45 @@ def test_bottom_of_a_layer_that_the_state_leaves_out() -> None:
         ConfigError, match=r'Unknown bottom blob \'x\'.*layer "d" makes it, but .*stage'
     ):
         insert_splits(filter_state(whole), whole=whole)
+
+
+SSD = """
+layer { name: "in" type: "Input" top: "image" top: "map"
+  input_param { shape { dim: [1, 3, 64, 64] } shape { dim: [1, 4, 2, 2] } } }
+layer { name: "loc" type: "Convolution" bottom: "map" top: "loc"
+  convolution_param { num_output: %d kernel_size: 1 } }
+layer { name: "perm" type: "Permute" bottom: "loc" top: "perm" permute_param { order: [0, 2, 3, 1] } }
+layer { name: "flat" type: "Flatten" bottom: "perm" top: "flat" }
+layer { name: "locs" type: "Concat" bottom: "flat" top: "locs" concat_param { axis: 1 } }
+layer { name: "conf" type: "Convolution" bottom: "map" top: "conf"
+  convolution_param { num_output: %d kernel_size: 1 } }
+layer { name: "confs" type: "Flatten" bottom: "conf" top: "confs" }
+layer { name: "priors" type: "PriorBox" bottom: "map" bottom: "image" top: "priors"
+  prior_box_param { %s } }
+layer { name: "found" type: "DetectionOutput" bottom: "locs" bottom: "confs" bottom: "priors"
+  top: "found" detection_output_param { num_classes: 2 nms_param { top_k: 10 } keep_top_k: 5 } }
+"""
+FACES = "min_size: 32 min_size: 64 min_size: 128"
+
+
+@pytest.mark.parametrize(
+    ("settings", "boxes", "told"),
+    [
+        (FACES, 3, ""),
+        (FACES, 21, "faceboxes"),
+        ("min_size: 30 aspect_ratio: 2 flip: false", 2, ""),
+        ("min_size: 30 aspect_ratio: 2 flip: false", 4, "denser_prior_boxes"),
+        ("min_size: 128", 1, ""),
+    ],
+)
+def test_priors_are_those_of_which_the_net_predicts_locations(settings, boxes, told):
+    net = Net(definition(SSD % (4 * boxes, 2 * boxes, settings)))
+    (layer,) = (layer for layer in net.param.layer if layer.type == "PriorBox")
+    fields = {field.name for field, _ in layer.prior_box_param.ListFields()}
+    assert fields & {"faceboxes", "denser_prior_boxes"} == ({told} if told else set())
+    assert net.blobs["priors"].shape == (1, 2, 2 * 2 * boxes * 4)
+
+
+def test_other_numbers_of_boxes_are_told_to_the_user():
+    with pytest.raises(ConfigError, match="FaceBoxes, which makes more priors, write faceboxes"):
+        Net(definition(SSD % (20, 10, FACES)))

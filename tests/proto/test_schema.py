@@ -345,8 +345,11 @@ OWN |= {
 OWN |= {("ResizeParameter", name) for name in ("center_object", "max_angle", "multiscale")}
 OWN |= {("RReLUParameter", "lb"), ("RReLUParameter", "ub")}
 """ducha-aiki's."""
-OWN |= {("PriorBoxParameter", "denser_prior_boxes")}
-"""TextBoxes++'s."""
+OWN |= {
+    ("PriorBoxParameter", name) for name in ("denser_prior_boxes", "faceboxes", "height", "width")
+}
+OWN |= {("ParameterParameter", "filler")}
+"""TextBoxes++'s, Synopsys' and OpenVINO's."""
 OWN |= {(f"{name}Parameter", "objectness_score") for name in ("DetectionOutput", "MultiBoxLoss")}
 """RefineDet's."""
 OWN |= {("LayerParameter", "target_units"), ("TargetUnits", "mean"), ("TargetUnits", "std")}
