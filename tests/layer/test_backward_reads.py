@@ -14,7 +14,8 @@ from .cases import CASES, NEURONS
 from .harness import Single, random
 
 CONSTANT = {"BatchReindex": (1,), "Embed": (0,), "LSTM": (1,), "LSTMUnit": (2,), "RNN": (1,)}
-NO_BACKWARD = {"ArgMax", "ContinuationIndicator", "Parameter", "PriorBox", "Threshold"}
+NO_BACKWARD = {"ArgMax", "ContinuationIndicator", "Parameter", "Threshold"}
+NO_BACKWARD |= {"PriorBox", "PriorBoxClustered"}
 LEARNING = sorted(set(CASES) - NO_BACKWARD)
 
 
