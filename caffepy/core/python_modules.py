@@ -106,6 +106,17 @@ class UserCode:
         return frame.f_globals.get("__name__") == self._name or folder == self._home != ""
 
 
+def is_there(module: str, path: str | None) -> bool:
+    """True if UserCode finds the module for a prototxt `path`, sound or not."""
+    try:
+        UserCode(module, path)
+    except UserCodeError:
+        return True
+    except ConfigError:
+        return False
+    return True
+
+
 def _find(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)

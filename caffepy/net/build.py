@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from caffepy.core.errors import CaffeError, ConfigError
+from caffepy.core.python_modules import is_there
 from caffepy.core.registry import nearest
 from caffepy.device.blob import MAX_COUNT
 from caffepy.layer.prior_box import boxes_of_place
+from caffepy.layer.rpn import read_settings
 from caffepy.proto.caffe_pb2 import (
     LayerParameter,
     NetParameter,
@@ -20,6 +22,9 @@ from caffepy.proto.caffe_pb2 import (
 from caffepy.proto.text import where
 
 log = logging.getLogger(__name__)
+
+PYTHON_LAYERS = {("spatial_dropout", "SpatialDropoutLayer"), ("pyloss", "EuclideanLossLayer")}
+"""Modules and classes of Python layers that ours replace."""
 
 
 @contextmanager
@@ -83,6 +88,43 @@ def meets_rule(state: NetState, rule: NetStateRule, name: str) -> bool:
     if stages:
         log.info("The NetState %s '%s' specified by a rule in layer %s", *stages[0], name)
     return not stages
+
+
+def replace_python(param: NetParameter, path: str | None = None) -> None:
+    """Make layers of ours of Python layers that compute the same, where their module, which nets
+    are published without, is not there: ENet's `spatial_dropout` and `pyloss` of Caffe's examples.
+    """
+    for layer in param.layer:
+        python = layer.python_param
+        known = (python.module, python.layer) in PYTHON_LAYERS
+        if layer.type != "Python" or not known or is_there(python.module, path):
+            continue
+        with located(path, layer):
+            if python.module == "pyloss":
+                layer.type = "EuclideanLoss"
+            else:
+                _drop_planes(layer, read_settings(python.param_str))
+        log.info("%s is a %s: there is no module %s", layer.name, layer.type, python.module)
+        layer.ClearField("python_param")
+
+
+def _drop_planes(layer: LayerParameter, settings: dict[str, Any]) -> None:
+    """Make a layer of ENet's settings: it scales in its TEST phase, too, unlike SpatialDropout."""
+    try:
+        ratio = float(settings["p"])
+    except (KeyError, TypeError, ValueError):
+        ratio = 0
+    if not 0 < ratio < 1 or settings.get("phase") not in ("TRAIN", "TEST"):
+        raise ConfigError(
+            "param_str needs a 'phase', TRAIN or TEST, and a 'p' between 0 and 1, not "
+            f"{layer.python_param.param_str!r}"
+        )
+    if settings["phase"] == "TRAIN":
+        layer.type = "SpatialDropout"
+        layer.dropout_param.dropout_ratio = ratio
+    else:
+        layer.type = "Power"
+        layer.power_param.scale = 1 / (1 - ratio)
 
 
 def tell_priors(param: NetParameter) -> None:

@@ -23,7 +23,14 @@ from caffepy.device.recording import Temporaries
 from caffepy.device.streams import BRANCH
 from caffepy.layer import Layer
 from caffepy.net.branches import with_branches
-from caffepy.net.build import divide_batches, filter_state, insert_splits, located, tell_priors
+from caffepy.net.build import (
+    divide_batches,
+    filter_state,
+    insert_splits,
+    located,
+    replace_python,
+    tell_priors,
+)
 from caffepy.net.fusion import Step, fused_steps
 from caffepy.net.layouts import set_layouts
 from caffepy.net.node import Node, Param
@@ -72,6 +79,7 @@ class Net:
         self.path = path
         self.ops = ops.backend(self.device)
         kept = filter_state(param, path)
+        replace_python(kept, path)
         tell_priors(kept)
         if batch_parts > 1:
             kept = divide_batches(kept, batch_parts, path)

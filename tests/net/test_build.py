@@ -1,9 +1,11 @@
 import logging
 
+import numpy as np
 import pytest
 
 from caffepy.core.errors import ConfigError
 from caffepy.net import Net, filter_state, insert_splits
+from caffepy.proto.caffe_pb2 import TEST, TRAIN
 from tests.net.nets import definition
 
 RULES = {
@@ -161,3 +163,44 @@ def test_priors_are_those_of_which_the_net_predicts_locations(settings, boxes, t
 def test_other_numbers_of_boxes_are_told_to_the_user():
     with pytest.raises(ConfigError, match="FaceBoxes, which makes more priors, write faceboxes"):
         Net(definition(SSD % (20, 10, FACES)))
+
+
+PYTHON = """
+layer { name: "in" type: "Input" top: "x" top: "t"
+  input_param { shape { dim: [2, 3, 2, 2] } shape { dim: [2, 3, 2, 2] } } }
+layer { name: "it" type: "Python" bottom: "x" %s top: "y"
+  python_param { module: "%s" layer: "%s" param_str: "%s" } }
+"""
+
+
+def test_python_layers_of_known_modules_become_layers_of_ours():
+    modules = ("spatial_dropout", "SpatialDropoutLayer")
+    for phase, type_ in (("TRAIN", "SpatialDropout"), ("TEST", "Power")):
+        settings = f"{{\\'phase\\': \\'{phase}\\', \\'p\\': \\'0.2\\'}}"
+        param = definition(PYTHON % ("", *modules, settings))
+        param.state.phase = TEST if phase == "TEST" else TRAIN
+        net = Net(param)
+        assert net.layers[1].type == type_
+        net.blobs["x"].data[...] = 1
+        net.forward()
+        y = net.blobs["y"].data.reshape(6, 4)
+        assert (y.max(axis=1) == y.min(axis=1)).all()
+        np.testing.assert_allclose(y[y > 0], 1.25)
+        assert phase == "TRAIN" or (y > 0).all()
+    net = Net(definition(PYTHON % ('bottom: "t"', "pyloss", "EuclideanLossLayer", "")))
+    assert net.layers[1].type == "EuclideanLoss"
+
+
+def test_a_module_that_is_there_is_taken(tmp_path):
+    code = "import caffe\nclass EuclideanLossLayer(caffe.Layer):\n"
+    code += "  def reshape(self, bottom, top): top[0].reshape(7)\n  def forward(self, *_): pass\n"
+    (tmp_path / "pyloss.py").write_text(code)
+    path = str(tmp_path / "net.prototxt")
+    text = PYTHON % ('bottom: "t"', "pyloss", "EuclideanLossLayer", "")
+    assert Net(definition(text), path=path).blobs["y"].shape == (7,)
+
+
+@pytest.mark.parametrize("settings", ["", "'phase': 'TEST'", "'phase': 'TEST', 'p': '1'"])
+def test_settings_of_dropped_planes(settings):
+    with pytest.raises(ConfigError, match=r'layer "it" .*: param_str needs a .phase., TRAIN or'):
+        Net(definition(PYTHON % ("", "spatial_dropout", "SpatialDropoutLayer", settings)))
