@@ -72,6 +72,14 @@ _READ_BOXES = frozenset({"MultiBoxLoss", "DetectionEvaluate", "EvalDetection"})
 _READ_YOLO_BOXES = frozenset({"RegionLoss", "Yolov3"})
 """Layers whose second bottom has true boxes: SSD's and Intel's, and YOLO's."""
 
+_READ_IMAGES = frozenset({"Convolution", "ConvolutionDepthwise", "DepthwiseConvolution", "Pooling"})
+_READ_REGIONS = frozenset({"PSROIAlign", "PSROIPooling", "ROIAlign", "ROIPooling"})
+_COMPARE = frozenset({"EuclideanLoss", "L1Loss", "SigmoidCrossEntropyLoss", "SmoothL1Loss"})
+"""Layers that say what a further top of data is: images, regions, or as many numbers as others."""
+
+_SHAPED = frozenset({*_DENSE, *_VOXELS, "CPMData", "BoxData"})
+"""Those whose tops have shapes of their own."""
+
 # Layers whose tops have as many channels as their bottom; others than these and those with
 # num_output end the trace.
 _KEEP_CHANNELS = frozenset(
@@ -127,7 +135,13 @@ def synthetic(
         for i, top in enumerate(layer.top):
             own = layer.type in ("AnnotatedData", "EvalData", *_FIELDS)
             dims = _boxes(net, top, size) if i and not own else None
+            if guess and i and not own and not dims and layer.type not in _SHAPED:
+                named = layer.type == "Python" and _region_top(top, "", False)
+                if not named or _compared(net, top):
+                    dims = _read_as(net, layer, top, size, shape)
             dims = dims or _top_shape(layer, i, size, shape, guess)
+            if layer.type == "AnnotatedData" and i == 2:
+                dims[1] = _pixel_classes(net, top)
             dummy.shape.add(dim=dims)
             if i == 0 and not _is_label(net, top):
                 dummy.data_filler.add(type="gaussianstatic", std=1)
@@ -229,7 +243,10 @@ def _top_shape(
     elif layer.type == "AnnotatedData" and i == 1:
         return [batch, 1, 300, 5] if layer.annotated_data_param.yolo_data_type else _truths(batch)
     elif layer.type == "AnnotatedData" and i == 2:
-        return [batch, 1, *inside]
+        annotated = layer.annotated_data_param
+        size = [annotated.seg_resize_height, annotated.seg_resize_width]
+        scaled = [side // max(annotated.seg_scales, 1) for side in inside]
+        return [batch, 1, *(size if all(size) else scaled)]
     elif layer.type == "BoxData" and i:
         return [batch, 1, 300, 5]
     if i == 0 and not (guess and guess.other_labels and "label" in name):
@@ -249,7 +266,10 @@ def _top_shape(
         return [_TRUTHS, 8, 1, 1] if i == 1 else [batch, 2, 1, 1]
     if layer.type in _DENSE and i == 2:
         return [batch, 1, 1, 2]
-    if layer.type in _DENSE or (guess and guess.other_labels):
+    if layer.type in _DENSE:
+        factor = max(layer.dense_image_data_param.label_divide_factor, 1)
+        return [batch, 1, *(side // factor for side in inside)]
+    if guess and guess.other_labels:
         return [batch, 1, *inside]
     return [batch]
 
@@ -260,6 +280,65 @@ def _boxes(net: NetParameter, name: str, batch: int) -> list[int] | None:
     if types & _READ_YOLO_BOXES:
         return [batch, 1, 300, 5]
     return _truths(batch) if types & _READ_BOXES else None
+
+
+def _read_as(
+    net: NetParameter, source: LayerParameter, top: str, batch: int, image: list[int]
+) -> list[int] | None:
+    """The shape of a further top by a layer that reads it: images, regions, parts of a label, or as
+    many numbers as are compared with it; None if none says it.
+    """
+    regions = any(
+        layer.type in _READ_REGIONS and blob in layer.bottom[1:]
+        for layer in net.layer
+        for blob in source.top
+    )
+    rows = _REGIONS if regions else batch
+    for layer in net.layer:
+        if top not in layer.bottom:
+            continue
+        place = list(layer.bottom).index(top)
+        if layer.type in _READ_IMAGES and place == 0:
+            return [batch, *image]
+        if layer.type in _READ_REGIONS and place == 1:
+            return [_REGIONS, 5]
+        if layer.type == "InnerProduct":
+            return [rows, *image] if len(image) > 1 else None
+        if layer.type == "Slice" and layer.slice_param.axis == 1:
+            parts = [_compared(net, part) for part in layer.top]
+            if all(parts) or not layer.slice_param.slice_point:
+                return [rows, sum(part or 1 for part in parts)]
+            return [rows, layer.slice_param.slice_point[-1] + (parts[-1] or 1)]
+        if number := _compared(net, top):
+            return [rows, number]
+    return None
+
+
+def _pixel_classes(net: NetParameter, label: str) -> int:
+    """The number of classes of pixels of MobileNet-YOLO's labels, by the scores beside them."""
+    scores = {
+        layer.bottom[0]
+        for layer in net.layer
+        if layer.type in ("YoloSeg", "SegmentationEvaluate") and label in layer.bottom[1:2]
+    }
+    while True:  # through sigmoids and their like to a convolution
+        for layer in net.layer:
+            if scores & set(layer.top) and layer.convolution_param.num_output:
+                return layer.convolution_param.num_output
+        more = {b for x in net.layer if scores & set(x.top) for b in x.bottom} - scores
+        if not more:
+            return 1
+        scores |= more
+
+
+def _compared(net: NetParameter, blob: str) -> int:
+    """The number of outputs that a loss compares with this blob; 0 if it is not known."""
+    outputs = {
+        top: layer.inner_product_param.num_output for layer in net.layer for top in layer.top
+    }
+    losses = (layer for layer in net.layer if layer.type in _COMPARE and blob in layer.bottom)
+    found = (outputs.get(other, 0) for loss in losses for other in loss.bottom if other != blob)
+    return max(found, default=0)
 
 
 def _truths(batch: int) -> list[int]:

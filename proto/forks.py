@@ -183,7 +183,7 @@ _LAYERS = {
     "C3D": "DownSampling VideoSegmentationData VideoWithVoxelTruthData VolumeData VoxelCustomLoss",
     "FlowNet": "BlackAugmentation CustomData DataAugmentation FlowAugmentation "
     "GenerateAugmentationParameters",
-    "MobileNet-YOLO": "AssistedExcitation SegmentationEvaluate YoloSeg",
+    "MobileNet-YOLO": "AssistedExcitation",
     "MNC": "MaskPooling ROIWarping",
     "caffe-tvg": "BoxFeatures ChannelSelect ImageLabelData ImageLabelDataClass "
     "ImageLabelDataIndex ImageLabelDataIndexDet",

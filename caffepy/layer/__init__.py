@@ -42,6 +42,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     selection,
     shape,
     yolo,
+    yolo_seg,
 )
 from caffepy.layer.base import Layer, LossLayer, check_counts, create_layer, layer, registry
 

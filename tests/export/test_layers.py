@@ -57,6 +57,7 @@ OTHERWISE = {
     "Resample": "has no operator with its weights at borders",
     "ROIPooling": "has a test of its own, for its boxes",
     "ScaleRoute": "gives as many boxes as its data say",
+    "SegmentationEvaluate": "judges what was found",
     "SpatialTransformer": "has a test of its own, for its places",
     "YoloDetectionOutput": "gives as many boxes as its data say",
     "Yolov3DetectionOutput": "gives as many boxes as its data say",

@@ -73,6 +73,8 @@ NO_GRADIENT = {
     "Silence": "has no top; its gradient is 0, as its own test says",
     "Threshold": "is constant but for a step",
     "YoloDetectionOutput": "chooses, without a gradient",
+    "SegmentationEvaluate": "judges, without a gradient",
+    "YoloSeg": "its gradient is its fork's, as its own test says",
     "Yolov3": "its gradient is darknet's, as its own test says",
     "Yolov3DetectionOutput": "chooses, without a gradient",
 }
@@ -223,6 +225,8 @@ LOOPS = {
     "TripletLoss": "test_metric_loss.py::test_triplet_loss_against_a_loop",
     "EvalDetection": "test_yolo.py::test_what_is_found_is_judged",
     "YoloDetectionOutput": "test_yolo.py::test_detections_against_a_loop",
+    "SegmentationEvaluate": "test_yolo_seg.py::test_overlaps_of_classes_against_a_loop",
+    "YoloSeg": "test_yolo_seg.py::test_yolo_seg_against_a_loop",
     "Yolov3": "test_yolo.py::test_yolov3_against_a_loop",
     "Yolov3DetectionOutput": "test_yolo.py::test_detections_against_a_loop",
 }
@@ -240,6 +244,8 @@ ON_GPU = {
     "ResizeBilinear": "test_resize.py::test_resizing_of_tensorflow_on_gpu",
     "ResizeNearestNeighbor": "test_resize.py::test_resizing_of_tensorflow_on_gpu",
     "UpsampleDarknet": "test_resize.py::test_upsample_darknet_on_gpu",
+    "SegmentationEvaluate": "test_yolo_seg.py::test_overlaps_of_classes_on_gpu",
+    "YoloSeg": "test_yolo_seg.py::test_yolo_seg_on_gpu",
     "Accum": "test_flow.py::test_on_gpu",
     "AngularMargin": "test_inner_product.py::test_margin_inner_product_on_gpu",
     "Axpy": "test_eltwise.py::test_axpy_on_gpu",

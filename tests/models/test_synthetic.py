@@ -95,8 +95,9 @@ GUESSED = {
         [[4, 3, 5, 6], [1, 1, 8, 8]],
     ),
     "boxes and label images": (
-        'type: "AnnotatedData" top: "x" top: "y" top: "z" data_param { batch_size: 4 }',
-        [[4, 3, 9, 9], [1, 1, 8, 8], [4, 1, 9, 9]],
+        'type: "AnnotatedData" top: "x" top: "y" top: "z" data_param { batch_size: 4 } '
+        "annotated_data_param { seg_scales: 3 }",
+        [[4, 3, 9, 9], [1, 1, 8, 8], [4, 1, 3, 3]],
     ),
     "boxes of YOLO": (
         'type: "AnnotatedData" top: "x" top: "y" data_param { batch_size: 4 } '
@@ -311,3 +312,55 @@ def test_nets_of_cascade() -> None:
     tested = Net(param)
     tested.forward()
     assert tested.blobs["judge"].host_data.shape[1:] == (5, 1, 1)
+
+
+FURTHER_NET = """
+layer { name: "d" type: "%s" top: "x" top: "%s" %s }
+layer { name: "c" type: "Convolution" bottom: "x" top: "c"
+  convolution_param { num_output: 2 kernel_size: 1 } }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "ip" inner_product_param { num_output: 5 } }
+"""
+DATA = "data_param { batch_size: 4 } transform_param { crop_size: 8 }"
+SLICED = 'layer { type: "Slice" bottom: "t" top: "a" top: "b" slice_param { slice_point: 3 } }'
+FURTHER = {
+    "images": ("Data", DATA, 'layer { type: "Convolution" bottom: "t" top: "e" }', [4, 3, 8, 8]),
+    "regions": ("Data", DATA, 'layer { type: "ROIPooling" bottom: "x" bottom: "t" }', [128, 5]),
+    "parts": ("Data", DATA, SLICED, [4, 4]),
+    "known parts": (
+        "Data",
+        DATA,
+        SLICED + 'layer { type: "EuclideanLoss" bottom: "b" bottom: "ip" }',
+        [4, 8],
+    ),
+    "as many": ("Data", DATA, 'layer { type: "EuclideanLoss" bottom: "t" bottom: "ip" }', [4, 5]),
+    "nothing": ("Data", DATA, "", [4]),
+    "smaller labels": (
+        "DenseImageData",
+        "dense_image_data_param { batch_size: 2 new_height: 8 new_width: 16 label_divide_factor: 4 }",
+        "",
+        [2, 1, 2, 4],
+    ),
+    "of regions": (
+        "Python",
+        'top: "r"',
+        'layer { type: "ROIPooling" bottom: "x" bottom: "r" }'
+        'layer { type: "SigmoidCrossEntropyLoss" bottom: "ip" bottom: "t" }',
+        [128, 5],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FURTHER)
+def test_further_tops_by_the_layers_that_read_them(case: str) -> None:
+    type_, data, readers, shape = FURTHER[case]
+    param = parse(FURTHER_NET % (type_, "t", data) + readers, NetParameter(), "net.prototxt")
+    guessed = synthetic(param, guess=Guess((3, 8, 8)))
+    assert data_shapes(guessed)[1] == shape
+
+
+def test_labels_of_pixels_beside_boxes() -> None:
+    data = DATA + "annotated_data_param { yolo_data_type: 1 seg_scales: 4 }"
+    text = FURTHER_NET % ("AnnotatedData", 'boxes" top: "t', data)
+    text += 'layer { type: "YoloSeg" bottom: "c" bottom: "t" }'
+    param = parse(text, NetParameter(), "net.prototxt")
+    assert data_shapes(synthetic(param)) == [[4, 3, 8, 8], [4, 1, 300, 5], [4, 2, 2, 2]]
