@@ -5775,7 +5775,7 @@ class Convolution3DParameter(_message.Message):
     def __init__(self, num_output: _Optional[int] = ..., bias_term: bool = ..., pad: _Optional[int] = ..., kernel_size: _Optional[int] = ..., group: _Optional[int] = ..., kernel_depth: _Optional[int] = ..., stride: _Optional[int] = ..., temporal_stride: _Optional[int] = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., filter_group: _Optional[int] = ..., temporal_pad: _Optional[int] = ...) -> None: ...
 
 class Pooling3DParameter(_message.Message):
-    __slots__ = ("pool", "kernel_size", "stride", "pad", "kernel_depth", "temporal_stride")
+    __slots__ = ("pool", "kernel_size", "stride", "pad", "kernel_depth", "temporal_stride", "pad_l", "pad_h", "pad_w", "kernel_l", "kernel_h", "kernel_w", "stride_l", "stride_h", "stride_w", "global_pooling")
     class PoolMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MAX: _ClassVar[Pooling3DParameter.PoolMethod]
@@ -5790,13 +5790,33 @@ class Pooling3DParameter(_message.Message):
     PAD_FIELD_NUMBER: _ClassVar[int]
     KERNEL_DEPTH_FIELD_NUMBER: _ClassVar[int]
     TEMPORAL_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    PAD_L_FIELD_NUMBER: _ClassVar[int]
+    PAD_H_FIELD_NUMBER: _ClassVar[int]
+    PAD_W_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_L_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_H_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_W_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_L_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_H_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_W_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_POOLING_FIELD_NUMBER: _ClassVar[int]
     pool: Pooling3DParameter.PoolMethod
     kernel_size: int
     stride: int
     pad: int
     kernel_depth: int
     temporal_stride: int
-    def __init__(self, pool: _Optional[_Union[Pooling3DParameter.PoolMethod, str]] = ..., kernel_size: _Optional[int] = ..., stride: _Optional[int] = ..., pad: _Optional[int] = ..., kernel_depth: _Optional[int] = ..., temporal_stride: _Optional[int] = ...) -> None: ...
+    pad_l: int
+    pad_h: int
+    pad_w: int
+    kernel_l: int
+    kernel_h: int
+    kernel_w: int
+    stride_l: int
+    stride_h: int
+    stride_w: int
+    global_pooling: bool
+    def __init__(self, pool: _Optional[_Union[Pooling3DParameter.PoolMethod, str]] = ..., kernel_size: _Optional[int] = ..., stride: _Optional[int] = ..., pad: _Optional[int] = ..., kernel_depth: _Optional[int] = ..., temporal_stride: _Optional[int] = ..., pad_l: _Optional[int] = ..., pad_h: _Optional[int] = ..., pad_w: _Optional[int] = ..., kernel_l: _Optional[int] = ..., kernel_h: _Optional[int] = ..., kernel_w: _Optional[int] = ..., stride_l: _Optional[int] = ..., stride_h: _Optional[int] = ..., stride_w: _Optional[int] = ..., global_pooling: bool = ...) -> None: ...
 
 class ROIAlignParameter(_message.Message):
     __slots__ = ("pooled_h", "pooled_w", "spatial_scale", "sampling_ratio", "roi_end_mode")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import ceil, floor, prod
+from operator import ge
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from caffepy.proto.caffe_pb2 import (
 Pair = tuple[int, int]
 
 
-def read_pair(param: PoolingParameter, name: str, pair: str) -> Pair:
+def read_pair(param: PoolingParameter | Pooling3DParameter, name: str, pair: str) -> Pair:
     """Height and width of `name`: one number for both, or `pair`_h and `pair`_w."""
     h, w = (param.HasField(f"{pair}_{side}") for side in "hw")
     if h != w:
@@ -282,6 +283,9 @@ class Pooling3D(Layer):
     Ho = ceil((H + 2*pad - kernel_size) / stride) + 1; Lo likewise, of kernel_depth and
     temporal_stride, without padding. AVE counts padding in its divisor. The gradient of MAX goes to
     every element that equals the maximum, as C3D's.
+
+    With kernel_l, or global_pooling, it is P3D's (Qiu et al. 2017): kernel_l, stride_l and pad_l
+    are those of L, kernel_h and its like those of one axis, and the last windows begin inside.
     """
 
     on_gpu = True
@@ -293,23 +297,44 @@ class Pooling3D(Layer):
         self.backward_reads_bottom = self.backward_reads_top = not self.mean
         if param.pool == Pooling3DParameter.STOCHASTIC:
             raise ConfigError("pooling3d_param: there is no STOCHASTIC pooling of volumes")
-        if param.pad and not self.mean:
-            raise ConfigError("pooling3d_param: only AVE pooling can have a pad")
-        side, stride, pad = param.kernel_size, param.stride, param.pad
-        kernel, steps = (param.kernel_depth, side, side), (param.temporal_stride, stride, stride)
-        if min(kernel) < 1 or min(steps) < 1:
-            raise ConfigError(
-                "pooling3d_param: kernel_depth, kernel_size and strides must be 1 or more"
+        self.whole = param.global_pooling
+        self.by_length = self.whole or param.HasField("kernel_l")
+        if self.by_length:
+            pairs = (("kernel_size", "kernel"), ("stride", "stride"), ("pad", "pad"))
+            kernel, steps, pad = (
+                (getattr(param, f"{pair}_l"), *read_pair(param, name, pair)) for name, pair in pairs
             )
-        self.window = kernel, steps, (0, pad, pad)
+            sized = any(name.name.startswith("kernel") for name, _ in param.ListFields())
+            if self.whole and (sized or any(pad) or set(steps) != {1}):
+                raise ConfigError("global_pooling needs no kernel, pad 0 and stride 1")
+        else:
+            side, stride = param.kernel_size, param.stride
+            kernel, steps = (
+                (param.kernel_depth, side, side),
+                (param.temporal_stride, stride, stride),
+            )
+            pad = 0, param.pad, param.pad
+            if any(pad) and not self.mean:
+                raise ConfigError("pooling3d_param: only AVE pooling can have a pad")
+        if not self.whole and (min(kernel) < 1 or min(steps) < 1):
+            raise ConfigError(
+                "pooling3d_param: kernel_depth (P3D's kernel_l), kernel_size and strides must be 1 "
+                "or more"
+            )
+        if self.by_length and not self.whole and any(map(ge, pad, kernel)):
+            raise ConfigError(f"pad {_by(pad)} must be smaller than the kernel {_by(kernel)}")
+        self.window = kernel, steps, pad
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shape = bottom[0].shape
         if len(shape) != 5:
             raise ConfigError(f"Pooling3D needs (N, C, L, H, W), not {list(shape)}")
         n, c, *size = shape
+        if self.whole:
+            self.window = (size[0], size[1], size[2]), (1, 1, 1), (0, 0, 0)
+        clips = self.by_length and any(self.window[2])
         axes = zip(size, *self.window, strict=True)
-        out = [pooled_size(*axis, any_pad=False, up=True) for axis in axes]
+        out = [pooled_size(*axis, any_pad=clips, up=True) for axis in axes]
         if min(out) < 1:
             raise ConfigError(f"kernel {_by(self.window[0])} does not fit its {_by(size)} input")
         top[0].reshape((n, c, *out))

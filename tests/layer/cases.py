@@ -199,6 +199,7 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
     "BN": [
         ([IMAGE], 1, ""),
         ([(2, 6, 7)], 1, "bn_param { frozen: true }"),
+        ([(2, 3, 2, 3, 2)], 1, "bn_param { eps: 0.1 }"),
         ([IMAGE], 3, "bn_param { scale_filler { value: 1 } }"),
         ([IMAGE], 3, "bn_param { bn_mode: INFERENCE }"),
     ],
@@ -355,6 +356,7 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE], 1, "pooling_param { pool: STOCHASTIC kernel_size: 3 stride: 2 }"),
     ],
     "Pooling3D": [
+        ([(2, 3, 4, 5, 6)], 1, "pooling3d_param { kernel_size: 3 kernel_l: 2 pad: 1 stride_l: 2 }"),
         (
             [(2, 3, 4, 5, 6)],
             1,

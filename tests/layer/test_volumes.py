@@ -21,6 +21,16 @@ POOLING = {
     "max": ("kernel_size: 2 kernel_depth: 2 stride: 2 temporal_stride: 2", (2, 3, 3)),
     "max, overlapping": ("kernel_size: 3 kernel_depth: 2 stride: 2", (3, 2, 3)),
     "mean": ("pool: AVE kernel_size: 3 kernel_depth: 3 stride: 2 temporal_stride: 2", (2, 2, 3)),
+    "P3D's max, padded": (
+        "kernel_size: 3 kernel_l: 2 pad: 1 pad_l: 1 stride: 2 stride_l: 2",
+        (3, 3, 4),
+    ),
+    "P3D's mean": (
+        "pool: AVE kernel_h: 2 kernel_w: 3 kernel_l: 2 pad_h: 1 pad_w: 2 stride_l: 3 "
+        "stride_h: 4 stride_w: 1",
+        (2, 2, 8),
+    ),
+    "P3D's mean of all": ("pool: AVE global_pooling: true", (1, 1, 1)),
     "mean, padded": ("pool: AVE kernel_size: 3 kernel_depth: 2 stride: 2 pad: 1", (3, 3, 4)),
 }
 
@@ -82,7 +92,9 @@ def test_pooling_against_a_loop(case):
     (y,) = single.forward()
     assert y.shape == (2, 2, *POOLING[case][1])
     kernel, stride, pad = sizes(single.layer)
-    padded = np.pad(X, [(0, 0), (0, 0), *zip(pad, pad, strict=True)])
+    outside = 0 if "mean" in case else -np.inf
+    sides = [(0, 0), (0, 0), *zip(pad, pad, strict=True)]
+    padded = np.pad(X, sides, constant_values=outside)
     for at in np.ndindex(y.shape[2:]):
         begin = np.array(at) * stride
         window = padded[(..., *map(slice, begin, begin + kernel))]
@@ -121,6 +133,8 @@ def test_figures_of_the_fork(case):
         (pooling("max"), (2, 3, 4, 4), r"needs \(N, C, L, H, W\)"),
         (pooling("max"), (1, 1, 0, 4, 4), "kernel 2x2x2 does not fit its 0x4x4 input"),
         (pooling("max").replace("pool", "pad: 1 pool"), X.shape, "only AVE"),
+        (pooling("P3D's max, padded").replace("pad_l: 1", "pad_l: 2"), X.shape, "pad 2x1x1 must"),
+        (pooling("P3D's mean of all").replace("AVE", "AVE pad_l: 1"), X.shape, "needs no kernel"),
         (pooling("mean").replace("AVE", "STOCHASTIC"), X.shape, "no STOCHASTIC pooling"),
     ],
 )

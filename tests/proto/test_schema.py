@@ -346,6 +346,14 @@ OWN |= {("ResizeParameter", name) for name in ("center_object", "max_angle", "mu
 OWN |= {("RReLUParameter", "lb"), ("RReLUParameter", "ub")}
 """ducha-aiki's."""
 OWN |= {
+    ("Pooling3DParameter", name)
+    for name in (
+        *(f"{what}_{axis}" for what in ("pad", "kernel", "stride") for axis in "lhw"),
+        "global_pooling",
+    )
+}
+"""P3D's."""
+OWN |= {
     ("PriorBoxParameter", name) for name in ("denser_prior_boxes", "faceboxes", "height", "width")
 }
 OWN |= {("ParameterParameter", "filler")}
