@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import ClassVar
 
 import numpy as np
 
@@ -80,7 +79,7 @@ class SegmentationEvaluate(Layer):
 
     on_gpu = stops_gradient = True
     bottoms = 2
-    constant_bottoms: ClassVar[Mapping[int, str]] = dict.fromkeys(
+    constant_bottoms: Mapping[int, str] = dict.fromkeys(
         range(2), "SegmentationEvaluate has no gradient"
     )
 
