@@ -136,8 +136,16 @@ if hasattr(os, "register_at_fork"):
 def _serve(queue: "SimpleQueue[_Call | None]") -> None:
     _inside.yes = True
     with np.errstate(all="ignore"):  # as in the threads that call; a loss tells of overflows
-        while (call := queue.get()) is not None:
-            call.work()
+        while _work_on(queue):
+            pass
+
+
+def _work_on(queue: "SimpleQueue[_Call | None]") -> bool:
+    """Wait for a call and work on it, which then lives no longer: it may hold large arrays."""
+    if (call := queue.get()) is None:
+        return False
+    call.work()
+    return True
 
 
 def _get_queue() -> "SimpleQueue[_Call | None]":

@@ -1,6 +1,7 @@
 import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -56,6 +57,19 @@ def test_the_first_exception_reaches_the_caller(four_threads):
     seen = []
     threads.parallel(lambda lo, hi: seen.append(lo), 4)
     assert len(seen) == 4
+
+
+def test_what_a_call_holds_is_freed_after_it(four_threads):
+    array = np.ones(10)
+    freed = threading.Event()
+    weakref.finalize(array, freed.set)
+
+    def work(lo, hi, array=array):
+        time.sleep(0.01)  # so that all threads get a piece
+
+    threads.parallel(work, 4)
+    del work, array
+    assert freed.wait(10)
 
 
 def test_a_call_inside_a_piece_runs_at_once(four_threads):
