@@ -141,8 +141,10 @@ def test_nothing_is_kept_of_candidates_that_are_only_compiled():
     x, y = stored(data((n, c, h, w)), "uint16", True), stored(data((n, outputs, h, w)), "uint16", 1)
     with cuda.compile_ahead():
         theirs.forward_prepare(x, cupy.zeros((outputs, c, 1, 1), np.float32), None, y, have)
-    assert not theirs._for(x, y)._used
-    assert not theirs._for(x, y)._runs
+    made = theirs._for(x, y)
+    assert not made.cudnn._used
+    assert not made._runs
+    assert not made.summed._runs
 
 
 def last_of(fastest, last):
