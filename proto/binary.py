@@ -76,7 +76,7 @@ def serialized(
     """
     left_out: dict[str, None] = {}
     for part in parts:
-        data = part.SerializeToString()
+        data = part.SerializePartialToString()
         if fork not in (CAFFE, OWN):
             data, found = from_own(data, fork, strict=fork != source)
             left_out |= dict.fromkeys(found.strange)

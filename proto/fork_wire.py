@@ -357,7 +357,8 @@ def _candidates(outline: bytes) -> list[Candidate]:
         net = NetParameter.FromString(says)
         foreign = [layer for layer in net.layer if not _has(fork, layer.type)]
         fitting = sum(map(_fitting, net.layer))
-        misfit = (len(findings.strange) + blobs, len(foreign), -fitting)
+        strange = len(findings.strange) + blobs + (not net.IsInitialized())
+        misfit = (strange, len(foreign), -fitting)
         found.append(Candidate(fork, misfit, says))
     return found
 
@@ -422,12 +423,13 @@ def _shown(data: bytes, wanted: str | None) -> tuple[str | None, list[Candidate]
         return CAFFE, []  # the parser says what is wrong
     least = min(one.misfit for one in candidates)
     best = [one for one in candidates if one.misfit == least]
-    for one in candidates:
-        if one.fork == wanted and (one.misfit[0] == 0 or least[0] > 0):
-            return wanted, best
+    named = next((one for one in candidates if one.fork == wanted), None)
+    fits = named is not None and (named.misfit[0] == 0 or least[0] > 0)
+    if named and fits and named.misfit[2] <= best[0].misfit[2]:
+        return named.fork, best
     if len({one.says for one in best}) == 1 or best[0].fork == CAFFE:
         return best[0].fork, best
-    return None, best
+    return wanted if fits else None, best
 
 
 def to_own(data: bytes, fork: str) -> tuple[bytes, Findings]:

@@ -450,6 +450,31 @@ def test_our_own_numbers_are_read_and_turned_into_those_of_a_fork(tmp_path: Path
     assert again.layer[0].interp_param.zoom_factor == 2
 
 
+@pytest.mark.parametrize(
+    ("source", "setting", "target"),
+    [
+        (OWN, {"type": "BatchNorm", "batch_norm_param": {"eps": 0.5}}, "happynear-master"),
+        (OWN, {"type": "ELU", "elu_param": {"alpha": 2}}, "happynear-master"),
+        (
+            "intel",
+            {"type": "BoxAnnotatorOHEM", "box_annotator_ohem_param": {"roi_per_img": 3}},
+            OWN,
+        ),
+    ],
+)
+def test_a_fork_that_is_named_does_not_read_what_another_means(
+    source: str, setting: dict[str, Any], target: str, tmp_path: Path
+) -> None:
+    """The numbers of these settings have others in the fork to write for, without a rest; but those
+    are not settings of the layers' types, or lack fields that they must have.
+    """
+    net = NetParameter(name="n", layer=[LayerParameter(name="a", **setting)])
+    first, last = str(tmp_path / "first.caffemodel"), str(tmp_path / "last.caffemodel")
+    Path(first).write_bytes(b"".join(binary.serialized([net], source)))
+    convert(first, last, target)
+    assert binary.read_stored_net(last, target) == (net, target)
+
+
 def test_a_fork_may_have_several_where_caffe_has_one(tmp_path: Path) -> None:
     net = net_of("mobilenet-yolo")(name="n")
     sizes = net.layer.add(name="a", type="AnnotatedData").transform_param.resize_param
