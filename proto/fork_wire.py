@@ -15,6 +15,7 @@ from functools import cache
 from typing import NamedTuple, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError
 
 from caffepy.core.errors import ConfigError
 from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter, V1LayerParameter
@@ -354,12 +355,17 @@ def _candidates(outline: bytes) -> list[Candidate]:
         findings = Findings()
         says = translate(outline, _NET, fork, OWN, findings)
         blobs = _strange_in_blobs(says, fork)
-        net = NetParameter.FromString(says)
+        try:
+            net = NetParameter.FromString(says)
+        except DecodeError:
+            continue
         foreign = [layer for layer in net.layer if not _has(fork, layer.type)]
         fitting = sum(map(_fitting, net.layer))
         strange = len(findings.strange) + blobs + (not net.IsInitialized())
         misfit = (strange, len(foreign), -fitting)
         found.append(Candidate(fork, misfit, says))
+    if not found:
+        raise _DamagedError
     return found
 
 

@@ -539,7 +539,9 @@ def test_weights_of_c3d_1_0(tmp_path: Path) -> None:
     assert unknown_fields(again) == []
 
 
-@pytest.mark.parametrize("damage", [b"\xa2\x06\x05\x3a\x04abc", b"\xa2\x06\x01\xff", b"\x0b\x0c"])
+@pytest.mark.parametrize(
+    "damage", [b"\xa2\x06\x05\x3a\x04abc", b"\xa2\x06\x01\xff", b"\x0b\x0c", b"\x00\x01"]
+)
 def test_damaged_files_are_told_by_the_parser(damage: bytes, tmp_path: Path) -> None:
     (tmp_path / "net.caffemodel").write_bytes(damage)
     with pytest.raises(ConfigError, match=r"net\.caffemodel"):
