@@ -62,6 +62,9 @@ class PriorBox(Layer):
         param = self.param.prior_box_param
         smallest, largest = list(param.min_size), list(param.max_size)
         given = [*param.height, *param.width]
+        numbers = [*smallest, *largest, *given, *param.aspect_ratio, *param.variance]
+        if not np.isfinite(numbers).all():
+            raise ConfigError("prior_box_param has a number that is not finite")
         if given and (smallest or len(param.height) != len(param.width) or min(given) <= 0):
             raise ConfigError(
                 "prior_box_param needs min_size, or as many heights as widths, above 0"
@@ -115,6 +118,8 @@ class PriorBox(Layer):
                 raise ConfigError(
                     f"PriorBox needs (N, C, H, W), not {list(blob.shape)}, bottom {i}"
                 )
+            if 0 in blob.shape[2:]:
+                raise ConfigError(f"bottom {i} of PriorBox has no places: {list(blob.shape)}")
         size, image = bottom[0].shape[2:], bottom[1].shape[2:]
         top[0].reshape((1, 2, size[0] * size[1] * len(self.sizes) * 4))
         priors = self.boxes(size, self.image or image)

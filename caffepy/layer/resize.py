@@ -146,8 +146,10 @@ class Upsample(Layer):
         given = (param.upsample_h, param.upsample_w)
         self.given = list(given) if self.by_place and min(given) > 1 else None
         self.pads = [int(param.pad_out_h), int(param.pad_out_w)]
-        if any(self.pads) and self.scales != [2, 2]:
-            raise ConfigError("upsample_param: pad_out_h and pad_out_w are for a scale of 2")
+        if any(self.pads) and (self.scales != [2, 2] or not self.by_place):
+            raise ConfigError(
+                "upsample_param: pad_out_h and pad_out_w are for a scale of 2 and two bottoms"
+            )
         self.outside = self.error_flag(
             lambda place: DataError(f"place {place:g} lies outside the plane of the top")
         )

@@ -318,7 +318,7 @@ class Detections(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Shape for one box until forward counts them."""
         for b in bottom:
-            if len(b.shape) != 4 or b.shape[1] != self.channels:
+            if len(b.shape) != 4 or b.shape[1] != self.channels or 0 in b.shape[2:]:
                 raise ConfigError(
                     f"{self.type} needs (N, {self.channels}, H, W) for its boxes and classes, not "
                     f"{list(b.shape)}"
@@ -327,6 +327,10 @@ class Detections(Layer):
 
     channels: int
     """Of each bottom."""
+
+    def outputs(self, x: Array, boxes: int) -> Array:
+        """Return outputs (N, A, 5 + K, H, W) of so many boxes at a place."""
+        return x.reshape(len(x), boxes, self.channels // boxes, *x.shape[2:])
 
     def boxes(self, x: Array, sizes: Array) -> Array:
         """Return boxes (N, A, H, W, 4) = x, y, w, h of outputs x (N, A, 5 + K, H, W)."""
@@ -400,8 +404,8 @@ class YoloDetectionOutput(Detections):
         biases = np.reshape(param.biases[: 2 * param.num_box], (-1, 2)).astype(np.float32)
         found = [np.zeros((0, 6), np.float32)]
         for b in bottom:
-            n, _, h, w = b.shape
-            x = b.data.reshape(n, param.num_box, -1, h, w)
+            h, w = b.shape[2:]
+            x = self.outputs(b.data, param.num_box)
             label = x[:, :, 5:].argmax(axis=2)
             share = np.exp(x[:, :, 5:] - x[:, :, 5:].max(axis=2, keepdims=True)).sum(axis=2)
             score = sigmoid(x[:, :, 4]) / share  # of the best class: exp(0) / sum
@@ -427,6 +431,7 @@ class Yolov3DetectionOutput(Detections):
         self.head = 9 if param.gaussian_box else 5
         self.channels = param.num_box * (self.head + param.num_classes)
         groups, known = param.mask_group_num, len(param.biases) // 2
+        self.anchors = np.reshape(param.biases[: 2 * known], (-1, 2)).astype(np.float32)
         if len(bottom) != groups or len(param.anchors_scale) < groups:
             raise ConfigError(
                 f"yolov3_detection_output_param: mask_group_num {groups} needs as many bottoms and "
@@ -441,18 +446,17 @@ class Yolov3DetectionOutput(Detections):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.yolov3_detection_output_param
-        anchors = np.reshape(param.biases, (-1, 2)).astype(np.float32)
         found = [np.zeros((0, 6), np.float32)]
         for k, b in enumerate(bottom):
-            n, _, h, w = b.shape
-            x = b.data.reshape(n, param.num_box, -1, h, w)
+            h, w = b.shape[2:]
+            x = self.outputs(b.data, param.num_box)
             score = sigmoid(x[:, :, self.head - 1])
             if param.gaussian_box:
                 score = score * (1 - sigmoid(x[:, :, 1:8:2]).mean(axis=2))
             mask = param.mask[k * self.step : k * self.step + param.num_box]
             scale = param.anchors_scale[k]
             places = x[:, :, :8:2] if param.gaussian_box else x
-            boxes = self.boxes(places, anchors[list(mask)] / (w * scale, h * scale))
+            boxes = self.boxes(places, self.anchors[list(mask)] / (w * scale, h * scale))
             scores = sigmoid(x[:, :, self.head :]) * score[:, :, None]
             chosen = scores.transpose(0, 3, 4, 1, 2)  # (N, A, K, H, W) -> (N, H, W, A, K)
             i, row, column, a, label = np.nonzero(chosen > np.float32(param.confidence_threshold))
@@ -513,8 +517,8 @@ class EvalDetection(Detections):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.eval_detection_param
         biases = np.reshape(param.biases[: 2 * param.num_object], (-1, 2)).astype(np.float32)
-        n, _, h, w = bottom[0].shape
-        x = bottom[0].data.reshape(n, param.num_object, -1, h, w)
+        h, w = bottom[0].shape[2:]
+        x = self.outputs(bottom[0].data, param.num_object)
         label = x[:, :, 5:].argmax(axis=2)
         share = 1 / np.exp(x[:, :, 5:] - x[:, :, 5:].max(axis=2, keepdims=True)).sum(axis=2)
         scores = {param.OBJ: sigmoid(x[:, :, 4]), param.PROB: share}

@@ -110,11 +110,18 @@ def test_clustered_boxes_under_their_own_name():
         ("height: 4 width: 2 width: 1", "as many heights as widths, above 0"),
         ("min_size: 4 height: 4 width: 2", "needs min_size, or as many heights as widths"),
         ("min_size: 4 faceboxes: true denser_prior_boxes: true", "exclude each other"),
+        ("min_size: nan", "not finite"),
+        ("min_size: 4 max_size: inf", "not finite"),
     ],
 )
 def test_settings_that_make_no_boxes_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         Single(f'type: "PriorBox" prior_box_param {{ {text} }}', FEATURES, IMAGE)
+
+
+def test_a_map_without_places_is_refused():
+    with pytest.raises(ConfigError, match=r"bottom 0 of PriorBox has no places: \[2, 4, 0, 3\]"):
+        Single('type: "PriorBox" prior_box_param { min_size: 4 }', np.zeros((2, 4, 0, 3)), IMAGE)
 
 
 def test_bottoms_need_four_axes():

@@ -128,6 +128,11 @@ def test_a_place_outside_is_named(wrong):
         ),
         ('type: "Upsample"', [(1, 1, 2, 2), (1, 1, 2, 3)], r"bottom 1 has shape \[1, 1, 2, 3\]"),
         ('type: "Upsample" upsample_param { scale: 0 }', [(1, 1, 2, 2)], "must be 1 or more"),
+        (
+            'type: "Upsample" upsample_param { scale: 2 pad_out_h: true }',
+            [(1, 1, 2, 2)],
+            "for a scale of 2 and two bottoms",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(text, shapes, message):

@@ -341,6 +341,19 @@ def test_true_boxes_of_ssd_are_judged_as_those_of_yolo():
         Single(evaluation(), X, np.where(TRUTHS == 2, 4, TRUTHS)).forward()
 
 
+@pytest.mark.parametrize(("text", "bottoms"), [(yolo2(0.1), 1), (yolo3(0.1), 2)])
+def test_nothing_is_found_in_no_images(text, bottoms):
+    (top,) = Single(text, *[np.zeros((0, 16, 2, 2))] * bottoms).forward()
+    assert top.shape == (1, 1, 0, 7)
+
+
+def test_a_number_behind_the_anchors_is_not_read():
+    maps = [seeded(k).normal(0, 1, (1, 16, 2, 2)) for k in range(2)]
+    both = [Single(yolo3(0.1, more), *maps).forward()[0] for more in ("", "biases: 9")]
+    assert both[0].shape[2] > 1
+    np.testing.assert_array_equal(*both)
+
+
 @pytest.mark.parametrize(
     ("text", "shapes", "message"),
     [
@@ -357,6 +370,7 @@ def test_true_boxes_of_ssd_are_judged_as_those_of_yolo():
         (YOLO3.format("").replace("mask: 1", ""), [(1, 16, 2, 2), (1, 1, 3, 5)], "mask must name"),
         (YOLO3.format("biases: 1"), [(1, 16, 2, 2), (1, 1, 3, 5)], "two for each anchor"),
         (yolo2(0.1), [(1, 15, 2, 2)], r"needs \(N, 16, H, W\)"),
+        (yolo2(0.1), [(1, 16, 0, 2)], r"needs \(N, 16, H, W\)"),
         (yolo3(0.1), [(1, 16, 2, 2)], "mask_group_num 2 needs as many bottoms"),
         (yolo3(0.1, "mask: 4"), [(1, 16, 2, 2)] * 2, "one of 4 anchors"),
         ('type: "EvalDetection"', [(1, 16, 4, 4), (1, 1, 3, 5)], "two biases for each"),
