@@ -29,10 +29,12 @@ def average_precision(scores: NDArray[Any], true: NDArray[Any], count: int, vers
     precision, recall = hits / np.arange(1, len(hits) + 1), hits / count
     best = np.maximum.accumulate(precision[::-1])[::-1]  # at this recall or more
     if version.endswith("point"):
-        points = int(version.removesuffix("point"))
-        levels = np.arange(points) / (points - 1)
-        places = np.searchsorted(recall, levels - 1e-9)
-        return float(np.sum(np.append(best, 0)[places]) / points)
+        levels = coco.RECALLS
+        if version == "11point":  # SSD's recalls are single: 7 of 10 do not reach its 0.7
+            levels = np.arange(11) / 10
+            recall = (hits.astype(np.float32) / np.float32(count)).astype(np.float64)
+        places = np.searchsorted(recall, levels)
+        return float(np.sum(np.append(best, 0)[places]) / len(levels))
     steps = np.diff(recall, prepend=0)
     return float(np.sum(steps * (best if version == "MaxIntegral" else precision)))
 

@@ -24,6 +24,23 @@ def test_average_precision(version: str) -> None:
     assert average_precision(SCORES, TRUE, 0, version) == 0
 
 
+def test_recalls_that_lie_on_a_level() -> None:
+    """SSD counts them in single precision: of 10 true boxes the seventh and ninth fall short; COCO
+    in double: of 100 the 35th.
+    """
+    scores, true = np.arange(20, 0, -1) / 20, np.arange(20) % 2  # every second one, to 10 of 10
+    precision = 1 / 2  # at each true one, and at best from there on
+    assert average_precision(scores, true, 10, "11point") == pytest.approx(precision)
+    found = np.ones(7)
+    assert average_precision(found, found, 10, "11point") == pytest.approx(7 / 11)
+    assert average_precision(found[:6], found[:6], 10, "11point") == pytest.approx(7 / 11)
+    assert average_precision(np.ones(8), np.ones(8), 10, "11point") == pytest.approx(9 / 11)
+    for count in (28, 35):
+        every = np.ones(count)
+        reached = np.sum(np.linspace(0, 1, 101) <= count / 100)
+        assert average_precision(every, every, 100, "101point") == pytest.approx(reached / 101)
+
+
 def test_the_area_under_the_monotone_precision_is_larger() -> None:
     scores, true = np.array([0.9, 0.8, 0.7]), np.array([0, 1, 1])
     assert average_precision(scores, true, 2, "Integral") == pytest.approx((1 / 2 + 2 / 3) / 2)
