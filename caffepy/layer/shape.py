@@ -67,7 +67,7 @@ class ShuffleChannel(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shape, group = bottom[0].shape, self.param.shuffle_channel_param.group
-        if len(shape) < 2 or group < 1 or shape[1] % group:
+        if len(shape) < 2 or group < 1 or not shape[1] or shape[1] % group:
             raise ConfigError(
                 f"shuffle_channel_param: the channels of {list(shape)} cannot be split into "
                 f"{group} groups"

@@ -144,7 +144,7 @@ class YoloLoss(LossLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         x, truths = (b.shape for b in bottom)
         length = 5 + self.classes
-        if len(x) != 4 or x[1] != self.boxes * length:
+        if len(x) != 4 or x[1] != self.boxes * length or 0 in x[2:]:
             raise ConfigError(
                 f"{self.boxes} boxes of {self.classes} classes need (N, {self.boxes * length}, H, "
                 f"W), not {list(x)}"

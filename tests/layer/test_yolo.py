@@ -366,6 +366,7 @@ def test_a_number_behind_the_anchors_is_not_read():
         ('type: "RegionLoss"', [(1, 125, 2, 2), (1, 1, 3, 5)], "ten or more, not 0"),
         (REGION % "", [(1, 15, 2, 2), (1, 1, 3, 5)], r"3 classes need \(N, 16, H, W\)"),
         (REGION % "", [(1, 16, 2, 3), (1, 1, 3, 5)], "as many rows as columns"),
+        (YOLO3.format(""), [(1, 16, 0, 2), (1, 1, 3, 5)], r"3 classes need \(N, 16, H, W\)"),
         (REGION % "", [(2, 16, 2, 2), (1, 1, 3, 5)], r"shape \(2, ..., 5\), not \[1, 1, 3, 5\]"),
         (YOLO3.format("").replace("mask: 1", ""), [(1, 16, 2, 2), (1, 1, 3, 5)], "mask must name"),
         (YOLO3.format("biases: 1"), [(1, 16, 2, 2), (1, 1, 3, 5)], "two for each anchor"),
