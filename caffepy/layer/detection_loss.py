@@ -200,8 +200,8 @@ class BoxAnnotatorOHEM(Layer):
     """The labels and weights of the roi_per_img boxes of each image whose loss is largest; the
     others get ignore_label and weights of 0 (Shrivastava et al. 2016, as R-FCN does it).
 
-    Bottoms: rois (R, 5, ...), losses and labels (R, 1, ...), weights (R, 4K, ...). Of equal losses
-    the first comes first.
+    Bottoms: rois (R, 5, ...), losses and labels (R, 1, ...), weights (R, 4K, ...). Tops have four
+    axes or more, as there. Of equal losses the first comes first.
     """
 
     on_gpu = True
@@ -225,10 +225,12 @@ class BoxAnnotatorOHEM(Layer):
                 f"boxes of shape {list(rois.shape)} need (R, 5, ...), and a loss and a label each, "
                 f"not {list(losses.shape)} and {list(labels.shape)}"
             )
-        if around(weights, 1)[::2] != (boxes, places):
+        given, columns, around_them = around(weights, 1)
+        if (given, around_them) != (boxes, places):
             raise ConfigError(f"weights of shape {list(weights.shape)} do not fit {boxes} boxes")
-        top[0].reshape((boxes, 1, *rois.shape[2:]))
-        top[1].reshape_like(weights)
+        sides = (*rois.shape[2:], 1, 1)[: max(2, len(rois.shape) - 2)]
+        top[0].reshape((boxes, 1, *sides))
+        top[1].reshape((boxes, columns, *sides))
         self.view = (boxes, places)
         self.order = self.buffer((count,), np.int64)
         self.order.host_data[...] = np.arange(count)

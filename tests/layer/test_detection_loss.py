@@ -153,7 +153,10 @@ def test_the_hardest_boxes_are_kept(places):
     weights = random(n, 8, *places, seed=2)
     text = 'type: "BoxAnnotatorOHEM" box_annotator_ohem_param { roi_per_img: 2 ignore_label: -3 }'
     single = Single(text, rois, losses, labels.astype(float), weights, tops=2)
-    got_labels, got_weights = single.forward()
+    tops = single.forward()
+    sides = places or (1, 1)  # the fork's tops have four axes
+    assert [top.shape for top in tops] == [(n, 1, *sides), (n, 8, *sides)]
+    got_labels, got_weights = tops[0].reshape(losses.shape), tops[1].reshape(weights.shape)
     order = sorted(np.ndindex(n, *places), key=lambda at: -losses[at[0], 0, *at[1:]])
     kept, counts = set(), {}
     for at in order:
@@ -166,7 +169,7 @@ def test_the_hardest_boxes_are_kept(places):
         assert got_labels[n_, 0, *rest] == (labels[n_, 0, *rest] if at in kept else -3)
         expected = weights[(n_, slice(None), *rest)] if at in kept else 0
         np.testing.assert_array_equal(got_weights[(n_, slice(None), *rest)], expected)
-    gradients, _ = single.backward([got_labels, got_weights], [True] * 4)
+    gradients, _ = single.backward(tops, [True] * 4)
     assert not any(gradient.any() for gradient in gradients)
 
 
@@ -200,4 +203,4 @@ def test_box_annotator_of_no_boxes():
     text = 'type: "BoxAnnotatorOHEM" box_annotator_ohem_param { roi_per_img: 2 }'
     shapes = [(0, 5), (0, 1), (0, 1), (0, 4)]
     labels, weights = Single(text, *map(np.zeros, shapes), tops=2).forward()
-    assert (labels.shape, weights.shape) == ((0, 1), (0, 4))
+    assert (labels.shape, weights.shape) == ((0, 1, 1, 1), (0, 4, 1, 1))
