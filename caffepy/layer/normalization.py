@@ -350,10 +350,10 @@ class BN(SameShape):
     """y = (x - mean) / sqrt(variance + eps) * scale + shift per channel of (N, C, ...).
 
     All blobs have the shape (1, C, 1, 1); the variance is the biased one. SegNet's, told by
-    scale_filler, shift_filler or bn_mode, has scale and shift; LEARN takes the statistics of the
-    batch in every phase, which tops 1 and 2 give, and INFERENCE 0 and 1. PSPNet's, told by any
-    other field of bn_param, has a running mean and variance besides, which each batch of TRAIN
-    moves by 1 - momentum, and which TEST and `frozen` take.
+    scale_filler, shift_filler, bn_mode or further tops, has scale and shift; LEARN takes the
+    statistics of the batch in every phase, which tops 1 and 2 give, and INFERENCE 0 and 1.
+    PSPNet's, told by any other field of bn_param or by none, has a running mean and variance
+    besides, which each batch of TRAIN moves by 1 - momentum, and which TEST and `frozen` take.
     """
 
     tops = (1, 3)
@@ -370,7 +370,7 @@ class BN(SameShape):
                 f"bn_param has {of_segnet[0]} of SegNet and {of_pspnet[0]} of PSPNet, whose layers "
                 "differ"
             )
-        self.runs = not of_segnet and (bool(of_pspnet) or len(self.blobs) != 2)
+        self.runs = bool(of_pspnet) or not (of_segnet or len(top) > 1 or len(self.blobs) == 2)
         if self.runs and len(top) > 1:
             raise ConfigError("only SegNet's BN, with scale_filler, has tops for mean and variance")
         c = bottom[0].shape[1]

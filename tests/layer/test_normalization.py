@@ -531,6 +531,9 @@ def test_frozen_bn_leaves_its_parameters():
 def test_segnets_bn_gives_its_statistics():
     x = random(4, 3, 2, 5)
     _, mean, variance = Single(bn("SegNet learns"), x, tops=3).forward()
+    untold = Single('type: "BN"', x, tops=3)  # the tops tell
+    assert len(untold.layer.blobs) == 2
+    np.testing.assert_array_equal(untold.forward()[1:], [mean, variance])
     np.testing.assert_allclose(mean.reshape(-1), x.mean((0, 2, 3)))
     np.testing.assert_allclose(variance.reshape(-1), x.var((0, 2, 3)))
 
