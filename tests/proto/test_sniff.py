@@ -38,6 +38,8 @@ CONTENTS = {
     "pickle 2": (pickle.dumps([1], 2), "a Python pickle"),
     "pickle 5": (pickle.dumps({"state_dict": list(range(100))}, 5), "a Python pickle"),
     "legacy PyTorch": (pickle.dumps(0x1950A86A20F9469CFC6C, 2), "a PyTorch file"),
+    "safetensors": ((640).to_bytes(8, "little") + b'{"a":', "a safetensors file"),
+    "long safetensors": (b"BZh\0\0\0\0\0{", "a safetensors file"),
     "gzip": (b"\x1f\x8b\x08\0", "a gzip file"),
     "tar": (b"x".ljust(257, b"\0") + b"ustar\0", "a tar archive"),
     "text": (b"# caffe\nname: 'x'\n", "text"),
