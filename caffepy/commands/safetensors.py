@@ -183,7 +183,7 @@ def read_tensors(path: str) -> dict[str, Array]:
 def write_tensors(path: str, tensors: Mapping[str, Array]) -> None:
     """Write the tensors straight to `path`, as PyTorch's libraries take them."""
     from_numpy = _library().numpy
-    contiguous = {name: np.ascontiguousarray(x, np.float32) for name, x in tensors.items()}
+    contiguous = {name: np.require(x, np.float32, ["C"]) for name, x in tensors.items()}
     content = from_numpy.save(contiguous, metadata={"format": "pt"})
     with open(path, "wb") as file:  # the library's own file could be read by its owner alone
         file.write(content)

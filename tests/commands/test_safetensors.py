@@ -95,6 +95,17 @@ def test_a_trained_net_there_and_back() -> None:
     assert tensor.blobs[0].shape == (32, 16, 3, 3)
 
 
+def test_a_number_without_axes_stays_one() -> None:
+    """As the scale of a Normalize layer with channel_shared, or the slope of such a PReLU."""
+    blob = binary.array_to_blob(np.array(7, np.float32))
+    net = NetParameter(layer=[{"name": "norm", "type": "Normalize", "blobs": [blob]}])
+    Path("x.caffemodel").write_bytes(net.SerializeToString())
+    convert("x.caffemodel", "x.safetensors")
+    assert files.load_file("x.safetensors")["norm.weight"].shape == ()
+    convert("x.safetensors", "y.caffemodel")
+    assert [x.shape for x in blobs("y.caffemodel")["norm"]] == [()]
+
+
 def test_statistics_are_divided_by_their_weight_and_others_are_numbered() -> None:
     net = NetParameter()
     arrays = np.float32([2, 4]), np.float32([6, 8]), np.float32([2])
