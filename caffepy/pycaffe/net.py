@@ -259,11 +259,9 @@ class Net:
         last = self._place(end) if end is not None else len(self._net.layers) - 1
         outputs = _each(self._net.nodes[last].top_names if end is not None else self.outputs, blobs)
         if inputs:
-            if set(inputs) != set(self.inputs):
-                raise Exception("Input blob arguments do not match net inputs.")
+            _compare("Input blob arguments do not match net inputs.", inputs, self.inputs)
             for name, array in inputs.items():
-                if np.shape(array)[:1] != self.blobs[name].shape[:1]:
-                    raise Exception("Input is not batch sized")
+                _check_batch("Input", name, array, self.blobs[name])
                 self.blobs[name].data[...] = array
         self._forward(first, last)
         return {name: self.blobs[name].data for name in outputs}
@@ -285,11 +283,9 @@ class Net:
         bottoms = self._net.nodes[last].bottom_names if end is not None else self.inputs
         wanted = _each(bottoms, diffs)
         if tops:
-            if set(tops) != set(self.outputs):
-                raise Exception("Top diff arguments do not match net outputs.")
+            _compare("Top diff arguments do not match net outputs.", tops, self.outputs)
             for name, array in tops.items():
-                if np.shape(array)[:1] != self.blobs[name].shape[:1]:
-                    raise Exception("Diff is not batch sized")
+                _check_batch("Diff", name, array, self.blobs[name])
                 self.blobs[name].diff[...] = array
         self._backward(first, last)
         return {name: self.blobs[name].diff for name in wanted}
@@ -420,6 +416,20 @@ class Net:
 def _each(names: Iterable[str], more: Iterable[str] | None) -> list[str]:
     """Return the names, each once, in this order."""
     return list(dict.fromkeys([*names, *(more or ())]))
+
+
+def _compare(message: str, given: Iterable[str], wanted: Iterable[str]) -> None:
+    """Raise an Exception, which begins as pycaffe's does, unless these are the same names."""
+    lists = [", ".join(sorted(names)) or "none" for names in (wanted, given)]
+    if lists[0] != lists[1]:
+        raise Exception(f"{message} The net has {lists[0]}; given: {lists[1]}")
+
+
+def _check_batch(what: str, name: str, array: Any, blob: Blob) -> None:
+    """Raise an Exception, which begins as pycaffe's does, unless the first axes are alike."""
+    if np.shape(array)[:1] != blob.shape[:1]:
+        shapes = f"{list(np.shape(array))} for a blob of {list(blob.shape)}"
+        raise Exception(f'{what} is not batch sized: "{name}" is {shapes}')
 
 
 def _count(inputs: dict[str, Any]) -> int:

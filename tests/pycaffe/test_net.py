@@ -87,9 +87,11 @@ def test_parts_of_the_net(net: "caffe.Net") -> None:
 
 
 def test_inputs_are_checked(net: "caffe.Net") -> None:
-    with pytest.raises(Exception, match="do not match net inputs"):
+    named = r"do not match net inputs\. The net has x, y; given: x$"
+    with pytest.raises(Exception, match=named):
         net.forward(x=np.zeros((4, 3)))
-    with pytest.raises(Exception, match="not batch sized"):
+    sized = r'^Input is not batch sized: "x" is \[5, 3\] for a blob of \[4, 3\]$'
+    with pytest.raises(Exception, match=sized):
         net.forward(x=np.zeros((5, 3)), y=np.zeros(5))
     with pytest.raises(Exception, match="do not match net outputs"):
         net.backward(a=np.zeros((4, 5)))
