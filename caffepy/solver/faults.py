@@ -47,7 +47,8 @@ def stopping_workers(iterations: Iterations) -> Iterator[None]:
 def _name_blob(error: LostBlobsError, iterations: Iterations) -> None:
     """Run forward again, step by step, from where the iteration that diverged began, to name the
     first blob that is not finite. Parameters are as they were, since nothing was updated; positions
-    and running statistics are restored. Code of the user is not run again.
+    and running statistics are restored. Code of the user is not run again, and whatever fails here
+    leaves the error as it is.
     """
     step, net = iterations.step, iterations.step.net
     if any(layer.may_modify_gradients for layer in net.layers):
@@ -56,7 +57,7 @@ def _name_blob(error: LostBlobsError, iterations: Iterations) -> None:
     now, writes_files = take_positions([net], device), device.writes_files
     device.writes_files = False
     try:
-        with suppress(CaffeError):
+        with suppress(Exception):
             set_positions(positions, [net], device)
             for _ in range(step.param.iter_size):
                 if blob := first_blob(net, step.graphs.eager_steps):
@@ -64,8 +65,9 @@ def _name_blob(error: LostBlobsError, iterations: Iterations) -> None:
                     break
     finally:
         device.writes_files = writes_files
-        step.restore_stats()
-        set_positions(now, [net], device)
+        with suppress(Exception):
+            step.restore_stats()
+            set_positions(now, [net], device)
 
 
 @contextmanager

@@ -140,6 +140,21 @@ def test_a_divergence_names_the_first_blob(device: Callable[[], Device], passes:
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_divergence_whose_blob_is_not_found_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise ValueError
+
+    monkeypatch.setattr("caffepy.solver.faults.first_blob", fail)
+    solver = solver_of(Device(seed=1))
+    solver.save_memory(4)
+    solver.step(4)
+    before = solver.iterations.positions()
+    solver.net.learnable_params[0].host_data[0] = np.nan
+    with pytest.raises(DivergenceError, match="is not finite; with --no-capture, and without"):
+        solver.step(9)
+    assert str(solver.iterations.positions()) == str(before)
+
+
 def test_blobs_that_take_much_share_memory_without_recomputation(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
