@@ -83,7 +83,7 @@ class ConcatReLUs:
 
 class _BehindReLU:
     """Base of groups of a Convolution over channels, its ReLU of slope 0, in place or not, and a
-    layer whose gradient tells ReLU's mask.
+    layer whose gradient tells ReLU's mask, or two.
 
     The convolution's output is a buffer of the group's own.
     """
@@ -92,7 +92,7 @@ class _BehindReLU:
     own_diffs: Sequence[Blob] = ()
 
     def __init__(self, members: Sequence[Member]) -> None:
-        convolution, relu, last = members
+        convolution, relu, *_, last = members
         assert isinstance(convolution.layer, Convolution)
         assert relu.layer.can_fuse
         self.layer = convolution.layer
@@ -258,6 +258,37 @@ class ConvolutionLRN(_BehindReLU):
         given = self.output.data, self.top.data, dy, dy
         self.lrn.gradient(*given, relu=True, db=self.layer.bias_diff)
         self.gradients(dy)
+
+
+class ConvolutionLRNPooling(_BehindReLU):
+    """top = maxima of LRN across channels of relu(w * bottom + b).
+
+    What LRN would give is not written. Backward writes the gradient of the convolution's output
+    over that output.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        super().__init__(members)
+        *_, lrn, pooling = (member.layer for member in members)
+        assert isinstance(lrn, LRN)
+        assert isinstance(pooling, Pooling)
+        self.lrn, self.pooling = lrn, pooling
+
+    @property
+    def buffers(self) -> Sequence[Blob]:
+        """The convolution's output and the places of the maxima."""
+        return [self.output, *self.pooling.buffers]
+
+    def forward(self) -> None:
+        pooling, y = self.pooling, self.top.data
+        given = self.lrn.terms, pooling.window
+        self.layer.ops.lrn_max_pool_forward(self.convolve(), y, pooling.index.data, *given)
+
+    def backward(self) -> None:
+        pooling, gradient = self.pooling, self.output.data
+        given = self.top.diff, pooling.index.data, gradient, self.lrn.terms, pooling.window
+        self.layer.ops.lrn_max_pool_backward(gradient, *given, self.layer.bias_diff)
+        self.gradients(gradient)
 
 
 class PoolingReLU:

@@ -12,6 +12,7 @@ from caffepy.layer.base import Layer
 from caffepy.layer.convolution import Convolution
 from caffepy.layer.convolution_groups import (
     ConvolutionLRN,
+    ConvolutionLRNPooling,
     ConvolutionMeans,
     ConvolutionPooling,
     ConvolutionReLU,
@@ -142,6 +143,7 @@ PATTERNS = (
     Pattern((Convolution, BatchNorm, Scale, ReLU, Pooling), ()),
     Pattern((BatchNorm, Scale, ReLU, Pooling), ()),
     Pattern((Convolution, BatchNorm), NORM),
+    Pattern((Convolution, ReLU, LRN, Pooling), ()),
     Pattern((Convolution, ReLU, LRN), ()),
     Pattern((Convolution, ReLU, Pooling), ()),
     Pattern((Convolution, Pooling), (ReLU,)),
@@ -173,6 +175,8 @@ def make_group(members: Sequence[Member], learns: bool, has_gradient: Sequence[b
     kinds = [kind_of(member.layer) for member in members]
     if kinds[:2] == [Convolution, Pooling]:
         return PooledConvolution(members)
+    if kinds[2:] == [LRN, Pooling]:
+        return ConvolutionLRNPooling(members)
     last = members[-1].layer
     if kinds[0] is Convolution and isinstance(last, Pooling) and not last.takes_maxima:
         return ConvolutionMeans(members)

@@ -279,9 +279,12 @@ def _groups_from(nodes: Sequence[Node], start: int, taken: Container[int]) -> It
 
 def _takes_mask(before: Sequence[Layer], node: Node) -> bool:
     """True if the gradient of this LRN or Pooling behind these layers of a group tells that of a
-    ReLU before it, or of means takes it in.
+    ReLU before it, or of means takes it in. Maxima of what LRN gives are taken in the same pass
+    where channels lie last.
     """
     means = isinstance(node.layer, Pooling) and not node.layer.takes_maxima
+    if isinstance(before[-1], LRN):
+        return not means and node.layer_bottoms[0].layout.channels_last
     over_channels = not isinstance(before[0], Convolution) or before[0].axis == 1
     takes = not means or [type(layer) for layer in before] == [Convolution, ReLU]
     return over_channels and takes and node.tops[0] is not node.bottoms[0]

@@ -348,6 +348,23 @@ class Ops(Protocol):
         then db[c] += sum of dx[n, c, ...] unless db is None.
         """
 
+    def lrn_max_pool_forward(
+        self, x: Array, y: Array, index: Array, terms: Terms, window: Windows
+    ) -> None:
+        """`lrn_forward` of x (N, C, H, W), then `max_pool_forward`."""
+
+    def lrn_max_pool_backward(
+        self,
+        x: Array,
+        dy: Array,
+        index: Array,
+        dx: Array,
+        terms: Terms,
+        window: Windows,
+        db: Maybe,
+    ) -> None:
+        """`max_pool_backward`, then `lrn_backward` with `relu`; dx may be x."""
+
     def normalize_forward(
         self, x: Array, y: Array, norm: Array, eps: float, absolute: bool
     ) -> None:

@@ -13,6 +13,7 @@ from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
 from caffepy.layer.convolution_groups import (
     ConvolutionLRN,
+    ConvolutionLRNPooling,
     ConvolutionMeans,
     ConvolutionPooling,
     ConvolutionReLU,
@@ -148,26 +149,31 @@ def test_on_a_gpu(case, layout):
 
 
 class Behind(Pair):
-    """A Pair with a layer behind it that knows ReLU's mask, and their group."""
+    """A Pair with layers behind it that know ReLU's mask, and their group."""
 
     def __init__(self, case, behind, wanted, device=None, layout=None):
         super().__init__(case, True, wanted, device, layout)
-        self.group, text = BEHIND[behind]
+        self.group, *texts = BEHIND[behind]
+        self.behind, self.y = [], self.middle
         with self.device.scope():
-            self.last = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, self.device)
-            self.y = Blob(device=self.device)
-            if layout:
-                self.y.set_layout(layout)
-            self.last.setup([self.middle], [self.y])
-            self.last.reshape([self.middle], [self.y])
+            for text in texts:
+                last = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, self.device)
+                x, self.y = self.y, Blob(device=self.device)
+                if layout:
+                    self.y.set_layout(layout)
+                last.setup([x], [self.y])
+                last.reshape([x], [self.y])
+                self.behind.append((last, x, self.y))
 
     def one_by_one(self, down):
         with self.device.scope():
             self.conv.forward([self.x], [self.middle])
             self.relu.forward([self.middle], [self.middle])
-            self.last.forward([self.middle], [self.y])
+            for layer, x, y in self.behind:
+                layer.forward([x], [y])
             self.y.host_diff[...] = quarters(random(*self.y.shape, seed=1))
-            self.last.backward([self.y], [True], [self.middle])
+            for layer, x, y in reversed(self.behind):
+                layer.backward([y], [True], [x])
             self.relu.backward([self.middle], [True], [self.middle])
             self.conv.backward([self.middle], [down], [self.x])
         return self.results()
@@ -177,7 +183,7 @@ class Behind(Pair):
             [
                 Member(self.conv, [self.x], [self.middle], [down]),
                 Member(self.relu, [self.middle], [self.middle], [True]),
-                Member(self.last, [self.middle], [self.y], [True]),
+                *(Member(layer, [x], [y], [True]) for layer, x, y in self.behind),
             ]
         )
         with self.device.scope():
@@ -199,6 +205,11 @@ BEHIND = {
     "LRN": (ConvolutionLRN, LRN % "local_size: 3 beta: 0.75"),
     "means": (ConvolutionMeans, POOLING % "pool: AVE kernel_size: 3 stride: 2 pad: 1"),
     "wide LRN": (ConvolutionLRN, LRN % "local_size: 11 beta: 0.6"),
+    "maxima of LRN": (
+        ConvolutionLRNPooling,
+        LRN % "local_size: 3 beta: 0.75",
+        POOLING % "kernel_size: 3 stride: 2 pad: 1",
+    ),
 }
 IMAGES = [case for case, (shape, _) in CASES.items() if len(shape) == 4]
 
@@ -224,7 +235,9 @@ def test_maxima_without_what_they_are_of(case, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("behind", ["overlapping maxima", "means", "LRN", "wide LRN"])
+@pytest.mark.parametrize(
+    "behind", ["overlapping maxima", "means", "LRN", "wide LRN", "maxima of LRN"]
+)
 @pytest.mark.parametrize("case", IMAGES)
 def test_what_knows_the_mask_on_a_gpu(case, behind, layout):
     layout, tolerance = LAYOUTS[layout]

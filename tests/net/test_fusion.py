@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from caffepy import models
-from caffepy.device.blob import Layout, Memory
+from caffepy.device.blob import Blob, Layout, Memory
 from caffepy.device.device import Device
 from caffepy.layer.convolution_groups import ConcatReLUs
 from caffepy.layer.fused import JoinedMaps
@@ -302,6 +302,12 @@ def groups_of(net: Net) -> list[list[str]]:
 @pytest.mark.parametrize("name", NETS)
 def test_what_is_computed_together(name: str) -> None:
     assert groups_of(build(NETS[name])) == GROUPS[name]
+
+
+def test_maxima_behind_a_norm_where_channels_lie_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = build(NETS["conv relu, norm, max pooling"])
+    monkeypatch.setattr(Blob, "layout", Layout(np.dtype(np.float32), True))
+    assert groups_of(net) == [["c", "r", "n", "m"]]
 
 
 @pytest.mark.parametrize("name", [name for name in NETS if "concat" in name])

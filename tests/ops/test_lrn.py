@@ -38,3 +38,25 @@ def test_as_the_formula(case, dtype, tolerance):
     cpu.lrn_backward(x, y, s, dy, dx, (size, alpha, beta, k))
     for have, w in zip((y, s, dx), want, strict=True):
         np.testing.assert_allclose(have, w, rtol=tolerance, atol=tolerance * np.abs(w).max())
+
+
+def test_maxima_of_it():
+    (kernel, stride), shape = (3, 2), (2, 6, 7, 9)
+    terms, window = (3, 0.5, 0.75, 2.0), ((kernel, kernel), (stride, stride), (0, 0))
+    rng = np.random.default_rng(0)
+    x = np.maximum(rng.standard_normal(shape), 0)
+    dy, g = rng.standard_normal((2, 6, 3, 4)), np.zeros(shape)
+    normalized = formula(x, x, *terms)[0]
+    want = np.empty_like(dy)
+    for n, c, i, j in np.ndindex(*dy.shape):
+        rows, columns = (slice(stride * at, stride * at + kernel) for at in (i, j))
+        part = normalized[n, c, rows, columns]
+        want[n, c, i, j] = part.max()
+        g[n, c, rows, columns].flat[part.argmax()] += dy[n, c, i, j]
+    y, index, dx, db = np.empty_like(dy), np.empty(dy.shape, np.int32), x.copy(), np.ones(6)
+    cpu.lrn_max_pool_forward(x, y, index, terms, window)
+    np.testing.assert_allclose(y, want, rtol=1e-13)
+    cpu.lrn_max_pool_backward(dx, dy, index, dx, terms, window, db)
+    gradient = np.where(x > 0, formula(x, g, *terms)[2], 0)
+    np.testing.assert_allclose(dx, gradient, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(db, 1 + gradient.sum(axis=(0, 2, 3)), rtol=1e-12)

@@ -67,7 +67,12 @@ from caffepy.ops.cpu.loss import (
     softmax_loss_backward,
     softmax_loss_forward,
 )
-from caffepy.ops.cpu.lrn import lrn_backward, lrn_forward
+from caffepy.ops.cpu.lrn import (
+    lrn_backward,
+    lrn_forward,
+    lrn_max_pool_backward,
+    lrn_max_pool_forward,
+)
 from caffepy.ops.cpu.neuron import (
     bias_act_backward,
     bias_act_forward,

@@ -15,6 +15,8 @@ from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.neuron import relu_bias_backward
+from caffepy.ops.cpu.pooling import max_pool_backward, max_pool_forward
+from caffepy.ops.objects import Windows
 from caffepy.ops.protocol import Maybe, Terms
 
 PIXELS = 256  # computed at a time, for all channels, so that they stay in cache
@@ -117,3 +119,19 @@ def lrn_backward(
     _run(_backward, (x, y, scale, dy, dx), terms)
     if relu:
         relu_bias_backward(x, dx, db)
+
+
+def lrn_max_pool_forward(x: Array, y: Array, index: Array, terms: Terms, window: Windows) -> None:
+    normalized = np.empty_like(x)
+    lrn_forward(x, normalized, np.empty_like(x), terms)
+    max_pool_forward(normalized, y, index, window)
+
+
+def lrn_max_pool_backward(
+    x: Array, dy: Array, index: Array, dx: Array, terms: Terms, window: Windows, db: Maybe
+) -> None:
+    normalized, scale, g = (np.empty_like(x) for _ in range(3))
+    lrn_forward(x, normalized, scale, terms)
+    max_pool_backward(dy, index, g, window)
+    lrn_backward(x, normalized, scale, g, g, terms, True, db)
+    dx[...] = g

@@ -85,6 +85,7 @@ from caffepy.ops.cuda.loss import (
     softmax_loss_forward,
 )
 from caffepy.ops.cuda.lrn import lrn_backward, lrn_forward
+from caffepy.ops.cuda.lrn_pooling import lrn_max_pool_backward, lrn_max_pool_forward
 from caffepy.ops.cuda.neuron import (
     bias_act_backward,
     bias_act_forward,

@@ -78,7 +78,7 @@ def window_sizes(
 
 def max_pool_forward(x: Array, y: Array, index: Array, window: Windows, relu: bool = False) -> None:
     narrow = x.dtype.itemsize == 2 and capability() >= 90
-    if narrow and _suits_tiles(y, x, y, index, window):
+    if narrow and suits_tiles(y, x, y, index, window):
         tile = TILE // window[1][0]
         _pool_tiles("max_pool_forward_tiles", y, tile, (x, y, index), x, y, window, relu=relu)
         return
@@ -124,13 +124,13 @@ def norm_max_pool_backward(
 
 def max_pool_backward(dy: Array, index: Array, dx: Array, window: Windows) -> None:
     arrays = (dy, index, dx)
-    if _suits_tiles(dx, dx, dy, index, window):
+    if suits_tiles(dx, dx, dy, index, window):
         _pool_tiles("max_pool_backward_tiles", dx, TILE, arrays, dx, dy, window)
     else:
         _pool("max_pool_backward", dx, dx, dy, arrays, window)
 
 
-def _suits_tiles(over: Array, large: Array, small: Array, index: Array, window: Windows) -> bool:
+def suits_tiles(over: Array, large: Array, small: Array, index: Array, window: Windows) -> bool:
     """Return True if kernels of tiles can do it, and have enough to do: square windows, none of
     which begins beyond the plane, over whole packs of channels.
     """

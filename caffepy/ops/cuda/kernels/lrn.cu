@@ -6,23 +6,9 @@
 // which its neighbours have just read too, and s is not kept but computed again.
 
 #include "pack.cuh"
+#include "lrn.cuh"
 
 constexpr int RUN = 16, AHEAD = 4;  // channels of a thread, and those whose elements it loads at a time
-
-// s^-beta and 1/s; one root of the other for the usual beta of 3/4
-template <bool THREE_QUARTERS, typename A> struct Power {
-  A of, inverse;
-  __device__ Power(A s, A beta) {
-    if (THREE_QUARTERS) {
-      const A root = rsqrt(s);
-      inverse = root * root;
-      of = inverse * rsqrt(root);
-    } else {
-      inverse = 1 / s;
-      of = pow(s, -beta);
-    }
-  }
-};
 
 template <typename A> __device__ A power(A s, A beta) {
   return beta == A(0.75) ? Power<true, A>(s, beta).of : Power<false, A>(s, beta).of;
@@ -142,14 +128,6 @@ __device__ void read(Wide<T> (&to)[COUNT], const T* line, int first, int channel
 #pragma unroll
     for (int v = 0; v < V; ++v) to[i + v] = Wide<T>(pack.v[v]);
   }
-}
-
-// sum of the 2*HALF + 1 terms around `at`
-template <int HALF, typename A, int COUNT> __device__ A window(const A (&terms)[COUNT], int at) {
-  A total = terms[at - HALF];
-#pragma unroll
-  for (int i = 1 - HALF; i <= HALF; ++i) total += terms[at + i];
-  return total;
 }
 
 // f(line, first channel) for every pack of V channels of all lines.
