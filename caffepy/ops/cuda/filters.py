@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 from caffepy.ops.cuda.compiler import prefetch
 from caffepy.ops.cuda.copies import convert
 from caffepy.ops.cuda.graphs import Geometry, Shape
-from caffepy.ops.cuda.launch import TYPES, Array, launch, launch_blocks, packs
+from caffepy.ops.cuda.launch import TYPES, Array, divisor, launch, launch_blocks, packs
 
 TILE = 4096
 """Floats of a tile, as in filters.cu."""
@@ -53,7 +53,9 @@ class Filters:
             outputs, channels, taps = 1, outputs * channels * taps, 1
             across, down = 1, FLAT
         self._blocks = outputs * -(-channels // down) * -(-taps // across)
-        self._sizes = (outputs, channels, taps, prod(row), share, shift, down, across)
+        even = not any(n % 2 for n in (down, channels, prod(row), shift, *places))
+        sizes = (outputs, channels, taps, prod(row), share, shift, down, across)
+        self._sizes = (*sizes, int(even), divisor(max(1, down // 2)))
         kind = TYPES[self.dtype.name]
         prefetch("filters", [f"turn<{kind}>", f"add_{'turned' if turned else 'same'}<{kind}>"])
         self.forget()
