@@ -77,22 +77,27 @@ few_channels(const T* x, const float* w, const float* b, T* y, int relu, int num
   const Divisor of_pitch(by_pitch), of_steps(by_steps);
   unsigned weights[DEEP][8][2], keeps[DEEP][2];
   int offsets[DEEP][2];
+  float* here = reinterpret_cast<float*>(piece);  // all at once, since each load has to be waited for
+  for (int i = threadIdx.x; i < OUTPUTS * channels * taps; i += 256) here[i] = w[i64(first) * channels * taps + i];
+  __syncthreads();
 #pragma unroll
   for (int d = 0; d < DEEP; ++d)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int k = d * 16 + half * 8 + 2 * t, r = k / even, e = k % even;
+      const int low_at = e % channels * taps + e / channels, high_at = (e + 1) % channels * taps + (e + 1) / channels;
       const bool there = r < taps_h, both = e + 1 < along;
       offsets[d][half] = there ? r * dilation_h * pitch + e : 0;
       keeps[d][half] = !there ? 0 : both ? ~0u : 0xffffu;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float* from = w + i64(first + column_of(j, g)) * channels * taps + r * taps_w;
-        const unsigned low = there ? T(from[e % channels * taps + e / channels]).bits : 0;
-        const unsigned high = there && both ? T(from[(e + 1) % channels * taps + (e + 1) / channels]).bits : 0;
+        const float* from = here + column_of(j, g) * channels * taps + r * taps_w;
+        const unsigned low = there ? T(from[low_at]).bits : 0;
+        const unsigned high = there && both ? T(from[high_at]).bits : 0;
         weights[d][j][half] = high << 16 | low;
       }
     }
+  __syncthreads();
   float bias[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) bias[i] = b ? b[first + column_of(i / 2, 2 * t + i % 2)] : 0;
