@@ -22,6 +22,9 @@ ROWS, OUTPUTS = 32, 64
 LINES, SHARED = 8, 40 << 10
 """Most lines of y that a block takes at a time; most bytes of shared memory."""
 
+AHEAD = 2 * 8 * 16 * THREADS
+"""Bytes of shared memory of a gradient for what threads load before they need it."""
+
 RESIDENT = 2
 """Blocks of a multiprocessor."""
 
@@ -42,6 +45,11 @@ def _shared(geometry: Geometry, lines: int) -> int:
     return 4 * max(seen * _pitch(geometry), ROWS * OUTPUTS)
 
 
+def _room(ahead: int) -> int:
+    """Return the bytes of shared memory for lines of x beside so many others."""
+    return min(SHARED, here().shared - ahead)
+
+
 def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
     """Return True if the gradient's kernel takes this convolution and may be the fastest way."""
     return (
@@ -51,8 +59,8 @@ def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
         and geometry.w[0] % OUTPUTS == 0
         and prod(geometry.y) >= LEAST
         and np.dtype(dtype).itemsize == 2
-        and _shared(geometry, 1) <= SHARED
         and here().capability >= 80
+        and _shared(geometry, 1) <= _room(AHEAD)
     )
 
 
@@ -66,22 +74,27 @@ class _Work(NamedTuple):
     shared: int
 
     def launch(self, *arrays: Any) -> None:
-        run = kernel("few_channels", self.name)
+        run: Any = kernel("few_channels", self.name)
+        run.max_dynamic_shared_size_bytes = self.shared
         given = *arrays, *self.numbers, *self.divisors
         run(self.grid, (THREADS,), given, shared_mem=self.shared)
 
 
-def _work(name: str, geometry: Geometry, dtype: DTypeLike, variant: str = "") -> _Work:
+def _work(
+    name: str, geometry: Geometry, dtype: DTypeLike, variant: str = "", ahead: int = 0
+) -> _Work:
     full = f"{name}<{TYPES[np.dtype(dtype).name]}{variant}>"
     prefetch("few_channels", [full])
-    lines = max(n for n in range(1, LINES + 1) if _shared(geometry, n) <= SHARED)
+    lines = max(n for n in range(1, LINES + 1) if _shared(geometry, n) <= _room(ahead))
     tiles = geometry.y[0] * -(-geometry.y[2] // lines)
     pitch, steps = _pitch(geometry), -(-geometry.y[3] // 16)
     sizes = (*geometry.x, *geometry.y[1:], *geometry.w[2:], *geometry.dilation)
     numbers = (*sizes, *geometry.stride, *geometry.padding, lines, pitch)
     grid = min(tiles, RESIDENT * here().processors), geometry.w[0] // OUTPUTS
     divisors = divisor(pitch), divisor(steps)
-    return _Work(full, tuple(map(np.int32, numbers)), divisors, grid, _shared(geometry, lines))
+    return _Work(
+        full, tuple(map(np.int32, numbers)), divisors, grid, ahead + _shared(geometry, lines)
+    )
 
 
 def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Make]:
@@ -100,7 +113,7 @@ def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Make]:
 
 def backward_weight_relu(geometry: Geometry, dtype: DTypeLike) -> Run:
     """Return what runs with x, y, dy, dw, db or None, and adds to the last two."""
-    work = _work("few_channels_gradient", geometry, dtype)
+    work = _work("few_channels_gradient", geometry, dtype, ahead=AHEAD)
     prefetch("few_channels", ["add_few_channels"])
     outputs, shares = geometry.w[0], work.grid[0]
     ends = [np.int32(n) for n in (shares, prod(geometry.w[1:]), outputs)]

@@ -14,8 +14,10 @@
 
 #include "pack.cuh"
 #include "mma.cuh"
+#include "ahead.cuh"
 
 constexpr int ROWS = 32, OUTPUTS = 64, WARPS = 8, AT_ONCE = 8;
+constexpr int STAGES = 2, EIGHTS = 8;  // of the gradient: steps whose dy and y are on their way, and what each loads
 
 struct alignas(16) Eight { unsigned words[4]; };
 
@@ -145,13 +147,15 @@ few_channels(const T* x, const float* w, const float* b, T* y, int relu, int num
 }
 
 // Shares of the sums: part (gridDim.x, gridDim.y, ROWS, OUTPUTS). A block takes `lines` lines of y at a time, and of x the
-// lines that they see, of `pitch` words. Shared memory: those, in whose place the sums of warps are added later.
+// lines that they see, of `pitch` words. Shared memory: what each thread loads of dy and y for its next STAGES steps; those
+// lines, in whose place the sums of warps are added later.
 template <typename T> __global__ void __launch_bounds__(256, 2)
 few_channels_gradient(const T* x, const T* y, const T* dy, float* part, int number, int channels, int height, int width,
                       int outputs, int out_height, int out_width, int taps_h, int taps_w, int dilation_h,
                       int dilation_w, int step_h, int step_w, int top, int left, int lines, int pitch, i64 by_pitch,
                       i64 by_steps) {
-  extern __shared__ __align__(16) unsigned piece[];
+  extern __shared__ __align__(16) Eight ahead[];
+  unsigned* piece = reinterpret_cast<unsigned*>(ahead + STAGES * EIGHTS * 256);
   const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane_id / 4, t = lane_id % 4;
   const int taps = taps_h * taps_w, length = channels * taps, steps = (out_width + 15) / 16, first = blockIdx.y * OUTPUTS;
   const int words = ((lines - 1) * step_h + (taps_h - 1) * dilation_h + 1) * pitch, next = step_w * channels;
@@ -173,25 +177,36 @@ few_channels_gradient(const T* x, const T* y, const T* dy, float* part, int numb
 
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int n = tile / pieces, p0 = tile % pieces * lines;
+    const auto load = [&](int unit) {
+      const int line = of_steps.quotient(unit), q0 = (unit - line * steps) * 16;
+      const bool there = unit < lines * steps && p0 + line < out_height;
+      const i64 begin = ((i64(n) * out_height + p0 + line) * out_width + q0) * outputs + first + g * 8;
+      Eight* to = ahead + unit / WARPS % STAGES * EIGHTS * 256 + threadIdx.x;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int q = 2 * t + i % 2 + i / 2 * 8;
+        const bool inside = there && q0 + q < out_width;
+        const i64 from = inside ? begin + i64(q) * outputs : 0;
+        copy_ahead<16>(to + i * 256, dy + from, inside);
+        copy_ahead<16>(to + (4 + i) * 256, y + from, inside);
+      }
+      close_group();
+    };
+    load(warp);
     fill(piece, words, x + i64(n) * height * width * channels, height, width * channels, p0 * step_h - top,
          left * channels, next, pitch, of_pitch);
     __syncthreads();
     for (int unit = warp; unit < lines * steps; unit += WARPS) {
       const int line = of_steps.quotient(unit), q0 = (unit - line * steps) * 16;
       if (p0 + line >= out_height) break;
-      const i64 begin = ((i64(n) * out_height + p0 + line) * out_width + q0) * outputs + first + g * 8;
+      load(unit + WARPS);
+      wait_for_groups<1>();
+      const Eight* own = ahead + unit / WARPS % STAGES * EIGHTS * 256 + threadIdx.x;
       Eight right[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int q = 2 * t + i % 2 + i / 2 * 8;
-        right[i] = {};
-        if (q0 + q < out_width) right[i] = *reinterpret_cast<const Eight*>(dy + begin + i64(q) * outputs);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int q = 2 * t + i % 2 + i / 2 * 8;
-        Eight result = {};
-        if (q0 + q < out_width) result = *reinterpret_cast<const Eight*>(y + begin + i64(q) * outputs);
+        right[i] = own[i * 256];
+        const Eight result = own[(4 + i) * 256];
 #pragma unroll
         for (int k = 0; k < 4; ++k) right[i].words[k] &= above_zero<T>(result.words[k]);
       }
@@ -211,6 +226,7 @@ few_channels_gradient(const T* x, const T* y, const T* dy, float* part, int numb
         multiply<T>(sums[1][j], left_words[1], pair);
       }
     }
+    wait_for_groups<0>();
     __syncthreads();
   }
 
