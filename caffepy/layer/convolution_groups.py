@@ -117,10 +117,9 @@ class _BehindReLU:
 class ConvolutionPooling(_BehindReLU):
     """top = maxima of relu(w * bottom + b).
 
-    A maximum has the sign of the element it was taken of, and each of its gradients goes to one
-    element: ReLU's mask and the bias's gradient are those of the maxima, of which there are fewer.
-    Backward writes the gradient of the convolution's output over that output, and changes the top's
-    diff: it becomes that of the maxima before ReLU.
+    A maximum has the sign of the element it was taken of: those that ReLU makes 0 have no place.
+    Backward writes the gradient of the convolution's output over that output, and may change the
+    top's diff.
 
     Where the convolution `pools`, and the bottom gets no gradient, its output is not written.
     """
@@ -148,7 +147,7 @@ class ConvolutionPooling(_BehindReLU):
             layer.conv.forward_maxima(*given, maxima)
         else:
             self.convolve()
-            self.pooling.forward([output], [self.top])
+            layer.ops.max_pool_forward(output.data, *maxima)
 
     def backward(self) -> None:
         layer, gradient = self.layer, self.output.data
@@ -157,8 +156,8 @@ class ConvolutionPooling(_BehindReLU):
             given = layer.weight_diff, layer.bias_diff
             layer.conv.backward_weight_maxima(self.bottom.data, gradient, maxima, *given)
             return
-        layer.ops.relu_bias_backward(self.top.data, maxima.y, layer.bias_diff)
-        layer.ops.max_pool_backward(maxima.y, maxima.where, gradient, maxima.window)
+        y, where, window, _ = maxima
+        layer.ops.max_pool_backward(y, where, gradient, window, layer.bias_diff)
         self.gradients(gradient)
 
 

@@ -568,8 +568,12 @@ class Ops(Protocol):
         and its index -1 (255).
         """
 
-    def max_pool_backward(self, dy: Array, index: Array, dx: Array, window: Windows) -> None:
-        """dx = 0, then dx[index] += dy for every index but -1."""
+    def max_pool_backward(
+        self, dy: Array, index: Array, dx: Array, window: Windows, db: Maybe = None
+    ) -> None:
+        """dx = 0, then dx[index] += dy for every index but -1. db[c] += sum of dx[n, c, ...] unless
+        db is None; dy may then become 0 where the index is -1.
+        """
 
     def norm_max_pool_forward(
         self, x: Array, numbers: Array, y: Array, index: Array, window: Windows

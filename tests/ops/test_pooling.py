@@ -159,6 +159,10 @@ def test_relu_with_the_pooling_is_that_after_it(case, dtype):
     np.testing.assert_array_equal(fused, y)
     np.testing.assert_array_equal(where, np.where(y <= 0, -1, index))
     np.testing.assert_array_equal(dx_fused, dx)
+    again, db = np.full_like(x, np.nan), np.ones(shape[1], dtype)
+    cpu.max_pool_backward(dy.copy(), where, again, how, db)
+    np.testing.assert_array_equal(again, dx)
+    np.testing.assert_allclose(db, 1 + dx.sum(axis=(0, 2, 3)), rtol=1e-5, atol=1e-5)
 
     cpu.ave_pool_forward(x, y, how)
     cpu.relu_forward(y, y, 0)

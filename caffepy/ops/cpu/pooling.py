@@ -12,6 +12,7 @@ import numpy as np
 
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
+from caffepy.ops.cpu.blas import bias_gradient
 from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.normalization import norm_backward
 from caffepy.ops.cpu.random import mix, seed_array
@@ -113,13 +114,15 @@ def _norm_max_forward(
 
 
 @kernel
-def _max_backward(dy: Array, index: Array, dx: Array, lo: int, hi: int) -> None:
+def _max_backward(dy: Array, index: Array, dx: Array, masks: bool, lo: int, hi: int) -> None:
     for n in range(lo, hi):
         plane = dx[n]
         plane[:] = 0
         for o in range(dy.shape[1]):
             if index[n, o] >= 0:
                 plane[np.uint32(index[n, o])] += dy[n, o]
+            elif masks:
+                dy[n, o] = 0
 
 
 @kernel
@@ -255,9 +258,14 @@ def norm_max_pool_backward(
     norm_backward(flat, numbers, [g], None, None, None, to, dscale, dbias, frozen)
 
 
-def max_pool_backward(dy: Array, index: Array, dx: Array, window: Windows) -> None:
+def max_pool_backward(
+    dy: Array, index: Array, dx: Array, window: Windows, db: Maybe = None
+) -> None:
     planes = _planes(dy, index, dx)
-    parallel(partial(_max_backward, *planes), len(planes[0]), 1 + 20_000 // prod(dx.shape[2:]))
+    run = partial(_max_backward, *planes, db is not None)
+    parallel(run, len(planes[0]), 1 + 20_000 // prod(dx.shape[2:]))
+    if db is not None:
+        bias_gradient(dy, db)
 
 
 def ave_pool_forward(x: Array, y: Array, window: Windows, relu: bool = False) -> None:

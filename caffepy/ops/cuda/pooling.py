@@ -1,15 +1,26 @@
 """Max, average and stochastic pooling."""
 
 from collections.abc import Sequence
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
 from cupy import empty_like
 
-from caffepy.ops.cuda.context import capability
-from caffepy.ops.cuda.launch import Array, c_type, channels_last, divisor, launch_expression
+from caffepy.ops.cuda.bias_relu import add_shares, relu_bias_backward
+from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.context import capability, context
+from caffepy.ops.cuda.launch import (
+    MOST,
+    THREADS,
+    Array,
+    c_type,
+    channels_last,
+    divisor,
+    launch_expression,
+)
 from caffepy.ops.cuda.normalization import are_packs, maxima_gradient, norm_backward
+from caffepy.ops.cuda.small_convolution import here
 from caffepy.ops.objects import Windows
 from caffepy.ops.protocol import Maybe, Pair, Seed
 
@@ -19,6 +30,8 @@ AHEAD = 4
 """Most elements of a row that a thread loads at a time."""
 BUSY = 1 << 16
 """A large device needs this many threads; packs of channels get narrower for them."""
+RESIDENT = 3
+"""Blocks of a multiprocessor of the gradient with sums."""
 WIDEST = 3
 """The largest window of kernels that take tiles."""
 TILE = 4
@@ -79,8 +92,9 @@ def window_sizes(
 def max_pool_forward(x: Array, y: Array, index: Array, window: Windows, relu: bool = False) -> None:
     narrow = x.dtype.itemsize == 2 and capability() >= 90
     if narrow and suits_tiles(y, x, y, index, window):
-        tile = TILE // window[1][0]
-        _pool_tiles("max_pool_forward_tiles", y, tile, (x, y, index), x, y, window, relu=relu)
+        threads, numbers, sizes = _tiles(y, TILE // window[1][0], x, y, window)
+        expression = f"max_pool_forward_tiles<{numbers}, {int(relu)}>"
+        launch_expression("pooling", expression, threads, x, y, index, *sizes)
         return
     flags = relu, False
     _pool("max_pool_forward", y, x, y, (x, y, index), window, None, None, 0, flags=flags)
@@ -122,12 +136,31 @@ def norm_max_pool_backward(
     maxima_gradient(flat, numbers, (dy, index), dx, dscale, dbias, frozen, of_x, of_dy, across)
 
 
-def max_pool_backward(dy: Array, index: Array, dx: Array, window: Windows) -> None:
+def max_pool_backward(
+    dy: Array, index: Array, dx: Array, window: Windows, db: Maybe = None
+) -> None:
     arrays = (dy, index, dx)
     if suits_tiles(dx, dx, dy, index, window):
-        _pool_tiles("max_pool_backward_tiles", dx, TILE, arrays, dx, dy, window)
+        _max_pool_backward_tiles(*arrays, window, db)
     else:
         _pool("max_pool_backward", dx, dx, dy, arrays, window)
+        relu_bias_backward(None, dx, db)
+
+
+def _max_pool_backward_tiles(
+    dy: Array, index: Array, dx: Array, window: Windows, db: Maybe
+) -> None:
+    threads, numbers, sizes = _tiles(dx, TILE, dx, dy, window)
+    blocks, part = min(-(-threads // THREADS), MOST), None
+    if db is not None:  # a thread keeps to its pack of channels
+        packs = dx.shape[1] * dx.itemsize // 16
+        whole = packs // gcd(packs, THREADS)
+        blocks = -(-min(blocks, RESIDENT * here().processors) // whole) * whole
+        part = context().array("shares", (dx.shape[1], blocks), db.dtype)
+    expression = f"max_pool_backward_tiles<{numbers}, {int(db is not None)}>"
+    given = (dy, index, dx, *sizes, part)
+    kernel("pooling", expression)((blocks,), (THREADS,), given)
+    add_shares(part, db, dx)
 
 
 def suits_tiles(over: Array, large: Array, small: Array, index: Array, window: Windows) -> bool:
@@ -150,28 +183,20 @@ def suits_tiles(over: Array, large: Array, small: Array, index: Array, window: W
     )
 
 
-def _pool_tiles(
-    name: str,
-    over: Array,
-    tile: int,
-    arrays: tuple[Array, ...],
-    large: Array,
-    small: Array,
-    window: Windows,
-    relu: bool | None = None,
-) -> None:
-    """Call a kernel with a thread for each pack of channels of `tile` neighbours of a row."""
+def _tiles(
+    over: Array, tile: int, large: Array, small: Array, window: Windows
+) -> tuple[int, str, tuple[int, ...]]:
+    """Return the threads that take each pack of channels of `tile` neighbours of a row of `over`,
+    and what a kernel is told as numbers of its template and as sizes.
+    """
     (n, c, *size), pack = over.shape, 16 // over.itemsize
     (kernel, _), (stride, _), (pad, _) = window
     packs, tiles = c // pack, -(-size[1] // tile)
     planes = (*large.shape[2:], *small.shape[2:])
     sizes = (n, packs, *planes, *(int(side) for pair in window for side in pair))
     divisors = (divisor(int(d)) for d in (packs, tiles, size[0], stride, stride))
-    numbers = [pack, kernel, stride, pad] if relu is None else [kernel, stride, pad, int(relu)]
-    expression = f"{name}<{', '.join([c_type(over), *map(str, numbers)])}>"
-    launch_expression(
-        "pooling", expression, n * size[0] * tiles * packs, *arrays, *sizes, *divisors
-    )
+    numbers = f"{c_type(over)}, {kernel}, {stride}, {pad}"
+    return n * size[0] * tiles * packs, numbers, (*sizes, *divisors)
 
 
 def ave_pool_forward(x: Array, y: Array, window: Windows, relu: bool = False) -> None:

@@ -147,6 +147,24 @@ def test_types_and_orders(case, kind, last, sizes, busy, monkeypatch):
             np.testing.assert_allclose(loaded(v), y, *TOLERANCE[kind])
 
 
+@pytest.mark.parametrize("channels", [96, 64])
+def test_sums_of_many_blocks(channels):
+    import cupy
+
+    from caffepy.ops import cuda
+
+    shape, how = (64, channels, 57, 31), WINDOWS["3x3 stride 2"]
+    with cupy.cuda.Stream(non_blocking=True):
+        x = stored(data(shape), "uint16", True)
+        y = stored(np.ones(top_shape(shape, how)), "uint16", True)
+        where, dx = cupy.zeros_like(y).astype(np.uint8), cupy.zeros_like(x)
+        cuda.max_pool_forward(x, y, where, how)
+        sums = cupy.ones(channels, np.float32)
+        cuda.max_pool_backward(y, where, dx, how, sums)
+        want = 1 + loaded(dx).astype(np.float64).sum(axis=(0, 2, 3))
+        np.testing.assert_allclose(sums.get(), want, 1e-4)
+
+
 @pytest.mark.parametrize(("case", "kind", "last", "sizes", "busy"), FORMATS)
 def test_relu_in_types_and_orders(case, kind, last, sizes, busy, monkeypatch):
     import cupy
@@ -175,6 +193,14 @@ def test_relu_in_types_and_orders(case, kind, last, sizes, busy, monkeypatch):
                 np.testing.assert_array_equal(
                     loaded(du), dx if kind == "float64" else rounded(dx, kind)
                 )
+
+                sums = cupy.ones(channels, np.float64 if kind == "float64" else np.float32)
+                cuda.max_pool_backward(dv, where, du, how, sums)
+                np.testing.assert_array_equal(
+                    loaded(du), dx if kind == "float64" else rounded(dx, kind)
+                )
+                want = 1 + loaded(du).astype(np.float64).sum(axis=(0, 2, 3))
+                np.testing.assert_allclose(sums.get(), want, 1e-5, 1e-5)
 
             cpu.ave_pool_forward(x, y, how, relu=True)
             twice(stream, partial(cuda.ave_pool_forward, relu=True), u, v, how)

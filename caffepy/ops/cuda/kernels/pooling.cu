@@ -125,13 +125,16 @@ __device__ constexpr int floor_of(int n, int d) { return n >= 0 ? n / d : -((d -
 // a thread makes TILE neighbours of a row, and takes each of the windows over them once.
 constexpr int TILE = 4;
 
-template <typename T, int V, int K, int S, int P>
+// part (channels, blocks): with SUMS the shares of dx in blocks, all of whose threads keep to their channels.
+template <typename T, int K, int S, int P, bool SUMS>
 __global__ void max_pool_backward_tiles(const T* __restrict__ dy, const unsigned char* __restrict__ index,
-                                        T* __restrict__ dx, WINDOWS) {
+                                        T* __restrict__ dx, WINDOWS, Wide<T>* part) {
   using A = Wide<T>;
+  constexpr int V = PACK;
   constexpr int FIRST = -floor_of(K - 1 - P, S), COUNT = floor_of(TILE - 1 + P, S) - FIRST + 1;
   const Windows s = NUMBERS;
   const int tiles = (s.w + TILE - 1) / TILE;
+  A all[V] = {};
   FOR_EACH(e, images * s.h * tiles * s.packs) {
     const Place at(s, e, s.h, tiles);  // by_columns divides by the tiles of a row
     const Cover rows(at.row, K, s.by_sh, P, s.h, s.ho);
@@ -170,8 +173,23 @@ __global__ void max_pool_backward_tiles(const T* __restrict__ dy, const unsigned
       if (left + u >= s.w) break;
       Pack<T, V> total;
 #pragma unroll
-      for (int v = 0; v < V; ++v) total.v[v] = T(sum[u][v]);
+      for (int v = 0; v < V; ++v) {
+        total.v[v] = T(sum[u][v]);
+        if (SUMS) all[v] += A(total.v[v]);
+      }
       to[u * s.packs] = total;
+    }
+  }
+  if constexpr (SUMS) {
+    __shared__ A sums[256][V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) sums[threadIdx.x][v] = all[v];
+    __syncthreads();
+    const unsigned packs_of_line = unsigned(s.packs), first = blockIdx.x * 256 % packs_of_line;
+    for (unsigned c = threadIdx.x; c < packs_of_line * V; c += 256) {
+      A total = 0;
+      for (unsigned i = (c / V + packs_of_line - first) % packs_of_line; i < 256; i += packs_of_line) total += sums[i][c % V];
+      part[c * gridDim.x + blockIdx.x] = total;
     }
   }
 }
