@@ -127,8 +127,9 @@ constexpr int TILE = 4;
 
 // part (channels, blocks): with SUMS the shares of dx in blocks, all of whose threads keep to their channels.
 template <typename T, int K, int S, int P, bool SUMS>
-__global__ void max_pool_backward_tiles(const T* __restrict__ dy, const unsigned char* __restrict__ index,
-                                        T* __restrict__ dx, WINDOWS, Wide<T>* part) {
+__global__ void __launch_bounds__(256, SUMS ? 3 : 4)
+max_pool_backward_tiles(const T* __restrict__ dy, const unsigned char* __restrict__ index, T* __restrict__ dx, WINDOWS,
+                        Wide<T>* part) {
   using A = Wide<T>;
   constexpr int V = PACK;
   constexpr int FIRST = -floor_of(K - 1 - P, S), COUNT = floor_of(TILE - 1 + P, S) - FIRST + 1;
