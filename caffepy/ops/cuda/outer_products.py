@@ -10,18 +10,18 @@ from numpy.typing import DTypeLike
 
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import capability
-from caffepy.ops.cuda.launch import THREADS, Array, c_type
+from caffepy.ops.cuda.launch import Array, c_type
 from caffepy.ops.cuda.update import constants, multipliers
 from caffepy.ops.update_state import Number, Segments
 
-ROWS, COLUMNS, CHUNK = 64, 256, 64
-"""Sums of a block, and outer products that it adds at a time."""
-
-SHARED = 2 * 2 * CHUNK * (ROWS + 8 + COLUMNS + 8)
-"""Bytes of shared memory of a block: for two pieces of both factors."""
+CHUNK = 64
+"""Outer products that a block adds at a time."""
 
 DEPTH, LEAST = 512, 1 << 21
 """Most outer products of a sum and least number of sums for which these kernels are made."""
+
+TILES = {64: (64, 256), DEPTH: (128, 128)}
+"""Rows and columns of the sums of a block, by the most outer products of a sum."""
 
 
 def suits(depth: int, shape: Sequence[int], itemsize: int) -> bool:
@@ -44,9 +44,8 @@ def suits_product(a: Array, b: Array, out: Array) -> bool:
 
 def multiply(a: Array, b: Array, out: Array, accumulate: bool, scale: float) -> None:
     """out = scale * a @ b, or out += that."""
-    (rows, columns), depth = out.shape, len(b)
-    numbers = (*map(np.int32, (depth, rows, columns, accumulate)), np.float32(scale))
-    _launch(f"outer_products<{c_type(a)}>", rows, columns, a.T, b, out, *numbers)
+    numbers = (*map(np.int32, (len(b), *out.shape, accumulate)), np.float32(scale))
+    _launch("outer_products", c_type(a), out.shape, len(b), a.T, b, out, *numbers)
 
 
 def fuses_update(depth: int, shape: Sequence[int], dtype: DTypeLike) -> bool:
@@ -62,16 +61,17 @@ def product_update(
     numbers: Sequence[Number],
 ) -> None:
     w, *histories = arrays
-    rows, columns = w.shape
-    expression = f"outer_update<{c_type(a)}, {rule.capitalize()}<float>>"
+    types = f"{c_type(a)}, {rule.capitalize()}<float>"
     both = (*histories, *[None] * (2 - len(histories)))
-    sizes = map(np.int32, (len(a), rows, columns))
+    sizes = map(np.int32, (len(a), *w.shape))
     how = *multipliers(segments, w.dtype), np.int32(segments.l1), *constants(segments, numbers)
-    _launch(expression, rows, columns, a, b, w, *both, *sizes, *how)
+    _launch("outer_update", types, w.shape, len(a), a, b, w, *both, *sizes, *how)
 
 
-def _launch(expression: str, rows: int, columns: int, *arguments: Any) -> None:
-    found: Any = kernel("outer_products", expression)
-    found.max_dynamic_shared_size_bytes = SHARED
-    grid = -(-columns // COLUMNS), -(-rows // ROWS)
-    found(grid, (THREADS,), arguments, shared_mem=SHARED)
+def _launch(name: str, types: str, shape: Sequence[int], depth: int, *arguments: Any) -> None:
+    tile = rows, columns = next(TILES[most] for most in TILES if depth <= most)
+    shared = 2 * 2 * CHUNK * (rows + 8 + columns + 8)  # two pieces of both factors
+    found: Any = kernel("outer_products", f"{name}<{types}, {rows}, {columns}>")
+    found.max_dynamic_shared_size_bytes = shared
+    down, across = (-(-n // of_block) for n, of_block in zip(shape, tile, strict=True))
+    found((across, down), (rows // 64 * columns,), arguments, shared_mem=shared)
