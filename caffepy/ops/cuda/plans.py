@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -235,24 +235,28 @@ class _Search:
 
     def _fastest(self, arrays: Sequence[Any]) -> tuple[cudnn.Engine, cudnn.Plan] | None:
         start = time.perf_counter()
-        best, best_ms = None, float("inf")
+        found: list[tuple[cudnn.Engine, cudnn.Plan]] = []
+        calls: list[Callable[[], None]] = []
+        times: list[float] = []
         for engine, built in self.plans:
             assert engine is not None
             late = time.perf_counter() - start > SECONDS_EACH * self.count
-            if best and late:
+            if found and late:
                 break
             try:
-                plan = Plan(built)
-                ms = autotune.milliseconds(lambda run=plan.run: run(*arrays), best_ms)  # type: ignore[misc]
+                call = partial(Plan(built).run, *arrays)
+                times.append(autotune.milliseconds(call, min(times, default=float("inf"))))
             except DECLINED as error:
                 log.debug("%s: engine %d declined (%s)", self.name, engine.number, error)
                 continue
-            if ms < autotune.BETTER * best_ms:
-                best, best_ms = (engine, built), ms
+            found.append((engine, built))
+            calls.append(call)
+        best = autotune.choice(calls, times) if found else None
         autotune.add_time(start)
-        if best:
-            log.debug("%s: %s takes %.3f ms", self.name, best[0].name, best_ms)
-        return best
+        if best is None:
+            return None
+        log.debug("%s: %s of %s ms", self.name, found[best][0].name, times)
+        return found[best]
 
 
 def _excluded_notes(dtype: np.dtype[Any]) -> set[int]:
