@@ -143,7 +143,9 @@ class Blocks:
         self.filters = Filters(geometry, dtype, (*taps, depth), places, False)
         pad, before = (p - q for p, q in zip(geometry.padding, padding, strict=True))
         line = geometry.x[3] * c
-        self._sizes = (geometry.x[2], line, down, across * c, pad, before * c, *size, depth)
+        run, packs_of_pixel = across * c, depth * self.dtype.itemsize // 16
+        sizes = (geometry.x[2], line, down, run, pad, before * c, *size, depth)
+        self._sizes = (*sizes, *map(divisor, (packs_of_pixel, size[1], size[0], run)))
         prefetch("filters", [f"gather_blocks<{TYPES[self.dtype.name]}>"])
         self.forget()
 

@@ -157,20 +157,23 @@ template <typename T> __global__ void add_same(const T* turned, float* w, i64 n)
 // `line` counts the elements of a line of x, `run` those of a line of a block (across * C), `before` is pad_v * C.
 template <typename T>
 __global__ void gather_blocks(const T* x, T* out, i64 size, i64 height, i64 line, i64 down, i64 run, i64 pad,
-                              i64 before, i64 rows, i64 columns, i64 depth) {
+                              i64 before, i64 rows, i64 columns, i64 depth, i64 by_packs, i64 by_columns, i64 by_rows,
+                              i64 by_run) {
   constexpr int V = PACK;
-  const unsigned per = unsigned(depth / V);
+  const unsigned packs = unsigned(depth / V), width = unsigned(columns), tall = unsigned(rows), along = unsigned(run);
+  const Divisor of_packs(by_packs), of_columns(by_columns), of_rows(by_rows), of_run(by_run);
   for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < unsigned(size / V); i += gridDim.x * blockDim.x) {
-    const unsigned pixel = i / per, channel = i % per * V, j = pixel % unsigned(columns), r = pixel / unsigned(columns);
-    int u = int(channel / unsigned(run)), rest = int(channel % unsigned(run));
-    const int top = int(r % unsigned(rows) * down - pad), left = int(j * run - before);
-    const T* image = x + i64(r / unsigned(rows)) * height * line;
-    Pack<T, V> pack;
+    const unsigned pixel = of_packs.quotient(i), channel = (i - pixel * packs) * V, r = of_columns.quotient(pixel);
+    const unsigned j = pixel - r * width, image_number = of_rows.quotient(r), first = of_run.quotient(channel);
+    int u = int(first), rest = int(channel - first * along);
+    const int top = int((r - image_number * tall) * unsigned(down)) - int(pad), left = int(j * along) - int(before);
+    const T* image = x + i64(image_number) * height * line;
+    Pack<T, V> pack{};
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       const int at = top + u, from = left + rest;
       const bool inside = u < int(down) && at >= 0 && at < int(height) && from >= 0 && from < int(line);
-      pack.v[k] = inside ? image[i64(at) * line + from] : T(0.0f);
+      if (inside) pack.v[k] = image[at * int(line) + from];
       if (++rest == int(run)) {
         rest = 0;
         ++u;
