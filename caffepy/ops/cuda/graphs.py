@@ -15,8 +15,8 @@ from caffepy.ops.cuda.launch import Array
 
 Shape = tuple[int, ...]
 
-LARGE = 1e10
-"""Of a convolution with more operations than this, more plans are timed."""
+LARGE, LARGEST = 1e10, 3.5e10
+"""Of a convolution with more operations than these, more plans are timed."""
 
 
 class Geometry(NamedTuple):
@@ -80,6 +80,6 @@ def find(what: str, geometry: Geometry, last: bool, arrays: Sequence[Array]) -> 
                 made.append(cudnn.relu(inside, before, result))
         return made
 
-    candidates = plans.MORE_CANDIDATES if geometry.operations > LARGE else plans.CANDIDATES
+    candidates = plans.CANDIDATES[sum(geometry.operations > n for n in (LARGE, LARGEST))]
     name = f"{what} {geometry}{' channels last' * last}"
     return plans.find(name, arrays[0].dtype, build, arrays, candidates)

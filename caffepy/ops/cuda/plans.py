@@ -34,8 +34,11 @@ from caffepy.ops.cuda.context import LARGEST_WORKSPACE, context, lock, temporary
 
 log = logging.getLogger(__name__)
 
-CANDIDATES, MORE_CANDIDATES = 6, 10
-"""The number of plans that are timed for an operation, and for a large one."""
+CANDIDATES = 6, 10, 30
+"""The number of plans that are timed for an operation, a large one and one of the largest."""
+
+BETTER = 0.98
+"""A plan replaces an earlier one if it takes less than this part of its time."""
 
 SECONDS_EACH = 0.05
 """No further plan is timed once this much time, for each of the candidates, is gone."""
@@ -96,7 +99,11 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def find(
-    name: str, dtype: DTypeLike, build: Build, arrays: Sequence[Any], candidates: int = CANDIDATES
+    name: str,
+    dtype: DTypeLike,
+    build: Build,
+    arrays: Sequence[Any],
+    candidates: int = CANDIDATES[0],
 ) -> Plan | None:
     """Return the plan for a graph, None if cuDNN has none; None, too, in a block of
     `compile_ahead`, where the search for it begins.
@@ -251,7 +258,7 @@ class _Search:
                 continue
             found.append((engine, built))
             calls.append(call)
-        best = autotune.choice(calls, times) if found else None
+        best = autotune.choice(calls, times, better=BETTER) if found else None
         autotune.add_time(start)
         if best is None:
             return None
