@@ -238,10 +238,11 @@ __device__ void channel_sums(Shape s, double* partial, F f, A a, B... b) {
   channel_sums_of<Adding<F>::template Op, typename A::Element, V, 2>(s, partial, f, a, b...);
 }
 
-// f(channel, first sum, second sum) once for each channel, eight of them to a block of up to 1024 threads.
+// f(channel, first sum, second sum) once for each channel, eight of them to a block of up to 1024 threads. Threads, then
+// warps, whose sums warps of their own add up.
 template <typename F> __device__ void finish_channels(const double* partial, i64 channels, i64 splits, F f) {
-  __shared__ double parts[2][32][8];
-  const int column = threadIdx.x % 8, warp = threadIdx.x / 32;
+  __shared__ double parts[2][8][33];
+  const int column = threadIdx.x % 8, warp = threadIdx.x / 32, warps = blockDim.x / 32, lane_id = threadIdx.x % 32;
   const i64 c = blockIdx.x * i64(8) + column;
   double first = 0, second = 0;
   if (c < channels) {
@@ -256,15 +257,25 @@ template <typename F> __device__ void finish_channels(const double* partial, i64
     first += __shfl_xor_sync(0xffffffffu, first, other);
     second += __shfl_xor_sync(0xffffffffu, second, other);
   }
-  if (threadIdx.x % 32 < 8) {
-    parts[0][warp][column] = first;
-    parts[1][warp][column] = second;
+  if (lane_id < 8) {
+    parts[0][column][warp] = first;
+    parts[1][column][warp] = second;
   }
   __syncthreads();
-  if (threadIdx.x >= 8 || c >= channels) return;
-  for (int w = 1; w < blockDim.x / 32; ++w) {
-    first += parts[0][w][column];
-    second += parts[1][w][column];
+  for (int k = warp; k < 16; k += warps) {
+    double sum = lane_id < warps ? parts[k / 8][k % 8][lane_id] : 0;
+#pragma unroll
+    for (int other = 1; other < 32; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    if (lane_id == 0) parts[k / 8][k % 8][32] = sum;
   }
-  f(c, first, second);
+  __syncthreads();
+  if (threadIdx.x < 8 && c < channels) f(c, parts[0][column][32], parts[1][column][32]);
+}
+
+// Gets numbers of the channels of a block of finish_channels into the cache, from arrays that there are.
+template <typename... A> __device__ void expect_channels(i64 channels, const A*... arrays) {
+  const i64 c = blockIdx.x * i64(8) + threadIdx.x;
+  if (threadIdx.x >= 8 || c >= channels) return;
+  const auto fetch = [](const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); };
+  ((arrays ? fetch(arrays + c) : void()), ...);
 }

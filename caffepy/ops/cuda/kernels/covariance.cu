@@ -100,7 +100,7 @@ covariance_prepare(const T* w, const float* covariance, const float* means, floa
   const int o = first + warp;
   if (spread < 0) spread = 0;
   write_numbers(numbers, o, outputs, of_x, spread, eps, scale, bias);
-  update_running(mean, variance, weight, o, of_x, spread, double(rows), fraction);
+  update_running(mean, variance, weight, o, of_x, spread * unbiased(double(rows)), fraction);
 }
 
 // dw += its gradient, dscale += q * inverse, dbias += p; the line (2, O) is slope and p, joined (O + K, K) begins with

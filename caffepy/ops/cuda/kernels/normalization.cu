@@ -35,10 +35,11 @@ moments(const T* x, double* partial, i64 outer, i64 channels, i64 inner, i64 spl
   channel_sums_of<Moments, T, PACK, 4>(Shape{outer, channels, inner, splits}, partial, x, in(x));
 }
 
+// From sums of x and of x^2; `share` is 1 over their number.
 struct Normal {
   double mean, variance;
-  __device__ Normal(double first, double second, double count) : mean(first / count) {
-    const double v = second / count - mean * mean;
+  __device__ Normal(double first, double second, double share) : mean(first * share) {
+    const double v = second * share - mean * mean;
     variance = v < 0 ? 0.0 : v;
   }
 };
@@ -46,8 +47,9 @@ struct Normal {
 template <typename T>
 __global__ void statistics_finish(const double* partial, Wide<T>* mean, Wide<T>* variance, i64 outer, i64 channels,
                                   i64 inner, i64 splits) {
+  const double share = 1 / (double(outer) * double(inner));
   finish_channels(partial, channels, splits, [=](i64 c, double first, double second) {
-    const Normal of(first, second, double(outer) * double(inner));
+    const Normal of(first, second, share);
     mean[c] = of.mean;
     variance[c] = of.variance;
   });
@@ -58,12 +60,12 @@ template <typename T>
 __global__ void prepare_finish(const double* partial, Wide<T>* mean, Wide<T>* variance, Wide<T>* weight,
                                const Wide<T>* scale, const Wide<T>* bias, Wide<T>* numbers, double fraction, double eps,
                                i64 outer, i64 channels, i64 inner, i64 splits) {
-  using A = Wide<T>;
+  const double count = double(outer) * double(inner), share = 1 / count, by = unbiased(count);
+  expect_channels(channels, mean, variance, scale, bias);
   finish_channels(partial, channels, splits, [=](i64 c, double first, double second) {
-    const double count = double(outer) * double(inner);
-    const Normal of(first, second, count);
+    const Normal of(first, second, share);
     write_numbers(numbers, c, channels, of.mean, of.variance, eps, scale, bias);
-    update_running(mean, variance, weight, c, of.mean, of.variance, count, fraction);
+    update_running(mean, variance, weight, c, of.mean, of.variance * by, fraction);
   });
 }
 
@@ -182,12 +184,14 @@ __global__ void backward_finish(const double* partial, const Wide<T>* mean, cons
                                 const Wide<T>* factor, Wide<T>* dscale, Wide<T>* dbias, Wide<T>* line, i64 outer,
                                 i64 channels, i64 inner, i64 splits) {
   using A = Wide<T>;
+  const double share = 1 / (double(outer) * double(inner));
+  expect_channels(channels, mean, inverse, factor, dscale, dbias);
   finish_channels(partial, channels, splits, [=](i64 c, double p, double q) {
     const double r = inverse ? double(inverse[c]) : 1.0;
     if (dscale) dscale[c] = A(double(dscale[c]) + q * r);
     if (dbias) dbias[c] = A(double(dbias[c]) + p);
     if (!line) return;
-    const double f = double(factor[c]) / (double(outer) * double(inner));
+    const double f = double(factor[c]) * share;
     const A slope = A(-f * r * r * q);
     line[c] = slope;
     line[channels + c] = A(-f * p - double(slope) * double(mean[c]));
