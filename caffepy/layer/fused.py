@@ -27,7 +27,7 @@ from caffepy.layer.norm_groups import NormGroup, NormPooling
 from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.scale import Scale
-from caffepy.layer.shape import Concat, Permute, Split
+from caffepy.layer.shape import Concat, Permute, ShuffleChannel, Slice, Split
 
 
 class FusedGroup(Protocol):
@@ -77,6 +77,29 @@ class JoinedMaps:
         diffs = [_as_it_lies(x.diff) if down else None for x, down in wanted]
         sizes = [prod(x.shape[1:]) for x in self.maps]
         self.ops.cut(self.top.diff, sizes, diffs, 1)
+
+
+class ShuffledConcat:
+    """Two bottoms with their channels in turn: a Concat of them over channels, a ShuffleChannel of
+    two groups [, a Slice into two halves].
+    """
+
+    sums_for: NormGroup | None = None
+    own_diffs: Sequence[Blob] = ()
+    buffers: Sequence[Blob] = ()
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        concat = members[0]
+        self.ops, self.wanted = concat.layer.ops, concat.propagate_down
+        self.bottoms, self.tops = concat.bottoms, members[-1].tops
+
+    def forward(self) -> None:
+        self.ops.interleave([x.data for x in self.bottoms], [y.data for y in self.tops])
+
+    def backward(self) -> None:
+        wanted = zip(self.bottoms, self.wanted, strict=True)
+        diffs = [x.diff if down else None for x, down in wanted]
+        self.ops.separate([y.diff for y in self.tops], diffs)
 
 
 def _as_it_lies(array: Array) -> Array:
@@ -162,6 +185,8 @@ GROUPS: dict[tuple[type[Layer], type[Layer]], Callable[[Sequence[Member]], Fused
     (InnerProduct, Dropout): InnerProductGroup,
     (Pooling, ReLU): PoolingReLU,
     (Permute, Concat): JoinedMaps,
+    (Concat, ShuffleChannel): ShuffledConcat,
+    (Concat, Slice): ShuffledConcat,
 }
 """The class for a group without a BatchNorm, by the types of its first and last layers."""
 

@@ -7,6 +7,7 @@ commands do it, where nobody looks at these blobs.
 from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
+from caffepy.device.blob import Blob
 from caffepy.layer import Layer
 from caffepy.layer.convolution import Convolution
 from caffepy.layer.convolution_groups import ConcatReLUs, ConvolutionReLU
@@ -17,7 +18,7 @@ from caffepy.layer.neuron import Dropout, ReLU, ReLU6
 from caffepy.layer.norm_groups import NormGroup, NormPooling
 from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
-from caffepy.layer.shape import Concat, Flatten, Permute, Split
+from caffepy.layer.shape import Concat, Flatten, Permute, ShuffleChannel, Slice, Split
 from caffepy.net.node import Node
 
 
@@ -45,7 +46,7 @@ def fused_steps(nodes: Sequence[Node]) -> list[Step]:
         if down
     }
     groups = find_groups(nodes)
-    for group in [*groups, *joined_maps(nodes)]:
+    for group in [*groups, *joined_maps(nodes), *shuffled_concats(nodes)]:
         if any(nodes[i].casts for i in group[1:]):
             continue
         members = [_member(nodes[i]) for i in group]
@@ -201,6 +202,54 @@ def _turns_to_rows(nodes: Sequence[Node], permute: int, flatten: int, last: int)
         and not any(nodes[i].casts for i in (permute, flatten, last))
         and _reader(nodes, permute) == flatten
         and _reader(nodes, flatten) == last
+    )
+
+
+def shuffled_concats(nodes: Sequence[Node]) -> Iterator[list[int]]:
+    """Yield the layers of each Concat of two equal bottoms over channels, the ShuffleChannel of two
+    groups that alone reads it, and a Slice into two halves that alone reads that, if there is one;
+    in numbers of 16 bits whose channels lie last.
+    """
+    for i, node in enumerate(nodes):
+        if not isinstance(node.layer, Concat) or not _are_halves(node.bottoms, node.layer.axis):
+            continue
+        shuffle = _reader(nodes, i)
+        layer = None if shuffle is None else nodes[shuffle].layer
+        if shuffle is None or not isinstance(layer, ShuffleChannel) or layer.group != 2:
+            continue
+        group = [i, shuffle]
+        cut = _reader(nodes, shuffle)
+        layer = None if cut is None else nodes[cut].layer
+        if cut is not None and isinstance(layer, Slice) and layer.axis == 1:
+            group += (
+                [cut] if _are_halves(nodes[cut].tops, 1) and _runs_with(nodes[cut], node) else []
+            )
+        if all(_runs_with(nodes[k], node) for k in group) and _is_safe(nodes, group):
+            yield group
+
+
+def _are_halves(blobs: Sequence[Blob], axis: int) -> bool:
+    """True if two blobs are halves of one along their channels, in pairs of numbers of 16 bits."""
+    shapes = [blob.shape for blob in blobs]
+    return (
+        len(blobs) == 2
+        and axis == 1
+        and shapes[0] == shapes[1]
+        and len(shapes[0]) > 2
+        and shapes[0][1] % 2 == 0
+    )
+
+
+def _runs_with(node: Node, first: Node) -> bool:
+    """True if a layer computes in numbers of 16 bits whose channels lie last, and learns like the
+    first of a group.
+    """
+    layouts = [blob.layout for blob in (*node.layer_bottoms, *node.layer_tops)]
+    return (
+        all(layout.channels_last and layout.dtype.itemsize == 2 for layout in layouts)
+        and not node.casts
+        and not node.layer.on_host
+        and node.need_backward == first.need_backward
     )
 
 

@@ -150,6 +150,15 @@ class Ops(Protocol):
     def deal_channels(self, x: Array, y: Array, parts: int) -> None:
         """Write channel p * (C / parts) + k of x (N, C, ...) as channel k * parts + p of y."""
 
+    def interleave(self, parts: Sequence[Array], wholes: Sequence[Array]) -> None:
+        """Write channel k of part p of P parts (N, C, ...) as channel k * P + p of the wholes side
+        by side: `join`, `deal_channels` and `cut` into equal wholes, with a multiple of P channels.
+        On a GPU two parts of an even C and one or two wholes, of 16 bits with the channels last.
+        """
+
+    def separate(self, wholes: Sequence[Array], parts: Sequence[Maybe]) -> None:
+        """Write the parts that are not None: undo `interleave`."""
+
     # Arrays of one shape
 
     def scaled(self, alpha: float, x: Array, out: Array) -> None:

@@ -9,11 +9,11 @@ from caffepy import models
 from caffepy.device.blob import Blob, Layout, Memory
 from caffepy.device.device import Device
 from caffepy.layer.convolution_groups import ConcatReLUs
-from caffepy.layer.fused import JoinedMaps
+from caffepy.layer.fused import JoinedMaps, ShuffledConcat
 from caffepy.layer.group import Member
-from caffepy.layer.shape import Concat, Permute
+from caffepy.layer.shape import Concat, Permute, ShuffleChannel, Slice
 from caffepy.net import Net
-from caffepy.net.fusion import find_groups, joined_maps
+from caffepy.net.fusion import find_groups, joined_maps, shuffled_concats
 from caffepy.ops import cpu
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
@@ -490,3 +490,65 @@ def test_joined_maps_on_gpu(kind: str) -> None:
     assert together.loss() == alone.loss()
     for mine, theirs in zip(together.params, alone.params, strict=True):
         np.testing.assert_array_equal(mine.host_diff, theirs.host_diff)
+
+
+SHUFFLE = on("ShuffleChannel", "deal", "join", "shuffle_channel_param { group: 2 }", "dealt")
+BRANCHES = (conv("a", "data") + conv("b", "data")).replace("num_output: 5", "num_output: 6")
+JOIN = library.layer("Concat", "join", "a b", top="join")
+CUT = library.layer("Slice", "cut", "dealt", top="one two")
+BOTH = library.layer("Eltwise", "sum", "one two", top="last")
+ALL = BRANCHES + JOIN + SHUFFLE + CUT + BOTH
+IN_HALVES = Layout(np.dtype(np.uint16), True)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (ALL, [["join", "deal", "cut"]]),
+        (BRANCHES + JOIN + SHUFFLE + on("Power", "p", "dealt", top="last"), [["join", "deal"]]),
+        (ALL + on("Power", "p", "join", top="seen"), []),
+        (ALL + on("Power", "p", "dealt", top="seen"), [["join", "deal"]]),
+        (ALL.replace("group: 2", "group: 4"), []),
+    ],
+)
+def test_channels_of_a_concat_in_turn(
+    body: str, found: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = build(body)
+    assert list(shuffled_concats(net.nodes)) == []
+    monkeypatch.setattr(Memory, "layout", IN_HALVES)
+    assert [[net.nodes[i].name for i in group] for group in shuffled_concats(net.nodes)] == found
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_channels_in_turn_are_those_of_the_layers(cuts: bool) -> None:
+    rng = np.random.default_rng(0)
+
+    def blob(channels: int) -> SimpleNamespace:
+        data, diff = rng.standard_normal((2, 3, channels, 2, 2))
+        return SimpleNamespace(data=data, diff=diff, shape=data.shape)
+
+    bottoms, tops = [blob(6), blob(6)], [blob(6), blob(6)] if cuts else [blob(12)]
+    joined, dealt = blob(12), blob(12)
+    concat, shuffle, cut = (object.__new__(kind) for kind in (Concat, ShuffleChannel, Slice))
+    concat.ops = shuffle.ops = cut.ops = cpu
+    concat.axis = cut.axis = 1
+    concat.sizes = cut.sizes = [6, 6]
+    shuffle.group = 2
+    layers = [(concat, bottoms, [joined]), (shuffle, [joined], [dealt] if cuts else tops)]
+    layers += [(cut, [dealt], tops)] if cuts else []
+    group = ShuffledConcat([Member(of, x, y, [True] * len(x)) for of, x, y in layers])
+    answers = []
+    for alone in (True, False):
+        for of, x, y in layers if alone else ():
+            of.forward(x, y)
+        for of, x, y in reversed(layers) if alone else ():
+            of.backward(y, [True] * len(x), x)
+        if not alone:
+            for zeroed in (*(y.data for y in tops), *(x.diff for x in bottoms)):
+                zeroed[...] = 0
+            group.forward()
+            group.backward()
+        answers.append([*(y.data.copy() for y in tops), *(x.diff.copy() for x in bottoms)])
+    for one, other in zip(*answers, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -61,3 +61,23 @@ def test_parts_of_nothing():
     parts = [np.empty((0, 2, 3)), np.empty((0, 1, 3))]
     cpu.join(parts, np.empty((0, 3, 3)), 1)
     cpu.cut(np.empty((0, 3, 3)), [2, 1], parts, 1)
+
+
+@pytest.mark.parametrize("wholes", [1, 2, 3])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_channels_in_turn(parts, wholes):
+    """As join, deal_channels and cut."""
+    x = np.random.default_rng(0).standard_normal((2, 36, 3, 5))
+    given = np.split(x, parts, 1)
+    dealt = np.empty_like(x)
+    cpu.deal_channels(x, dealt, parts)
+    want = np.split(dealt, wholes, 1)
+    have = [np.zeros_like(a) for a in want]
+    cpu.interleave([np.ascontiguousarray(a) for a in given], have)
+    for a, b in zip(want, have, strict=True):
+        np.testing.assert_array_equal(a, b)
+    back = [np.zeros_like(a) for a in given]
+    cpu.separate(have, [None, *back[1:]])
+    assert not back[0].any()
+    for a, b in zip(given[1:], back[1:], strict=True):
+        np.testing.assert_array_equal(a, b)

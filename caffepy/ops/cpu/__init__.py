@@ -20,7 +20,15 @@ from caffepy.ops.cpu.boxes import (
 )
 from caffepy.ops.cpu.compiler import compile_ahead
 from caffepy.ops.cpu.convolution import Convolution
-from caffepy.ops.cpu.copies import convert, copy, cut, deal_channels, join
+from caffepy.ops.cpu.copies import (
+    convert,
+    copy,
+    cut,
+    deal_channels,
+    interleave,
+    join,
+    separate,
+)
 from caffepy.ops.cpu.ctc import ctc_backward, ctc_forward
 from caffepy.ops.cpu.deformable import deformable_backward, deformable_columns
 from caffepy.ops.cpu.distances import distance_gradients, distances

@@ -83,3 +83,26 @@ def deal_channels(x: Array, y: Array, parts: int) -> None:
     n, c, *rest = x.shape
     dealt = x.reshape(n, parts, c // parts, *rest).swapaxes(1, 2)
     copy(dealt, y.reshape(n, c // parts, parts, *rest))
+
+
+def interleave(parts: Sequence[Array], wholes: Sequence[Array]) -> None:
+    for part, channels, of_whole in _dealt(parts, wholes):
+        copy(part[:, channels], of_whole)
+
+
+def separate(wholes: Sequence[Array], parts: Sequence[Array | None]) -> None:
+    for part, channels, of_whole in _dealt(parts, wholes):
+        copy(of_whole, part[:, channels])
+
+
+def _dealt(
+    parts: Sequence[Array | None], wholes: Sequence[Array]
+) -> Iterator[tuple[Array, slice, Array]]:
+    """Yield the parts that there are, some of their channels, and where they lie in a whole."""
+    first = 0
+    for whole in wholes:
+        share = whole.shape[1] // len(parts)
+        for p, part in enumerate(parts):
+            if part is not None:
+                yield part, slice(first, first + share), whole[:, p :: len(parts)]
+        first += share

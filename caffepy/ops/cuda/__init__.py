@@ -39,7 +39,15 @@ from caffepy.ops.cuda.boxes import (
 )
 from caffepy.ops.cuda.compiler import compile_ahead
 from caffepy.ops.cuda.convolution.convolution import Convolution
-from caffepy.ops.cuda.copies import convert, copy, cut, deal_channels, join
+from caffepy.ops.cuda.copies import (
+    convert,
+    copy,
+    cut,
+    deal_channels,
+    interleave,
+    join,
+    separate,
+)
 from caffepy.ops.cuda.ctc import ctc_backward, ctc_forward
 from caffepy.ops.cuda.deformable import deformable_backward, deformable_columns
 from caffepy.ops.cuda.distances import distance_gradients, distances

@@ -245,3 +245,31 @@ def deal_channels(x: Array, y: Array, parts: int) -> None:
         launch_expression("copy", name, packs(x), x, y, *sizes)
         return
     launch("copy", "deal_channels", x, packs(x), x, y, x.size, channels, inner, parts)
+
+
+def interleave(parts: Sequence[Array], wholes: Sequence[Array]) -> None:
+    _pairs("interleave_pairs", parts, wholes, wholes[0])
+
+
+def separate(wholes: Sequence[Array], parts: Sequence[Array | None]) -> None:
+    there = next((a for a in parts if a is not None), None)
+    if there is not None:
+        _pairs("separate_pairs", wholes, parts, there)
+
+
+def _pairs(
+    name: str, sources: Sequence[Array], targets: Sequence[Array | None], like: Array
+) -> None:
+    """Launch a kernel of copy.cu with sources and targets, one or two of each."""
+    both = [a for a in (*sources, *targets) if a is not None]
+    words = max(a.shape[1] for a in both) // 2
+    cut = all(a.shape == both[0].shape for a in both)
+    if not cut:
+        words //= 2
+    line = words if cut or name == "separate_pairs" else 2 * words
+    assert like.itemsize == 2
+    assert channels_last(*both) or not like.size
+    if like.size:
+        four = [*sources, None][:2], [*targets, None][:2]
+        sizes = like.size // 2, words, divisor(line)
+        launch_expression("copy", f"{name}<{int(cut)}>", packs(like), *four[0], *four[1], *sizes)

@@ -159,6 +159,30 @@ def test_deal_channels(shape, parts, kind, last):
     np.testing.assert_array_equal(loaded(y), rounded(want, kind))
 
 
+@pytest.mark.parametrize("wholes", [1, 2])
+@pytest.mark.parametrize("kind", ["float16", "uint16"])
+@pytest.mark.parametrize(
+    "shape", [(3, 10, 5, 7), (2, 58, 4, 4), (1, 2, 1, 3), (2, 116, 7, 1), (0, 4, 2, 2)], ids=str
+)
+def test_channels_in_turn(shape, kind, wholes):
+    from caffepy.ops import cpu, cuda
+
+    whole = (shape[0], 2 * shape[1] // wholes, *shape[2:])
+    parts = [rounded(data(shape, seed=seed), kind) for seed in range(2)]
+    want = [np.zeros(whole, "f") for _ in range(wholes)]
+    cpu.interleave(parts, want)
+    have = [stored(np.full(whole, 7), kind, True) for _ in range(wholes)]
+    cuda.interleave([stored(a, kind, True) for a in parts], have)
+    for a, b in zip(want, have, strict=True):
+        np.testing.assert_array_equal(loaded(b), a)
+    for down in ((True, True), (True, False), (False, True), (False, False)):
+        back = [stored(np.zeros(shape), kind, True) if wanted else None for wanted in down]
+        cuda.separate(have, back)
+        for a, b in zip(parts, back, strict=True):
+            if b is not None:
+                np.testing.assert_array_equal(loaded(b), a)
+
+
 PARTS = {  # shape of the whole, axis, sizes
     "rows": ((12, 5), 0, [3, 4, 5]),
     "columns": ((6, 40), 1, [8, 16, 16]),

@@ -251,3 +251,46 @@ __global__ void deal_pairs(const unsigned* x, unsigned* y, i64 n, i64 channels, 
     };
   });
 }
+
+// Channel k of two arrays (lines, 2 words) of numbers of 16 bits as channels 2 k and 2 k + 1 of one, in words of two: its
+// lines lie in `first`, or if CUT the first half of each there and the second in `second`. n words of each target.
+template <int CUT>
+__global__ void interleave_pairs(const unsigned* one, const unsigned* two, unsigned* first, unsigned* second, i64 n,
+                                 i64 words, i64 by_line) {
+  const Divisor by{by_line};
+  const unsigned width = unsigned(words), line = CUT ? width : 2 * width;
+  const auto part = [=](unsigned start) {
+    return [=](unsigned i) {
+      return [=, place = Along(i, by, line)]() mutable {
+        const unsigned at = start + place.at, from = place.row * width + at / 2;
+        place.step();
+        return __byte_perm(one[from], two[from], at & 1 ? 0x7632 : 0x5410);
+      };
+    };
+  };
+  gather(first, unsigned(n), part(0));
+  if (CUT) gather(second, unsigned(n), part(width));
+}
+
+// The other way, to those of the two that are not null.
+template <int CUT>
+__global__ void separate_pairs(const unsigned* first, const unsigned* second, unsigned* one, unsigned* two, i64 n, i64 words,
+                               i64 by_line) {
+  const Divisor by{by_line};
+  const unsigned width = unsigned(words);
+  const auto part = [=](unsigned bytes) {
+    return [=](unsigned i) {
+      return [=, place = Along(i, by, width)]() mutable {
+        const unsigned at = 2 * place.at, row = place.row;
+        place.step();
+        const auto word = [=](unsigned at) {
+          if (!CUT) return first[row * 2 * width + at];
+          return at < width ? first[row * width + at] : second[row * width + at - width];
+        };
+        return __byte_perm(word(at), word(at + 1), bytes);
+      };
+    };
+  };
+  if (one) gather(one, unsigned(n), part(0x5410));
+  if (two) gather(two, unsigned(n), part(0x7632));
+}
