@@ -315,14 +315,16 @@ def gradient(
     width: int,
     variant: Variant,
     joined: bool = False,
+    period: int = 0,
 ) -> Callable[..., tuple[Array, int]]:
     """Return what runs with dy, weights (O, C), what a normalization wants, and what is behind dy
     if it is `joined`; it returns partial sums of masked and of masked * (x - mean), and into how
     many each is split.
 
-    With a stride `more` must be 0 where dx is.
+    With a stride `more` must be 0 where dx is. With a period the normalization has the numbers of
+    so many channels, which repeat.
     """
-    sizes, numbers = (geometry.x[1], geometry.y[1]), (*variant, int(joined))
+    sizes, numbers = (geometry.x[1], geometry.y[1]), (*variant, int(joined), int(period > 0))
     run = _Product(_name("gradient", dtype, width, *numbers), width, geometry, *sizes)
 
     def call(
@@ -331,6 +333,6 @@ def gradient(
         mean, _, factor, shift = norm.numbers
         given = norm.x, mean, factor, shift, norm.ceiling or 0.0, norm.more, norm.bits, norm.masked
         _clear(geometry, norm.masked)
-        return run(dy, w, *given, after=_behind(geometry, behind))
+        return run(dy, w, *given, after=(*_behind(geometry, behind), np.int32(period)))
 
     return call

@@ -9,6 +9,7 @@ With the channels last, the levels of candidates of a forward are:
        +- few_channels: images of few channels; with ReLU's mask in the gradient of the weights
        +- depthwise: each channel by itself
        +- pointwise: the gradient of the weights as one product
+       +- Folding: such products with several pixels as one, whose channels fill whole packs
        +- CudnnPasses, "... ways": how weights and image are arranged for cuDNN (filters.py)
           |     plain        weights (O, kernel, C/g)
           |     dense        few groups as one, with zeros between them
@@ -25,7 +26,7 @@ Above them are the fusions with what is beside a convolution:
                    not write the output (pooled_convolution, small_images, strided_images); likewise
                    the gradient
     Summed         beside a BatchNorm: "forward moments" is a pass for the sums of y after it, or
-                   kernels of ours, pointwise or depthwise, that give them; likewise the gradient
+                   kernels of ours that give them; likewise the gradient
     WithoutOutput  before a BatchNorm, where products of our own do all of it (covariance.py)
 
 Depthwise, both gradients beside a BatchNorm are one pass in 16 bits (`depthwise.backward_both`).

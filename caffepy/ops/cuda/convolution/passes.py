@@ -15,6 +15,7 @@ from caffepy.ops.cuda import (
     compiler,
     depthwise,
     few_channels,
+    folding,
     pointwise,
     small_convolution,
     small_images,
@@ -24,6 +25,7 @@ from caffepy.ops.cuda.bias_relu import relu_bias_backward
 from caffepy.ops.cuda.compiler import looks_ahead
 from caffepy.ops.cuda.convolution.arrangement import with_bias
 from caffepy.ops.cuda.convolution.cudnn_passes import CudnnPasses
+from caffepy.ops.cuda.folding import Folding
 from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import TYPES, Array
 
@@ -50,6 +52,9 @@ class Passes:
         self._own, self._kind = next((([module], kind) for module, kind in suiting), ([], "small"))
         if small_images.suits(geometry, dtype):
             self._own.append(small_images)
+        self.folding: Folding | None = None
+        if folding.suits(geometry, dtype):
+            self.folding, self._kind = Folding(geometry, dtype), "folding"
         self._runs: dict[Any, Run] = {}
         self._begin_to_compile()
 
@@ -69,6 +74,8 @@ class Passes:
             return self._cudnn_or_own(what, cudnn, own and partial(own, relu=relu), arrays)
 
         self.cudnn.begin_forward()
+        if self.folding is not None:
+            self.folding.begin_forward()
         run_kept(self._runs, ("forward", b is not None, relu), make, arrays)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
@@ -129,11 +136,13 @@ class Passes:
     def _own_way(self, what: str) -> Callable[..., list[Make]] | None:
         """Return what lists our own candidates for a pass; None without any."""
         listed = [getattr(module, what) for module in self._own if hasattr(module, what)]
+        folded = getattr(self.folding, what, None)
 
         def all_of(*given: Any, **how: Any) -> list[Make]:
-            return [make for each in listed for make in each(*given, **how)]
+            made = [make for each in listed for make in each(*given, **how)]
+            return made if folded is None else [*made, *folded(**how)]
 
-        return all_of if listed else None
+        return all_of if listed or folded else None
 
     def _cudnn_or_own(
         self,
@@ -145,7 +154,8 @@ class Passes:
         """Return the fastest of cuDNN and the kernels of our own, if they suit; None ahead."""
         candidates = [cudnn, *(own(self.geometry, self.dtype) if own else [])]
         name = f"{what} {self._kind} {self.geometry}"
-        found = autotune.fastest(name, self.dtype, candidates, arguments)
+        launches = 1 if self.folding is None else LAUNCHES
+        found = autotune.fastest(name, self.dtype, candidates, arguments, launches)
         return found and found[1]
 
 

@@ -1,5 +1,5 @@
 """A convolution beside a BatchNorm: a pass for the sums of each channel after it, or kernels of our
-own that give them, pointwise or depthwise.
+own that give them, pointwise, perhaps of folded pixels, or depthwise.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +28,8 @@ class Summed:
 
     def sums_gradients(self, alike: bool) -> bool:
         """Return True if `backward_data` may save a pass."""
+        if self._passes.folding is not None:
+            return True
         suits = pointwise.suits_gradients(self._geometry, self._dtype)
         return suits and (alike or prod(self._geometry.stride) == 1)
 
@@ -45,6 +47,10 @@ class Summed:
         if b is None and depthwise.suits(self._geometry, self._dtype):
             candidates.append(self._depthwise_moments)
             what += " or depthwise"
+        elif b is None and self._passes.folding is not None:
+            make = self._passes.folding.moments
+            candidates += [partial(make, width) for width in pointwise.WIDTHS]
+            what += " or folding"
         elif b is None:
             ways = self._cudnn.arrangements
             ways = [way for way in ways if pointwise.suits_moments(way.geometry, self._dtype)]
@@ -90,13 +96,17 @@ class Summed:
         if variant[0] != BY_Y:
             candidates += [partial(self._gradient, width, variant) for width in pointwise.WIDTHS]
         what = f"backward_data sums {variant}"
-        if pointwise.suits_narrow_sums(self._geometry, variant):
+        if self._passes.folding is not None:
+            what += " or folding"
+        elif pointwise.suits_narrow_sums(self._geometry, variant):
             what += " or narrow"
             candidates.append(partial(self._narrow_sums, variant[1]))
         name = f"{what} {self._geometry}"
         return self._run(("sums", *variant), name, apart, candidates, (dy, w, norm))
 
     def _gradient(self, width: int, variant: Variant) -> Run:
+        if self._passes.folding is not None:
+            return self._passes.folding.gradient(width, variant)
         found = pointwise.gradient(self._geometry, self._dtype, width, variant)
         return lambda dy, w, norm: found(dy, self._passes.product_weights(w), norm)
 

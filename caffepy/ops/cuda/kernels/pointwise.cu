@@ -411,8 +411,8 @@ pointwise_spread(const T* dy, const T* w, T* dx, double*, int rows, int outputs,
 }
 
 // g = (product [+ more]) * mask in the pixels whose rows they are, and if SUMMED the sums of g and of g * (x - mean); x as
-// the normalization got it. The other pixels are not written.
-template <typename T, int MASK, int AFTER, int MORE, int SUMMED> struct Gradient {
+// the normalization got it. The other pixels are not written. Numbers of channels repeat after `period` if FOLDED.
+template <typename T, int MASK, int AFTER, int MORE, int SUMMED, int FOLDED> struct Gradient {
   static constexpr bool SUMS = SUMMED, READS = SUMMED || MASK == BY_X;
   const T* x;
   const float *mean, *factor, *shift;
@@ -421,18 +421,32 @@ template <typename T, int MASK, int AFTER, int MORE, int SUMMED> struct Gradient
   const unsigned char* bits;
   T* g;
   Pixels pixels;
+  int period;
+
+  // Numbers of 8 channels from one on.
+  __device__ void take(float (&to)[8], const float* from, int channel) const {
+    if constexpr (FOLDED) {
+      int c = channel % period;
+#pragma unroll
+      for (int v = 0; v < 8; ++v) {
+        to[v] = from[c];
+        if (++c == period) c = 0;
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < 8; v += 4)
+        *reinterpret_cast<float4*>(to + v) = *reinterpret_cast<const float4*>(from + channel + v);
+    }
+  }
 
   template <int EACH, int STEP, int PITCH>
   __device__ void tile(const T* results, int line, int row, int rows, int outputs, int channel, float (&first)[8],
                        float (&second)[8]) const {
     float mu[8], f[8], s[8];
-#pragma unroll
-    for (int v = 0; v < 8; v += 4) {
-      if (SUMMED) *reinterpret_cast<float4*>(mu + v) = *reinterpret_cast<const float4*>(mean + channel + v);
-      if (MASK == BY_X) {
-        *reinterpret_cast<float4*>(f + v) = *reinterpret_cast<const float4*>(factor + channel + v);
-        *reinterpret_cast<float4*>(s + v) = *reinterpret_cast<const float4*>(shift + channel + v);
-      }
+    if (SUMMED) take(mu, mean, channel);
+    if (MASK == BY_X) {
+      take(f, factor, channel);
+      take(s, shift, channel);
     }
     constexpr int U = PITCH < 128 ? 2 : 4;  // rows at a time, all of which are loaded before any is used
 #pragma unroll 1
@@ -473,11 +487,12 @@ template <typename T, int MASK, int AFTER, int MORE, int SUMMED> struct Gradient
   }
 };
 
-template <typename T, int E, int MASK, int AFTER, int MORE, int SUMMED, int JOINED>
+template <typename T, int E, int MASK, int AFTER, int MORE, int SUMMED, int JOINED, int FOLDED>
 __global__ void __launch_bounds__(THREADS, HELD<E>)
 pointwise_gradient(const T* dy, const T* w, const T* x, const float* mean, const float* factor, const float* shift,
                    double ceiling, const T* more, const unsigned char* bits, T* g, double* partial, int rows,
-                   int outputs, int depth, int streams, PIXELS, BEHIND) {
-  const Gradient<T, MASK, AFTER, MORE, SUMMED> op{x, mean, factor, shift, float(ceiling), more, bits, g, OF_PIXELS};
+                   int outputs, int depth, int streams, PIXELS, BEHIND, int period) {
+  const Gradient<T, MASK, AFTER, MORE, SUMMED, FOLDED> op{x,    mean, factor, shift,     float(ceiling),
+                                                          more, bits, g,      OF_PIXELS, period};
   product_of_rows<T, E, JOINED>(dy, w, Sizes{rows, outputs, depth, streams}, WHAT_IS_BEHIND, op, partial);
 }
