@@ -102,7 +102,8 @@ class NormGroup:
         computes it as it reads what it is made of.
         """
         convolution = self.convolution
-        if convolution is None or self.other is not None or self.skipped:
+        summed = self.other is None or self.summed is not None
+        if convolution is None or not summed or self.skipped:
             return False
         if not (self._is_of_batch and convolution.propagate_down[0]):
             return False

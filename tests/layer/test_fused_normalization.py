@@ -57,6 +57,8 @@ GROUPS = {
     "each channel": "Depthwise BatchNorm Scale ReLU6",
     "each channel, linear": "Depthwise BatchNorm",
     "each channel, split": "Depthwise BatchNorm Scale ReLU Split",
+    "each channel, sum": "Depthwise BatchNorm Scale Eltwise",
+    "each channel, sum and ReLU": "Depthwise BatchNorm Scale Eltwise ReLU",
     "maxima": "Convolution BatchNorm Scale ReLU Pooling",
     "maxima, no convolution": "BatchNorm Scale ReLU Pooling",
     "pointwise sum": "Pointwise BatchNorm Scale Eltwise ReLU Split",
@@ -213,6 +215,27 @@ def test_without_the_gradient_between(name, frozen, monkeypatch):
     group = grouped(chain)
     assert group.skips_gradient != frozen
     agree(chain.run(group), alone.run(), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["each channel, sum", "each channel, sum and ReLU"])
+def test_without_the_gradient_behind_a_sum(name, monkeypatch):
+    """Where the first half is computed by another group."""
+    chain, alone = (Chain(MEMBERS[name], True) for _ in range(2))
+    wanted = alone.run()
+    monkeypatch.setattr(cpu.Convolution, "skips_gradient", lambda *_: True)
+    group = grouped(chain)
+    backward = group.backward
+
+    def in_halves():
+        assert not group.skips_gradient
+        half = group.sums_of(chain.tops[0])
+        half.masked[...] = chain.tops[0].diff
+        cpu.norm_sums(half)
+        assert group.skips_gradient
+        backward()
+
+    monkeypatch.setattr(group, "backward", in_halves)
+    agree(chain.run(group), wanted, 1e-9)
 
 
 def test_the_other_blob_may_come_first():

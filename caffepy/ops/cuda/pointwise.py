@@ -24,7 +24,7 @@ from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import THREADS, TYPES, Array, divisor, scratch
 from caffepy.ops.cuda.normalization import BY_X, NO_MASK, mask_kind, what_follows
 from caffepy.ops.cuda.small_convolution import here
-from caffepy.ops.objects import NormForward, NormSums
+from caffepy.ops.objects import NormForward, NormGradient, NormSums
 
 WIDTHS = (64, 128)
 """Outputs of a block's tile, among which the autotuner chooses."""
@@ -267,6 +267,48 @@ def narrow_sums(
             (THREADS,),
             (dy, w, *of_x, norm.masked, partial, of_all, outputs, depth),
         )
+        return partial, blocks
+
+    return call
+
+
+def suits_narrow_both(geometry: Geometry, dtype: DTypeLike) -> bool:
+    """Return True if `narrow_both` can do it, and is likely to be faster than a pass for each."""
+    return (
+        suits_gradients(geometry, dtype)
+        and prod(geometry.stride) == 1
+        and geometry.y[1] <= NARROW[-1]
+        and geometry.y[1] < geometry.x[1]
+        and prod(geometry.x) < 1 << 30
+    )
+
+
+def narrow_both(
+    geometry: Geometry, dtype: DTypeLike, after: int
+) -> Callable[[NormGradient, Array, NormSums, Array | None], tuple[Array, int]]:
+    """Return what runs with the gradient of the output, weights (O, C), what the normalization
+    before wants, without more and y, and the gradient of the weights to add to; it returns what
+    `gradient` does. `after` is what follows the normalization before.
+    """
+    depth, outputs, of_all = geometry.y[1], geometry.x[1], rows(geometry)
+    name = _name("both", dtype, next(k for k in NARROW if depth <= k), after)
+    launch, add = (
+        kernel("narrow", name.replace("pointwise", "narrow")),
+        kernel("narrow", "narrow_add"),
+    )
+    slices = -(-outputs // 32)
+    blocks = max(1, min(-(-of_all // (ROWS // 2)), HELD[64] * DEVICE // slices))
+
+    def call(dy: NormGradient, w: Array, norm: NormSums, dw: Array | None) -> tuple[Array, int]:
+        partial = scratch("channels", 2 * blocks * outputs)
+        part = context().array("narrow gradient", (blocks, depth, outputs), np.float32)
+        mean, _, factor, shift = norm.numbers
+        of_dy = dy.g, dy.x, dy.numbers[2], dy.line
+        of_x = norm.x, mean, factor, shift, norm.ceiling or 0.0
+        to = norm.masked, partial, part
+        launch((blocks, slices), (THREADS // 2,), (*of_dy, w, *of_x, *to, of_all, outputs, depth))
+        if dw is not None:
+            add((-(-dw.size // 32),), (32, 8), (part, dw, blocks, dw.size))
         return partial, blocks
 
     return call

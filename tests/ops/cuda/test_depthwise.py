@@ -102,19 +102,41 @@ CEILINGS = {"relu": np.inf, "6": 1.0}
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_both_gradients_past_that_of_a_normalization(name, case, before):
     """With the first half of the gradient of a normalization before it."""
-    kind = LAST[name]
     x_shape, stride, pad = CASES[case]
     channels = x_shape[1]
-    w_shape, how = (channels, 1, 3, 3), (stride, pad, (1, 1))
-    exact = cpu.Convolution(x_shape, w_shape, how, channels, np.float64)
-    ours = cuda.Convolution(x_shape, w_shape, how, channels, kind.layout.dtype)
+    check_both(LAST[name], x_shape, (channels, 1, 3, 3), (stride, pad, (1, 1)), channels, before)
+
+
+PRODUCTS = {  # x, outputs
+    "16": ((2, 96, 9, 10), 16),
+    "24": ((3, 144, 7, 5), 24),
+    "32, not all of a slice": ((2, 40, 12, 8), 32),
+    "8": ((1, 16, 5, 7), 8),
+    "one pixel": ((1, 64, 1, 1), 32),
+    "many pixels": ((16, 72, 30, 31), 24),
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("case", PRODUCTS)
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_both_gradients_of_a_product_with_few_outputs(name, case, before):
+    x_shape, outputs = PRODUCTS[case]
+    how = (1, 1), (0, 0), (1, 1)
+    check_both(LAST[name], x_shape, (outputs, x_shape[1], 1, 1), how, 1, before)
+
+
+def check_both(kind, x_shape, w_shape, how, group, before):
+    exact = cpu.Convolution(x_shape, w_shape, how, group, np.float64)
+    ours = cuda.Convolution(x_shape, w_shape, how, group, kind.layout.dtype)
     assert ours.skips_gradient(kind.layout)
     rng = np.random.default_rng(0)
     data = rng.standard_normal
     source, more = (kind.round(data(x_shape)) for _ in range(2))
     z, g = (kind.round(data(exact.y_shape)) for _ in range(2))
+    channels, outputs = x_shape[1], w_shape[0]
     of_two, of_four = (2, channels), (4, channels)
-    sizes = w_shape, of_four, of_two, of_four, w_shape, channels, channels, of_two
+    sizes = w_shape, (4, outputs), (2, outputs), of_four, w_shape, channels, channels, of_two
     w, numbers, line, of_x, dw, dscale, dbias, its_line = (data(s).astype("f") for s in sizes)
     of_x[1] = 1 + of_x[1] ** 2
     _, *words = before.split() if before.startswith("norm") else ("", *before.split())

@@ -7,9 +7,9 @@ from numpy.typing import DTypeLike
 
 from caffepy.core.errors import DeviceError
 from caffepy.device.blob import Layout
-from caffepy.ops.cuda import covariance, depthwise, strided_images
+from caffepy.ops.cuda import covariance, depthwise, pointwise, strided_images
 from caffepy.ops.cuda.bias_relu import relu_bias_backward
-from caffepy.ops.cuda.context import prepare_handles
+from caffepy.ops.cuda.context import context, prepare_handles
 from caffepy.ops.cuda.convolution.max_pooled import MaxPooled
 from caffepy.ops.cuda.convolution.passes import Passes
 from caffepy.ops.cuda.convolution.plain import Plain
@@ -21,6 +21,7 @@ from caffepy.ops.cuda.normalization import (
     as_planes,
     batch_norm_prepare,
     finish_norm,
+    norm_gradient,
     prepare_from,
 )
 from caffepy.ops.cuda.pooling import max_pool_backward, max_pool_forward
@@ -119,12 +120,30 @@ class Convolution:
         finish_norm(made.summed.backward_data(dy, w, norm), norm)
 
     def skips_gradient(self, layout: Layout) -> bool:
-        return layout.channels_last and depthwise.suits_both(self._geometry, layout.dtype)
+        of = self._geometry, layout.dtype
+        suits = depthwise.suits_both(*of) or pointwise.suits_narrow_both(*of)
+        return layout.channels_last and suits
 
     def backward_norm_gradient(
         self, x: Array, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
     ) -> None:
-        depthwise.backward_both(self._geometry, x, w, dy, dw, to)
+        if depthwise.suits_both(self._geometry, x.dtype):
+            depthwise.backward_both(self._geometry, x, w, dy, dw, to)
+            return
+        made = self._for(x, dy.g)
+        assert isinstance(made, _ChannelsLast)
+        if isinstance(to, NormSums) and made.summed.suits_both(to):
+            finish_norm(made.summed.backward_both(w, dy, dw, to), to)
+            return
+        n, c, *size = dy.g.shape
+        of = context().array("past gradient", (n, *size, c), dy.g.dtype).transpose(0, 3, 1, 2)
+        given = as_planes(dy.x), dy.numbers, dy.line, as_planes(dy.g)
+        norm_gradient(*given, as_planes(of))
+        self.backward_weight(x, of, dw, None)
+        if isinstance(to, NormSums):
+            self.backward_data_norm(of, w, to)
+        else:
+            self.backward_data(of, w, to)
 
     def skips_output(self, layout: Layout) -> bool:
         return layout.channels_last and covariance.suits(self._geometry, layout.dtype)

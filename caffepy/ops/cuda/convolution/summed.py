@@ -9,13 +9,22 @@ from math import prod
 from typing import Any
 
 from caffepy.ops.cuda import autotune, depthwise, pointwise
-from caffepy.ops.cuda.autotune import Make, Run
+from caffepy.ops.cuda.autotune import Make, Run, run_kept
 from caffepy.ops.cuda.convolution.arrangement import Arrangement
 from caffepy.ops.cuda.convolution.passes import LAUNCHES, Passes
 from caffepy.ops.cuda.launch import Array
-from caffepy.ops.cuda.normalization import BY_Y, as_planes, gradient_sums, moments
+from caffepy.ops.cuda.normalization import (
+    BY_X,
+    BY_Y,
+    NO_MASK,
+    as_planes,
+    gradient_sums,
+    mask_kind,
+    moments,
+    what_follows,
+)
 from caffepy.ops.cuda.pointwise import Variant
-from caffepy.ops.objects import NormSums
+from caffepy.ops.objects import NormGradient, NormSums
 
 
 class Summed:
@@ -103,6 +112,21 @@ class Summed:
             candidates.append(partial(self._narrow_sums, variant[1]))
         name = f"{what} {self._geometry}"
         return self._run(("sums", *variant), name, apart, candidates, (dy, w, norm))
+
+    def suits_both(self, norm: NormSums) -> bool:
+        """Return True if `backward_both` can compute what this normalization wants."""
+        mask = mask_kind(norm.ceiling, norm.y, norm.bits)
+        return norm.x is not None and norm.more is None and mask in (NO_MASK, BY_X)
+
+    def backward_both(
+        self, w: Array, dy: NormGradient, dw: Array | None, norm: NormSums
+    ) -> tuple[Array, int]:
+        """Compute norm.masked past the gradient of y, and return its partial sums; add to dw."""
+        after = what_follows(norm.ceiling)
+        make = partial(pointwise.narrow_both, self._geometry, self._dtype, after)
+        given = dy, self._passes.product_weights(w), norm, dw
+        sums: tuple[Array, int] | None = run_kept(self._runs, ("both", after), make, given)
+        return sums or (norm.line, 1)  # ahead there are none, and none are read
 
     def _gradient(self, width: int, variant: Variant) -> Run:
         if self._passes.folding is not None:

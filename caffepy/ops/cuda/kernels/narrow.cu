@@ -3,6 +3,7 @@
 //
 //   y (rows, outputs) = x (rows, depth) * w (outputs, depth) * factor + shift, with a ReLU after it
 //   dx (rows, inputs) = g (rows, depth) * w (depth, inputs) + x (rows, inputs) * m (inputs, inputs) + base [+ more]
+//   dw (depth, outputs) = dy (rows, depth)^T * y (rows, outputs), beside dx, where dy is the gradient of a normalization
 //
 // A tile of 16 rows is so little work that its way through shared memory, as in pointwise.cu, takes longer than its product.
 // Here a warp has 16 rows by two groups of 32 outputs in registers throughout. Which depth and which output a number of a
@@ -25,13 +26,13 @@ template <int K, typename T> __device__ Words<K> take_row(const T* row, int from
 }
 
 // Partial sums (2, gridDim.x, outputs) of a block, from those of its warps, of outputs from the first on.
-template <int N>
-__device__ void add_warps(const float (&parts)[8][2][N], double* partial, int first, int outputs) {
+template <int WARPS, int N>
+__device__ void add_warps(const float (&parts)[WARPS][2][N], double* partial, int first, int outputs) {
   __syncthreads();
   const int which = threadIdx.x / N, channel = first + threadIdx.x % N;
   if (which > 1 || channel >= outputs) return;
   double all = 0;
-  for (int warp = 0; warp < 8; ++warp) all += double(parts[warp][which][threadIdx.x % N]);
+  for (int warp = 0; warp < WARPS; ++warp) all += double(parts[warp][which][threadIdx.x % N]);
   partial[(i64(which) * gridDim.x + blockIdx.x) * outputs + channel] = all;
 }
 
@@ -200,7 +201,7 @@ narrow_gradient(const T* g, const T* w, const T* x, const float* base, const T* 
         parts[warp][1][j * 8 + 2 * t + v] = second[j][v];
       }
     }
-  add_warps<N>(parts, partial, 0, int(inputs));
+  add_warps(parts, partial, 0, int(inputs));
 }
 
 // g = dy (rows, depth) * w (depth, outputs), 0 where a ReLU after x * factor + shift passes nothing, and partial sums (2,
@@ -291,5 +292,182 @@ narrow_sums(const T* dy, const T* w, const T* x, const float* mean, const float*
       parts[warp][1][8 * t + v] = second[v];
     }
   }
-  add_warps<GROUP>(parts, partial, first_output, int(outputs));
+  add_warps(parts, partial, first_output, int(outputs));
+}
+
+// The transpose of a matrix of 8 x 8 numbers of 16 bits, of which thread (g, t) has two of row g, from column 2 t on.
+__device__ inline unsigned transposed(unsigned words) {
+  unsigned turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(words));
+  return turned;
+}
+
+// dx as g of narrow_sums for dy = factors * g + slope * z + rest (rows, depth), which a normalization of z would write; the
+// line (2, depth) is slope and rest. And part (gridDim.x, depth, outputs), sums of dy^T * y over the rows of a block, where
+// y is what the normalization of x gave. Both factors of these sums are at hand by rows, and are transposed for the mma.
+template <typename T, int K, int AFTER> __global__ void __launch_bounds__(128, 3)
+narrow_both(const T* g, const T* z, const float* factors, const float* line, const T* w, const T* x, const float* mean,
+            const float* factor, const float* shift, double ceiling, T* dx, double* partial, float* part, i64 of_all,
+            i64 across, i64 deep) {
+  constexpr int WORDS = K / 8, DEPTHS = K / 16, WARPS = 4;
+  __shared__ float parts[WARPS][2][GROUP], products[WARPS][K * GROUP];
+  __shared__ __align__(16) float of_dy[3][K], of_x[3][GROUP];
+  __shared__ __align__(16) unsigned of_w[4][32][WORDS];
+  const int lane = threadIdx.x % 32, row = lane / 4, t = lane % 4, warp = threadIdx.x / 32, warps = gridDim.x * WARPS;
+  const int from = t * (K / 4), first_output = blockIdx.y * GROUP, channel = first_output + 8 * t;
+  const int rows = int(of_all), outputs = int(across), depth = int(deep), tiles = (rows + TILE - 1) / TILE;
+  const bool inside = channel < outputs;
+  const float most = float(ceiling);
+  const unsigned short* const weights = reinterpret_cast<const unsigned short*>(w);
+  for (int i = threadIdx.x; i < 4 * 32 * WORDS; i += 32 * WARPS) {
+    const int j = i / (32 * WORDS), of = i / WORDS % 32, k = i % WORDS;
+    const int output = first_output + of / 8 * 8 + 2 * j + of / 4 % 2, depth_of = of % 4 * (K / 4) + 2 * k;
+    unsigned word = 0;
+    for (int v = 0; v < 2; ++v)
+      if (depth_of + v < depth && output < outputs)
+        word |= unsigned(weights[(depth_of + v) * outputs + output]) << 16 * v;
+    of_w[j][of][k] = word;
+  }
+  if (threadIdx.x < K) {
+    const int d = threadIdx.x;
+    of_dy[0][d] = d < depth ? factors[d] : 0.0f;
+    of_dy[1][d] = d < depth ? line[d] : 0.0f;
+    of_dy[2][d] = d < depth ? line[depth + d] : 0.0f;
+  }
+  if (threadIdx.x < GROUP) {
+    const int c = first_output + threadIdx.x;
+    of_x[0][threadIdx.x] = c < outputs ? mean[c] : 0.0f;
+    of_x[1][threadIdx.x] = c < outputs ? factor[c] : 0.0f;
+    of_x[2][threadIdx.x] = c < outputs ? shift[c] : 0.0f;
+  }
+  __syncthreads();
+  const auto fetch = [&](const T* of, int tile, int half) {
+    const int at = tile * TILE + row + 8 * half;
+    return take_row<K>(of + at * depth, from, depth, at < rows);
+  };
+  const auto fetch_x = [&](int tile, int half) {
+    const int at = tile * TILE + row + 8 * half;
+    return inside && at < rows ? *reinterpret_cast<const uint4*>(x + at * outputs + channel) : make_uint4(0, 0, 0, 0);
+  };
+  float first[8] = {}, second[8] = {}, product[DEPTHS][4][4] = {};
+  int tile = blockIdx.x * WARPS + warp;
+  Words<K> of_g[2] = {fetch(g, tile, 0), fetch(g, tile, 1)}, of_z[2] = {fetch(z, tile, 0), fetch(z, tile, 1)};
+  uint4 xs[2] = {fetch_x(tile, 0), fetch_x(tile, 1)};
+  for (; tile < tiles; tile += warps) {
+    const int at = tile * TILE + row;
+    int thread = lane;  // of which the compiler does not know that, so that it keeps no numbers of channels in registers
+    asm volatile("" : "+r"(thread));
+    const int depths = thread % 4 * (K / 4), channels = thread % 4 * 8;
+    Words<K> dy[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int k = 0; k < WORDS; ++k) {
+        const Pack<T, 2> gs = reinterpret_cast<const Pack<T, 2>&>(of_g[half].of[k]);
+        const Pack<T, 2> zs = reinterpret_cast<const Pack<T, 2>&>(of_z[half].of[k]);
+        Pack<T, 2> pair;
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+          const int d = depths + 2 * k + v;
+          const float value = fmaf(of_dy[0][d], float(gs.v[v]), fmaf(of_dy[1][d], float(zs.v[v]), of_dy[2][d]));
+          pair.v[v] = T(at + 8 * half < rows ? value : 0.0f);
+        }
+        dy[half].of[k] = reinterpret_cast<const unsigned&>(pair);
+      }
+    const uint4 now[2] = {xs[0], xs[1]};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      of_g[half] = fetch(g, tile + warps, half);
+      of_z[half] = fetch(z, tile + warps, half);
+      xs[half] = fetch_x(tile + warps, half);
+    }
+    float sum[4][4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const Words<K> words = *reinterpret_cast<const Words<K>*>(of_w[j][thread]);
+#pragma unroll
+      for (int k = 0; k < WORDS; k += 2) {
+        const unsigned a[4] = {dy[0].of[k], dy[1].of[k], dy[0].of[k + 1], dy[1].of[k + 1]};
+        const unsigned b[2] = {words.of[k], words.of[k + 1]};
+        multiply<T>(sum[j], a, b);
+      }
+    }
+    unsigned ys[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Pack<T, 8>& pack = reinterpret_cast<const Pack<T, 8>&>(now[half]);
+      Pack<T, 8> of_y, of_dx;
+#pragma unroll
+      for (int v = 0; v < 8; ++v) {
+        const float value = float(pack.v[v]);
+        float y = fmaf(value, of_x[1][channels + v], of_x[2][channels + v]), d = sum[v / 2][2 * half + v % 2];
+        if (passes_nothing<AFTER>(y, most)) d = 0;
+        if (AFTER && y <= 0) y = 0;
+        if (AFTER == CLIPPED && y > most) y = most;
+        first[v] += d;
+        second[v] += d * (value - of_x[0][channels + v]);
+        of_dx.v[v] = T(d);
+        of_y.v[v] = T(y);
+      }
+      if (inside && at + 8 * half < rows)
+        *reinterpret_cast<Pack<T, 8>*>(dx + (at + 8 * half) * outputs + channel) = of_dx;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) ys[half][j] = transposed(reinterpret_cast<const unsigned*>(of_y.v)[j]);
+    }
+#pragma unroll
+    for (int m = 0; m < DEPTHS; ++m) {
+      const unsigned a[4] = {transposed(dy[0].of[2 * m]), transposed(dy[0].of[2 * m + 1]), transposed(dy[1].of[2 * m]),
+                             transposed(dy[1].of[2 * m + 1])};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const unsigned b[2] = {ys[0][j], ys[1][j]};
+        multiply<T>(product[m][j], a, b);
+      }
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < 8; ++v) {
+#pragma unroll
+    for (int between = 4; between < 32; between *= 2) {
+      first[v] += __shfl_xor_sync(0xffffffffu, first[v], between);
+      second[v] += __shfl_xor_sync(0xffffffffu, second[v], between);
+    }
+    if (row == 0) {
+      parts[warp][0][8 * t + v] = first[v];
+      parts[warp][1][8 * t + v] = second[v];
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < DEPTHS; ++m)
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int d = row / 2 * (K / 4) + 2 * (2 * m + i / 2) + row % 2, c = 8 * t + 2 * j + i % 2;
+        products[warp][d * GROUP + c] = product[m][j][i];
+      }
+  add_warps(parts, partial, first_output, outputs);
+  for (int i = threadIdx.x; i < K * GROUP; i += 32 * WARPS) {
+    const int d = i / GROUP, c = first_output + i % GROUP;
+    float all = 0;
+    for (int other = 0; other < WARPS; ++other) all += products[other][i];
+    if (d < depth && c < outputs) part[(i64(blockIdx.x) * depth + d) * outputs + c] = all;
+  }
+}
+
+// to (size) += the shares of part (shares, size), by blocks of (32, 8) threads.
+__global__ void __launch_bounds__(256) narrow_add(const float* part, float* to, i64 shares, i64 size) {
+  __shared__ float sums[8][32];
+  const i64 i = blockIdx.x * 32ll + threadIdx.x;
+  float sum = 0;
+  if (i < size) {
+#pragma unroll 8
+    for (i64 share = threadIdx.y; share < shares; share += 8) sum += part[share * size + i];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y || i >= size) return;
+#pragma unroll
+  for (int y = 1; y < 8; ++y) sum += sums[y][threadIdx.x];
+  to[i] += sum;
 }
