@@ -2,6 +2,7 @@
 sums for each channel, in two stages and a fixed order; see channels.cuh.
 """
 
+from math import gcd
 from typing import Any
 
 from caffepy.ops.cuda.launch import BLOCKS, THREADS, Array, channels_last, launch_blocks, scratch
@@ -30,6 +31,17 @@ def lying(*arrays: Array) -> Shape:
     return (n * p, c, 1) if last or not n * c * p else (n, c, p)
 
 
+def _folded(shape: Shape, itemsize: int) -> tuple[Shape, int]:
+    """Return a shape in which lines without whole packs of channels are several side by side, and
+    how many.
+    """
+    outer, channels, inner = shape
+    width = 16 // itemsize
+    lines = width // gcd(width, channels)
+    fits = inner == 1 and outer % lines == 0
+    return ((outer // lines, lines * channels, 1), lines) if fits else (shape, 1)
+
+
 def _blocks(shape: Shape, itemsize: int, wave: int) -> tuple[int, int]:
     """Return the number of blocks of a pass, and by how many of them each channel is divided."""
     outer, channels, inner = shape
@@ -50,8 +62,10 @@ def channel_pass(
     """Run a kernel of a pass, its further arguments first; `held` of its blocks fit on a
     multiprocessor.
     """
+    period, (shape, _) = shape[1], _folded(shape, x.itemsize)
     blocks, splits = _blocks(shape, x.itemsize, held * DEVICE)
-    launch_blocks(file, name, x, blocks, *arguments, *shape, splits, variant=variant)
+    sizes = *shape, splits, period
+    launch_blocks(file, name, x, blocks, *arguments, *sizes, variant=variant)
 
 
 def sums(
@@ -60,10 +74,12 @@ def sums(
     """Run a kernel that sums over the channels of x, its further arguments first; return (2,
     splits, C) partial sums and splits.
     """
+    period, (shape, lines) = shape[1], _folded(shape, x.itemsize)
     blocks, splits = _blocks(shape, x.itemsize, 3 * DEVICE)
     partial = scratch("channels", 2 * shape[1] * splits)
-    launch_blocks(file, name, x, blocks, *arguments, partial, *shape, splits, variant=variant)
-    return partial, splits
+    sizes = *shape, splits, period
+    launch_blocks(file, name, x, blocks, *arguments, partial, *sizes, variant=variant)
+    return partial, lines * splits
 
 
 def finish(file: str, name: str, x: Array, *arguments: Any) -> None:

@@ -24,6 +24,8 @@ LAYOUTS = {
     "long planes": ((3, 2, 3025), False),
     "few channels last": ((2, 3, 35), True),
     "odd channels last": ((3, 37, 9), True),
+    "pixels of three channels, folded": ((8, 3, 35), True),
+    "pixels of 58 channels, folded": ((4, 58, 26), True),
     "a pack of channels last": ((5, 8, 7), True),
     "three packs last": ((2, 24, 100), True),
     "channels last": ((4, 64, 196), True),

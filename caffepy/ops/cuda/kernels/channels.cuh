@@ -3,30 +3,48 @@
 // threads takes one of `splits` shares of a channel, or where inner is 1 of up to 32 packs of channels. Sums are added
 // up in two stages with a fixed order: a partial sum for each share, then, by finish_channels, all of a channel.
 //
-// An operation Op<T, V> knows V channels: start(arguments, first channel, offset of an element) takes their numbers,
+// Pixels whose channels are no whole packs may lie folded: `channels` are then those of several pixels side by side, and
+// numbers of channels repeat after `period` of them.
+//
+// An operation Op<T, V> knows V channels: start(arguments, channels, offset of an element) takes their numbers,
 // op(v, element of each array...) is called for every element of channel v. One of sums has sums(v, count, first,
 // second), which gives those of the `count` elements that it saw; it is 0 before it starts.
 
 struct Shape {
-  i64 outer, channels, inner, splits;
+  i64 outer, channels, inner, splits, period;
 };
 
-// The numbers of V channels from c on; one for all where there are none.
-template <int V, typename A> __device__ void take(A (&numbers)[V], const A* p, i64 c, A otherwise) {
+// Channels from the first on, after the last of a period the first again.
+struct Channels {
+  i64 first, period;
+  template <int V> __device__ void each(i64 (&of)[V]) const {
+    i64 c = first;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      of[v] = c;
+      if (++c == period) c = 0;
+    }
+  }
+};
+
+// The numbers of V channels; one for all where there are none.
+template <int V, typename A> __device__ void take(A (&numbers)[V], const A* p, Channels c, A otherwise) {
   constexpr int W = V % 4 == 0 && sizeof(A) == 4 ? 4 : 1;
   if (!p) {
 #pragma unroll
     for (int v = 0; v < V; ++v) numbers[v] = otherwise;
-  } else if (aligned(p + c, sizeof(A) * W)) {
+  } else if (c.first + V <= c.period && aligned(p + c.first, sizeof(A) * W)) {
 #pragma unroll
     for (int v = 0; v < V; v += W) {
-      const Pack<A, W> pack = *reinterpret_cast<const Pack<A, W>*>(p + c + v);
+      const Pack<A, W> pack = *reinterpret_cast<const Pack<A, W>*>(p + c.first + v);
 #pragma unroll
       for (int w = 0; w < W; ++w) numbers[v + w] = pack.v[w];
     }
   } else {
+    i64 of[V];
+    c.each(of);
 #pragma unroll
-    for (int v = 0; v < V; ++v) numbers[v] = p[c + v];
+    for (int v = 0; v < V; ++v) numbers[v] = p[of[v]];
   }
 }
 
@@ -80,7 +98,7 @@ __device__ void over_lines(Shape s, const Arguments& arguments, const Done& done
     const unsigned mine = pack < packs ? count : 0;
     unsigned at = (DOWN ? outer - 1 - first : first) * packs + pack, i = 0;
     Op<T, V> op;
-    if (mine) op.start(arguments, i64(pack) * V, i64(at) * V);
+    if (mine) op.start(arguments, Channels{i64(pack) * V % s.period, s.period}, i64(at) * V);
     for (; i + U <= mine; i += U) {
       unsigned where[U];
 #pragma unroll
@@ -107,7 +125,7 @@ __device__ void over_planes(Shape s, const Arguments& arguments, const Done& don
     OneOf<Op<T, 1>> one{op};
     for (unsigned i = lo + threadIdx.x; i < hi; i += blockDim.x) {
       const unsigned where[1] = {(n * unsigned(s.channels) + c) * inner + p};
-      if (count == 0) op.start(arguments, c, i64(where[0]) * V);
+      if (count == 0) op.start(arguments, Channels{c, s.period}, i64(where[0]) * V);
       batch<V, 1>(where, one, a...);
       count += V;
       p += dp;
@@ -218,13 +236,13 @@ __device__ void channel_sums_of(Shape s, double* partial, const Arguments& argum
 template <typename F> struct Adding {
   template <typename T, int V> struct Op {
     const F* f;
-    i64 c;
+    i64 of[V];
     double first[V] = {}, second[V] = {};
-    __device__ void start(const F& adds, i64 channel, i64) {
+    __device__ void start(const F& adds, Channels channels, i64) {
       f = &adds;
-      c = channel;
+      channels.each(of);
     }
-    template <typename... X> __device__ void operator()(int v, X&... x) { (*f)(c + v, first[v], second[v], x...); }
+    template <typename... X> __device__ void operator()(int v, X&... x) { (*f)(of[v], first[v], second[v], x...); }
     __device__ void sums(int v, unsigned, double& a, double& b) const {
       a = first[v];
       b = second[v];

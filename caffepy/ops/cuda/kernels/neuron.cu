@@ -55,10 +55,10 @@ __global__ void prelu_forward(const T* x, const Wide<T>* slope, T* y, i64 outer,
 // dx = dy * (x > 0 ? 1 : slope_c), where there is a dx; sums of dy * x over x <= 0
 template <typename T> __global__ void __launch_bounds__(256)
 prelu_backward(const T* x, const T* dy, const Wide<T>* slope, T* dx, double* partial, i64 outer, i64 channels,
-               i64 inner, i64 splits) {
+               i64 inner, i64 splits, i64 period) {
   using A = Wide<T>;
   channel_sums<PACK>(
-      Shape{outer, channels, inner, splits}, partial,
+      Shape{outer, channels, inner, splits, period}, partial,
       [=](i64 c, double& first, double&, T x, T dy, T& dx) {
         const bool negative = A(x) <= 0;
         first += double(dy) * (negative ? double(x) : 0.0);

@@ -13,7 +13,7 @@
 template <typename T, int V> struct Moments {
   using A = Wide<T>;
   A k[V] = {}, first[V] = {}, second[V] = {};
-  __device__ void start(const T* x, i64, i64 at) {
+  __device__ void start(const T* x, Channels, i64 at) {
     const Pack<T, V> pack = *reinterpret_cast<const Pack<T, V>*>(x + at);
 #pragma unroll
     for (int v = 0; v < V; ++v) k[v] = A(pack.v[v]);
@@ -31,8 +31,8 @@ template <typename T, int V> struct Moments {
 };
 
 template <typename T> __global__ void __launch_bounds__(256, 3)
-moments(const T* x, double* partial, i64 outer, i64 channels, i64 inner, i64 splits) {
-  channel_sums_of<Moments, T, PACK, 4>(Shape{outer, channels, inner, splits}, partial, x, in(x));
+moments(const T* x, double* partial, i64 outer, i64 channels, i64 inner, i64 splits, i64 period) {
+  channel_sums_of<Moments, T, PACK, 4>(Shape{outer, channels, inner, splits, period}, partial, x, in(x));
 }
 
 // From sums of x and of x^2; `share` is 1 over their number.
@@ -85,7 +85,7 @@ template <typename A> struct Statistics { const A *mean, *inverse; };
 template <typename T, int V> struct Normalize {
   using A = Wide<T>;
   A mean[V], inverse[V];
-  __device__ void start(const Statistics<A>& s, i64 c, i64) {
+  __device__ void start(const Statistics<A>& s, Channels c, i64) {
     take(mean, s.mean, c, A(0));
     take(inverse, s.inverse, c, A(1));
   }
@@ -94,8 +94,8 @@ template <typename T, int V> struct Normalize {
 
 template <typename T> __global__ void __launch_bounds__(256, 4)
 normalize(const T* x, const Wide<T>* mean, const Wide<T>* inverse, T* y, i64 outer, i64 channels, i64 inner,
-          i64 splits) {
-  channel_pass<Normalize, T, PACK, 4>(Shape{outer, channels, inner, splits}, Statistics<Wide<T>>{mean, inverse}, in(x),
+          i64 splits, i64 period) {
+  channel_pass<Normalize, T, PACK, 4>(Shape{outer, channels, inner, splits, period}, Statistics<Wide<T>>{mean, inverse}, in(x),
                                       out(y));
 }
 
@@ -109,7 +109,7 @@ template <int OTHER, int AFTER> struct Forward {
   template <typename T, int V> struct Op {
     using A = Wide<T>;
     A factor[V], shift[V], ceiling;
-    __device__ void start(const Affine<A>& a, i64 c, i64) {
+    __device__ void start(const Affine<A>& a, Channels c, i64) {
       ceiling = a.ceiling;
       take(factor, a.factor, c, A(1));
       take(shift, a.shift, c, A(0));
@@ -127,9 +127,9 @@ template <int OTHER, int AFTER> struct Forward {
 
 template <typename T, int OTHER, int AFTER, int KEEPS> __global__ void __launch_bounds__(256, 4)
 forward(const T* x, const Wide<T>* factor, const Wide<T>* shift, double ceiling, const T* other, T* y,
-        unsigned char* bits, i64 outer, i64 channels, i64 inner, i64 splits) {
+        unsigned char* bits, i64 outer, i64 channels, i64 inner, i64 splits, i64 period) {
   channel_pass<Forward<OTHER, AFTER>::template Op, T, PACK, OTHER ? 2 : 4>(
-      Shape{outer, channels, inner, splits}, Affine<Wide<T>>{factor, shift, Wide<T>(ceiling)}, in(x),
+      Shape{outer, channels, inner, splits, period}, Affine<Wide<T>>{factor, shift, Wide<T>(ceiling)}, in(x),
       in_if<OTHER>(other), out(y), Bits<KEEPS ? WRITE : NEITHER>{bits});
 }
 
@@ -143,7 +143,7 @@ template <int MASK, int AFTER, int MORE, int MASKED, int DX> struct Summing {
   template <typename T, int V> struct Op {
     using A = Wide<T>;
     A mean[V], factor[V], shift[V], ceiling, first[V] = {}, second[V] = {};
-    __device__ void start(const Gradient<A>& a, i64 c, i64) {
+    __device__ void start(const Gradient<A>& a, Channels c, i64) {
       ceiling = a.ceiling;
       take(mean, a.mean, c, A(0));
       if (MASK == BY_X || DX) take(factor, a.factor, c, A(1));
@@ -170,9 +170,9 @@ template <int MASK, int AFTER, int MORE, int MASKED, int DX> struct Summing {
 template <typename T, int MASK, int AFTER, int MORE, int MASKED, int DX> __global__ void __launch_bounds__(256, 3)
 backward_sums(const T* x, const Wide<T>* mean, const Wide<T>* factor, const Wide<T>* shift, double ceiling, const T* dy,
               const T* more, const T* y, unsigned char* bits, T* masked, T* dx, double* partial, i64 outer,
-              i64 channels, i64 inner, i64 splits) {
+              i64 channels, i64 inner, i64 splits, i64 period) {
   channel_sums_of<Summing<MASK, AFTER, MORE, MASKED, DX>::template Op, T, PACK, 2>(
-      Shape{outer, channels, inner, splits}, partial, Gradient<Wide<T>>{mean, factor, shift, Wide<T>(ceiling)}, in(x),
+      Shape{outer, channels, inner, splits, period}, partial, Gradient<Wide<T>>{mean, factor, shift, Wide<T>(ceiling)}, in(x),
       in(dy), in_if<MORE>(more), in_if<MASK == BY_Y>(y), Bits<MASK == BY_BITS ? READ : NEITHER>{bits},
       out_if<MASKED>(masked), out_if<DX>(dx));
 }
@@ -208,7 +208,7 @@ template <int AFTER> struct Straight {
   template <typename T, int V> struct Op {
     using A = Wide<T>;
     A factor[V], shift[V], slope[V], rest[V], ceiling;
-    __device__ void start(const Line<A>& a, i64 c, i64) {
+    __device__ void start(const Line<A>& a, Channels c, i64) {
       ceiling = a.ceiling;
       take(factor, a.factor, c, A(1));
       if (AFTER) take(shift, a.shift, c, A(0));
@@ -225,9 +225,9 @@ template <int AFTER> struct Straight {
 
 template <typename T, int AFTER> __global__ void __launch_bounds__(256, 3)
 backward(const T* x, const Wide<T>* factor, const Wide<T>* shift, const Wide<T>* line, double ceiling, const T* dy, T* dx,
-         i64 outer, i64 channels, i64 inner, i64 splits) {
+         i64 outer, i64 channels, i64 inner, i64 splits, i64 period) {
   channel_pass<Straight<AFTER>::template Op, T, PACK, 2>(
-      Shape{outer, channels, inner, splits}, Line<Wide<T>>{factor, shift, line, line + channels, Wide<T>(ceiling)},
+      Shape{outer, channels, inner, splits, period}, Line<Wide<T>>{factor, shift, line, line + period, Wide<T>(ceiling)},
       in(x), in(dy), out(dx));
 }
 
@@ -246,9 +246,9 @@ template <typename T, int W> struct OfMaxima {
 // the maxima, which are fewer.
 template <typename T, int W> __global__ void __launch_bounds__(256, 3)
 maxima_frozen(const T* x, const Wide<T>* mean, const Wide<T>* factor, const T* dy, const unsigned char* index, T* dx, WINDOWS,
-              double* partial, i64 outer, i64 channels, i64 inner, i64 splits) {
+              double* partial, i64 outer, i64 channels, i64 inner, i64 splits, i64 period) {
   channel_sums_of<Summing<NO_MASK, NO_RELU, 0, 0, 1>::template Op, T, PACK, 2>(
-      Shape{outer, channels, inner, splits}, partial, Gradient<Wide<T>>{mean, factor, nullptr, 0}, in(x),
+      Shape{outer, channels, inner, splits, period}, partial, Gradient<Wide<T>>{mean, factor, nullptr, 0}, in(x),
       OfMaxima<T, W>{dy, index, NUMBERS}, in_if<0>(x), in_if<0>(x), Bits<NEITHER>{}, out_if<0>(dx), out(dx));
 }
 
@@ -296,18 +296,18 @@ template <typename T> struct Elements {
 
 template <typename T> __global__ void __launch_bounds__(256, 3)
 maxima_sums(const T* x, const Wide<T>* mean, const T* dy, const unsigned char* index, WINDOWS, double* partial, i64 outer,
-            i64 channels, i64 inner, i64 splits) {
+            i64 channels, i64 inner, i64 splits, i64 period) {
   T* const none = nullptr;
   channel_sums_of<Summing<NO_MASK, NO_RELU, 0, 0, 0>::template Op, T, PACK, 1>(
-      Shape{outer, channels, inner, splits}, partial, Gradient<Wide<T>>{mean, nullptr, nullptr, 0},
+      Shape{outer, channels, inner, splits, period}, partial, Gradient<Wide<T>>{mean, nullptr, nullptr, 0},
       Elements<T>{x, index, NUMBERS}, OfElements<T>{dy, index}, in_if<0>(x), in_if<0>(x), Bits<NEITHER>{}, out_if<0>(none),
       out_if<0>(none));
 }
 
 template <typename T, int W> __global__ void __launch_bounds__(256, 3)
 maxima_backward(const T* x, const Wide<T>* factor, const Wide<T>* line, const T* dy, const unsigned char* index, T* dx,
-                WINDOWS, i64 outer, i64 channels, i64 inner, i64 splits) {
+                WINDOWS, i64 outer, i64 channels, i64 inner, i64 splits, i64 period) {
   channel_pass<Straight<NO_RELU>::template Op, T, PACK, 2>(
-      Shape{outer, channels, inner, splits}, Line<Wide<T>>{factor, nullptr, line, line + channels, 0}, in(x),
+      Shape{outer, channels, inner, splits, period}, Line<Wide<T>>{factor, nullptr, line, line + period, 0}, in(x),
       OfMaxima<T, W>{dy, index, NUMBERS}, out(dx));
 }
