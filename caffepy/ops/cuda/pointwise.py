@@ -32,7 +32,7 @@ WIDTHS = (64, 128)
 ROWS, DEEP, STAGES = 128, 32, 4
 """As in pointwise.cu: rows of a tile, and the ring of pieces of both factors."""
 
-HELD = {64: 3, 128: 2}
+HELD = {32: 4, 64: 3, 128: 2}
 """Blocks of each width that a multiprocessor holds at a time."""
 
 
@@ -142,6 +142,11 @@ class _Product:
         given = (*arguments, partial, *self._sizes, *after)
         self._kernel((self._blocks,), (THREADS,), given, shared_mem=self._shared)
         return partial, self.streams
+
+
+def widths(geometry: Geometry) -> tuple[int, ...]:
+    """Return the widths among which the autotuner chooses for `moments`."""
+    return (32, 64) if geometry.y[1] <= 32 else WIDTHS
 
 
 def moments(

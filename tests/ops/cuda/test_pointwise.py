@@ -46,7 +46,7 @@ def preparation(outputs, make=np.asarray):
     return arrays[:3], 0.9, 1e-5, arrays[3:5], arrays[5]
 
 
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_products_with_moments(name, kind, width):
@@ -70,7 +70,7 @@ def test_products_with_moments(name, kind, width):
     np.testing.assert_allclose(sums[1], (found**2).sum((0, 2, 3)), 1e-5)
 
 
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_with_moments(name, width):
     """Larger kernels, whose lines lie side by side in the image."""

@@ -63,7 +63,9 @@ class Summed:
         elif b is None:
             ways = self._cudnn.arrangements
             ways = [way for way in ways if pointwise.suits_moments(way.geometry, self._dtype)]
-            choices = list(product(ways, pointwise.WIDTHS))
+            widths = pointwise.widths(self._geometry)
+            what += " narrow" * (widths != pointwise.WIDTHS)
+            choices = list(product(ways, widths))
             candidates += [partial(self._product_moments, *choice) for choice in choices]
 
         def use(chosen: int) -> None:

@@ -4,7 +4,7 @@
 //
 //   product (rows, outputs) = a (rows, depth) * b (depth, outputs)
 //
-// A block of 256 threads has 128 * E / 8 sums of E = 64 or 128 outputs; it goes through tiles of 128 rows, `streams` of
+// A block of 256 threads has 128 * E / 8 sums of E = 32, 64 or 128 outputs; it goes through tiles of 128 rows, `streams` of
 // them apart, from the last to the first: the pass before wrote the last rows last, and the pass after begins with the
 // first, so both find them in the cache. Pieces of DEEP channels of a and b come by cp.async into a ring of STAGES, also
 // those of the next tile while one is finished. A warp makes 32 x E/2 sums by mma, or four warps 64 x E by wgmma, where
@@ -22,7 +22,7 @@
 constexpr int ROWS = 128, DEEP = 32, STAGES = 4, THREADS = 256, WARPS = THREADS / 32;
 
 // Blocks of tiles of E outputs that a multiprocessor holds at a time.
-template <int E> constexpr int HELD = E == 64 ? 3 : 2;
+template <int E> constexpr int HELD = E == 32 ? 4 : E == 64 ? 3 : 2;
 
 // The depth of a row of a: the channels of so many lines of taps, each `run` numbers from its pixel on; `skip` are from the
 // end of one to the next.
@@ -143,7 +143,7 @@ template <typename T, int E, bool TURNED, bool JOINED, typename Op>
 __device__ void product(const T* a, const T* b, const Sizes s, const Pixels pixels, const Taps taps,
                         const Behind<T> behind, const Op op, double* partial) {
   using At = Tile<T, E>;
-  constexpr int CHUNKS = E * DEEP / 8 / THREADS;   // of b for each thread
+  constexpr int OF_B = E * DEEP / 8, CHUNKS = (OF_B + THREADS - 1) / THREADS;  // chunks of b, and for each thread
   constexpr int PACKS = E / 8, STEP = THREADS / PACKS, EACH = ROWS / STEP;
   extern __shared__ __align__(1024) unsigned char memory[];
   const unsigned base = shared_address(memory);
@@ -182,6 +182,7 @@ __device__ void product(const T* a, const T* b, const Sizes s, const Pixels pixe
 #pragma unroll
       for (int i = 0; i < CHUNKS; ++i) {
         const int chunk = t + i * THREADS;
+        if (OF_B % THREADS && chunk >= OF_B) break;
         if (TURNED) {
           const int row = chunk / PACKS, column = chunk % PACKS;
           const bool in = k + row < depth && first + column * 8 < s.outputs;

@@ -34,6 +34,12 @@ __device__ inline unsigned long long matrix(unsigned at, int blocks, int rows, i
   "+f"(s[n][0]), "+f"(s[n][1]), "+f"(s[n][2]), "+f"(s[n][3]), "+f"(s[n + 1][0]), "+f"(s[n + 1][1]), \
       "+f"(s[n + 1][2]), "+f"(s[n + 1][3])
 #define SUMS_32(s, n) SUMS_8(s, n), SUMS_8(s, n + 2), SUMS_8(s, n + 4), SUMS_8(s, n + 6)
+#define WGMMA_32(kind) \
+  asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." kind "." kind " {" \
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+               "}, %16, %17, p, 1, 1, %18, %19; }" \
+               : SUMS_8(sum, 0), SUMS_8(sum, 2) \
+               : "l"(a), "l"(b), "n"(int(A_TURNED)), "n"(int(B_TURNED)))
 #define WGMMA_64(kind) \
   asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." kind "." kind " {" \
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
@@ -57,6 +63,8 @@ template <> constexpr bool IS_BF16<bf16_t> = true;
 // sum (64, N) += a (64, 16) * b (16, N); TURNED where rows of the piece are depth.
 template <typename T, bool A_TURNED, bool B_TURNED, int TILES>
 __device__ inline void multiply_16(float (&sum)[TILES][4], unsigned long long a, unsigned long long b) {
+  if constexpr (TILES == 4 && IS_BF16<T>) WGMMA_32("bf16");
+  if constexpr (TILES == 4 && !IS_BF16<T>) WGMMA_32("f16");
   if constexpr (TILES == 8 && IS_BF16<T>) WGMMA_64("bf16");
   if constexpr (TILES == 8 && !IS_BF16<T>) WGMMA_64("f16");
   if constexpr (TILES == 16 && IS_BF16<T>) WGMMA_128("bf16");
