@@ -201,7 +201,7 @@ def _part(shares: int, channels: int) -> Array:
 def _add(part: Array, dw: Array, db: Array | None) -> None:
     shares, sums, channels = part.shape
     blocks = -(-sums * channels // 32)
-    kernel("depthwise", "add_depthwise")((blocks,), (32, 8), (part, dw, db, shares, channels))
+    kernel("depthwise", "add_depthwise")((blocks,), (32, 32), (part, dw, db, shares, channels))
 
 
 def backward_both(

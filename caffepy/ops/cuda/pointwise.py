@@ -313,7 +313,7 @@ def narrow_both(
         to = norm.masked, partial, part
         launch((blocks, slices), (THREADS // 2,), (*of_dy, w, *of_x, *to, of_all, outputs, depth))
         if dw is not None:
-            add((-(-dw.size // 32),), (32, 8), (part, dw, blocks, dw.size))
+            add((-(-dw.size // 32),), (32, 32), (part, dw, blocks, dw.size))
         return partial, blocks
 
     return call

@@ -5,6 +5,7 @@
 
 #include "pack.cuh"
 #include "rectify.cuh"
+#include "shares.cuh"
 
 constexpr int TAPS = 9;
 
@@ -551,21 +552,12 @@ depthwise_both(const T* x, const float* w, const T* g, const T* z, const float* 
   if (MASK == BY_X) block_sums<2, V>(total + TAPS, shared, sums, gridDim.y * channels, channels, channels);
 }
 
-// Adds the shares to the gradients of the weights and, unless it is null, of the bias, by blocks of (32, 8) threads.
-__global__ void __launch_bounds__(256) add_depthwise(const float* part, float* dw, float* db, i64 shares, i64 channels) {
-  __shared__ float sums[8][32];
-  const i64 k = blockIdx.x * 32ll + threadIdx.x, size = (TAPS + 1) * channels;
-  float sum = 0;
-  if (k < size) {
-#pragma unroll 4
-    for (i64 share = threadIdx.y; share < shares; share += 8) sum += part[share * size + k];
-  }
-  sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y || k >= size) return;
-#pragma unroll
-  for (int row = 1; row < 8; ++row) sum += sums[row][threadIdx.x];
-  const i64 t = k / channels, c = k % channels;
+// Adds the shares to the gradients of the weights and, unless it is null, of the bias, by blocks of (32, 32) threads.
+__global__ void __launch_bounds__(1024) add_depthwise(const float* part, float* dw, float* db, i64 shares, i64 channels) {
+  const i64 mine = blockIdx.x * 32ll + threadIdx.y, size = (TAPS + 1) * channels;
+  const float sum = sum_of_all(part, shares, size);
+  if (threadIdx.x || mine >= size) return;
+  const i64 t = mine / channels, c = mine % channels;
   float* to = t < TAPS ? dw + c * TAPS + t : db ? db + c : nullptr;
   if (to) *to += sum;
 }

@@ -13,6 +13,7 @@
 #include "pack.cuh"
 #include "mma.cuh"
 #include "rectify.cuh"
+#include "shares.cuh"
 
 constexpr int GROUP = 32, GROUPS = 2, TILE = 16;
 
@@ -455,19 +456,9 @@ narrow_both(const T* g, const T* z, const float* factors, const float* line, con
   }
 }
 
-// to (size) += the shares of part (shares, size), by blocks of (32, 8) threads.
-__global__ void __launch_bounds__(256) narrow_add(const float* part, float* to, i64 shares, i64 size) {
-  __shared__ float sums[8][32];
-  const i64 i = blockIdx.x * 32ll + threadIdx.x;
-  float sum = 0;
-  if (i < size) {
-#pragma unroll 8
-    for (i64 share = threadIdx.y; share < shares; share += 8) sum += part[share * size + i];
-  }
-  sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y || i >= size) return;
-#pragma unroll
-  for (int y = 1; y < 8; ++y) sum += sums[y][threadIdx.x];
-  to[i] += sum;
+// to (size) += the shares of part (shares, size), by blocks of (32, 32) threads.
+__global__ void __launch_bounds__(1024) narrow_add(const float* part, float* to, i64 shares, i64 size) {
+  const i64 mine = blockIdx.x * 32ll + threadIdx.y;
+  const float sum = sum_of_all(part, shares, size);
+  if (threadIdx.x == 0 && mine < size) to[mine] += sum;
 }

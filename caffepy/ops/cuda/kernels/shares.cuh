@@ -18,3 +18,21 @@ __device__ inline float sum_of_shares(const float* part, int shares, int all, bo
     for (int k = 1; k < ADDING; ++k) sum += partial[k][lane];
   return sum;
 }
+
+// Of number blockIdx.x * 32 + threadIdx.y the sum over shares (shares, size), for all threads of a warp, in blocks of (32, 32)
+// threads; 0 from the size on.
+__device__ inline float sum_of_all(const float* part, i64 shares, i64 size) {
+  __shared__ float sums[32][33];
+  const i64 i = blockIdx.x * 32ll + threadIdx.x;
+  float sum = 0;
+  if (i < size) {
+#pragma unroll 8
+    for (i64 share = threadIdx.y; share < shares; share += 32) sum += part[share * size + i];
+  }
+  sums[threadIdx.x][threadIdx.y] = sum;
+  __syncthreads();
+  sum = sums[threadIdx.y][threadIdx.x];
+#pragma unroll
+  for (int other = 16; other; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+  return sum;
+}
