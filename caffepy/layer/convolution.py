@@ -10,7 +10,7 @@ from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob, Layout
 from caffepy.layer.base import Blobs, Layer, Weighted, layer
 from caffepy.layer.pooling import check_padded, read_sides, reads_same, same_sides
-from caffepy.ops.objects import NormSums, Preparation, Windows
+from caffepy.ops.objects import Normalized, NormSums, Preparation, Windows
 from caffepy.proto.caffe_pb2 import ConvolutionParameter, DeformableConvolutionParameter
 
 
@@ -242,11 +242,19 @@ class Convolution(_Filtering):
         for x, y in zip(self.whole(bottom), top, strict=True):
             self.conv.forward(x.data, self.weight, self.bias, y.data)
 
-    def forward_prepare(self, bottom: Blob, top: Blob, preparation: Preparation) -> None:
-        """Forward of one bottom, and the numbers of a BatchNorm of its top."""
+    def takes_normalized(self, layout: Layout) -> bool:
+        """True if `forward_prepare` with `given` saves passes, for a bottom of this layout."""
+        return not self.copies and len(self.blobs) == 1 and self.conv.takes_normalized(layout)
+
+    def forward_prepare(
+        self, bottom: Blob, top: Blob, preparation: Preparation, given: Normalized | None = None
+    ) -> None:
+        """Forward of one bottom, and the numbers of a BatchNorm of its top; of what a normalization
+        makes of the bottom, if it is `given`.
+        """
         (x,) = self.whole([bottom])
-        given = x.data, self.blobs[0].data, self.bias, top.data, preparation
-        self.conv.forward_prepare(*given)
+        arrays = x.data, self.blobs[0].data, self.bias, top.data
+        self.conv.forward_prepare(*arrays, preparation, given)
 
     def gradients(
         self, dy: Array, db: Array | None, x: Blob, copy: Blob, propagate_down: bool

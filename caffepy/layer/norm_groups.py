@@ -14,7 +14,7 @@ from caffepy.layer.neuron import ReLU, ReLU6, is_in_place
 from caffepy.layer.normalization import BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.scale import Scale
-from caffepy.ops.objects import NormForward, NormGradient, NormSums
+from caffepy.ops.objects import Normalized, NormForward, NormGradient, NormSums
 
 
 class NormGroup:
@@ -70,6 +70,9 @@ class NormGroup:
         self.summed: Blob | None = None  # whose diff has the first half of backward
         self.sums_for: NormGroup | None = None
         self.sums_alike = True  # others that write part of that gradient have the same window
+        self.reader: NormGroup | None = None  # whose convolution alone reads the top
+        self.source: NormGroup | None = None  # whose reader this is
+        self.hidden = False  # the last forward did not write the top: the reader normalizes x
         self.own_diffs: Sequence[Blob] = ()
         self._kept = [self.x] if learns and keeps else []
         self.skipped = False  # the output of the convolution, by the last forward
@@ -108,6 +111,23 @@ class NormGroup:
         if not (self._is_of_batch and convolution.propagate_down[0]):
             return False
         return self._convolving.skips_gradient(self.x.layout)
+
+    @property
+    def takes_normalized(self) -> bool:
+        """True if the convolution of a group that learns may normalize its bottom as it reads it:
+        no other pass reads that.
+        """
+        if not (self.learns and self.skips_gradient):
+            return False
+        return self._convolving.takes_normalized(self.x.layout)
+
+    @property
+    def _hides_top(self) -> bool:
+        """True if y need not be written, since its reader normalizes x by itself."""
+        if self.reader is None or self.convolution is None or self.other is not None:
+            return False
+        keeps_x = self.learns and self._is_of_batch and not self.skips_output
+        return keeps_x and self.reader.takes_normalized
 
     @property
     def _is_of_batch(self) -> bool:
@@ -175,11 +195,14 @@ class NormGroup:
         self.x.reshape_like(y)
         self._fit()
         if not layer.recomputes:
-            self.summed, self.skipped = None, self.skips_output
+            self.summed, self.skipped, self.hidden = None, self.skips_output, False
         if self.skipped:
             self._forward_at_once()
             return
         x, numbers = self._prepare()
+        self.hidden = self._hides_top
+        if self.hidden:
+            return
         other = None if self.other is None else _flat(self.other.data)
         layer.ops.norm_forward(x, numbers, other, self.ceiling, _flat(y.data), self.kept_bits)
 
@@ -201,8 +224,11 @@ class NormGroup:
         """Compute x (N, C, P), and the numbers of its channels."""
         layer, scale = self.layer, self._scale_data()
         if self.convolution is not None and layer.takes_statistics:
-            (bottom,) = self.convolution.bottoms
-            self._convolving.forward_prepare(bottom, self.x, layer.preparation(*scale))
+            (bottom,), given, source = self.convolution.bottoms, None, self.source
+            if source is not None and source.hidden:
+                bottom = source.x
+                given = Normalized(source.layer.numbers.data, source.ceiling)
+            self._convolving.forward_prepare(bottom, self.x, layer.preparation(*scale), given)
             x, numbers = _flat(self.x.data), layer.numbers.data
         else:
             if self.convolution is not None:
@@ -242,7 +268,8 @@ class NormGroup:
         dy = NormGradient(self.x.data, layer.numbers.data, self.line.data, self.summed.diff)
         self.summed = None
         norm = None if self.sums_for is None else self.sums_for.sums_of(bottom)
-        given = bottom.data, convolution.blobs[0].data, dy, convolution.weight_diff
+        x = None if self.source is not None and self.source.hidden else bottom.data
+        given = x, convolution.blobs[0].data, dy, convolution.weight_diff
         convolution.conv.backward_norm_gradient(*given, bottom.diff if norm is None else norm)
 
     def _backward_at_once(self) -> None:

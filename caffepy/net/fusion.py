@@ -129,6 +129,8 @@ def _share_sums(nodes: Sequence[Node], steps: Sequence[Step]) -> None:
             if convolution is not None and convolution.layer is node.layer:
                 assert isinstance(node.layer, Convolution)
                 first.sums_for = group
+                if reader.layers[0] == _reader(nodes, step.last) and len(group.tops) == 1:
+                    group.reader, first.source = first, group
                 first.sums_alike = all(
                     type(other.layer) is Convolution and other.layer.window == node.layer.window
                     for _, other in others

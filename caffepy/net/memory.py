@@ -21,6 +21,7 @@ import numpy as np
 
 from caffepy.device.blob import Blob, Memory
 from caffepy.layer.convolution_groups import ConcatReLUs
+from caffepy.layer.norm_groups import NormGroup
 from caffepy.layer.shape import Split
 from caffepy.net.fusion import Step
 from caffepy.net.gradients import large_products
@@ -338,5 +339,8 @@ def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
         for step in chain.from_iterable(usage.net.recompute.values()):
             for index in step.layers or (step.last,):
                 usage.net.layers[index].is_recomputed = True
+        for step in usage.steps if usage.recompute else ():
+            if isinstance(step.group, NormGroup):
+                step.group.reader = None  # what it gives may be all that is left of it
     log.info("Blobs that take %.1f MiB each by itself share %.1f MiB", before / 2**20, size / 2**20)
     return size

@@ -42,6 +42,13 @@ class NormForward(NamedTuple):
     bits: Array | None
 
 
+class Normalized(NamedTuple):
+    """`Ops.norm_forward` of x without another addend, as a convolution reads it."""
+
+    numbers: Array
+    ceiling: float | None
+
+
 Windows = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
 """kernel, stride and pad, each (height, width)."""
 
@@ -109,10 +116,21 @@ class Convolution(Protocol):
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
         """Write y = w * x + b; max(0, .) of it with `relu`."""
 
+    def takes_normalized(self, layout: Layout) -> bool:
+        """Return True if `forward_prepare` with `given` saves passes over an x of this layout."""
+
     def forward_prepare(
-        self, x: Array, w: Array, b: Array | None, y: Array, preparation: Preparation
+        self,
+        x: Array,
+        w: Array,
+        b: Array | None,
+        y: Array,
+        preparation: Preparation,
+        given: Normalized | None = None,
     ) -> None:
-        """Write y = w * x + b, then `Ops.batch_norm_prepare` of y, whose channels are axis 1."""
+        """Write y = w * x + b, then `Ops.batch_norm_prepare` of y, whose channels are axis 1. If it
+        is `given`, x is what that normalization gets, and what it gives is convolved.
+        """
 
     def pools(self, layout: Layout, window: Windows) -> bool:
         """Return True if `forward_maxima` with `relu` and the gradient may save passes over an
@@ -154,10 +172,11 @@ class Convolution(Protocol):
         """Return True if the method below saves passes over arrays of this layout."""
 
     def backward_norm_gradient(
-        self, x: Array, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
+        self, x: Array | None, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
     ) -> None:
         """`backward_weight` without a bias, and `backward_data` or `backward_data_norm`, of a dy
-        that need not be written.
+        that need not be written; without an x of what the normalization of `to` gives, which has x
+        and no y.
         """
 
     def skips_output(self, layout: Layout) -> bool:

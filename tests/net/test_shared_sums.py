@@ -1,5 +1,5 @@
-"""Convolutions that compute half the gradient of the normalization before them, with their own, and
-those whose output, or its gradient, is skipped: on the CPU, where they can but usually do not, against nets in which
+"""Convolutions that compute half the gradient of the normalization before them, with their own,
+those whose output, or its gradient, is skipped, and tops that their readers compute by themselves: on the CPU, where they can but usually do not, against nets in which
 each computes its own.
 """
 
@@ -79,7 +79,10 @@ SHARED = {
 """By the blob that a group makes: the convolution that computes half of its backward."""
 
 
-@pytest.fixture(params=["", "output", "gradient"], ids=["kept", "skipped", "gradient skipped"])
+@pytest.fixture(
+    params=["", "output", "gradient", "gradient and top"],
+    ids=["kept", "skipped", "gradient skipped", "top hidden"],
+)
 def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let convolutions compute these sums on the CPU too, and skip outputs or their gradients;
     the list grows with each time.
@@ -92,8 +95,10 @@ def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
         run(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cpu.Convolution, "sums_gradients", lambda *_: True)
+    hides = request.param.endswith("top")
+    monkeypatch.setattr(cpu.Convolution, "takes_normalized", lambda *_: hides)
     for what in ("output", "gradient"):
-        skips = request.param == what
+        skips = request.param.startswith(what)
         monkeypatch.setattr(cpu.Convolution, f"skips_{what}", lambda *_, skips=skips: skips)
     monkeypatch.setattr(cpu.Convolution, "backward_data_norm", counted)
     return calls
@@ -110,6 +115,20 @@ def test_whose_output_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in groups:
         blobs = [] if step.group.skips_output else [step.group.x]
         assert [b for b in step.group.buffers if b.count] == blobs
+
+
+def test_whose_top_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of those that one convolution reads, and nothing else; not before an Eltwise."""
+    for what in ("skips_gradient", "takes_normalized"):
+        monkeypatch.setattr(cpu.Convolution, what, lambda *_: True)
+    net = net_of(NET)
+    for name, array in images(np.random.default_rng(5)).items():
+        net.blobs[name].data[...] = array
+    net.forward(steps=net.steps)
+    groups = [step for step in net.steps if isinstance(step.group, NormGroup)]
+    hidden = {net.nodes[s.layers[0]].name for s in groups if s.group.hidden}
+    inner = {f"{block}_{i}" for block in ("one", "two", "three", "four", "five") for i in "ab"}
+    assert hidden == inner - {"two_b", "four_b"}
 
 
 def test_who_computes_whose() -> None:

@@ -54,6 +54,7 @@ from caffepy.ops.cpu.winograd import Winograd
 from caffepy.ops.cpu.winograd import suits as is_winograd
 from caffepy.ops.objects import (
     Maxima,
+    Normalized,
     NormForward,
     NormGradient,
     NormSums,
@@ -518,10 +519,19 @@ class Convolution:
         if relu:
             relu_forward(y, y, 0.0)
 
+    def takes_normalized(self, layout: Layout) -> bool:
+        return False
+
     def forward_prepare(
-        self, x: Array, w: Array, b: Array | None, y: Array, preparation: Preparation
+        self,
+        x: Array,
+        w: Array,
+        b: Array | None,
+        y: Array,
+        preparation: Preparation,
+        given: Normalized | None = None,
     ) -> None:
-        self.forward(x, w, b, y)
+        self.forward(x if given is None else _normalized(x, given), w, b, y)
         batch_norm_prepare(_planes(y), *preparation)
 
     def pools(self, layout: Layout, window: Windows) -> bool:
@@ -588,8 +598,12 @@ class Convolution:
         return False
 
     def backward_norm_gradient(
-        self, x: Array, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
+        self, x: Array | None, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
     ) -> None:
+        if x is None:
+            assert isinstance(to, NormSums)
+            assert to.x is not None
+            x = _normalized(to.x, Normalized(to.numbers, to.ceiling))
         of = np.empty(dy.g.shape, dy.g.dtype)
         norm_gradient(_planes(dy.x), dy.numbers, dy.line, _planes(dy.g), _planes(of))
         self.backward_weight(x, of, dw, None)
@@ -629,6 +643,13 @@ class Convolution:
             self.backward_data_norm(dz, w, to)
         elif to is not None:
             self.backward_data(dz, w, to)
+
+
+def _normalized(x: Array, given: Normalized) -> Array:
+    """Return what the normalization gives."""
+    y = np.empty(x.shape, x.dtype)
+    norm_forward(_planes(x), given.numbers, None, given.ceiling, _planes(y))
+    return y
 
 
 def _planes(x: Array) -> Array:

@@ -24,7 +24,7 @@ from caffepy.ops.cuda.normalization import (
     norm_sums,
     what_follows,
 )
-from caffepy.ops.objects import NormGradient, NormSums
+from caffepy.ops.objects import Normalized, NormGradient, NormSums
 
 THREADS = 256
 CHANNELS = 2
@@ -114,21 +114,25 @@ def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Make]:
     return [make]
 
 
-def moments(geometry: Geometry, dtype: DTypeLike) -> Callable[[Array, Array, Array], Any]:
+def moments(
+    geometry: Geometry, dtype: DTypeLike, given: Normalized | None = None
+) -> Callable[[Array, Array, Array], tuple[Array, int]]:
     """Return what runs with x, w, y; it returns partial sums of y and y^2, and into how many each
-    is split.
+    is split. If it is `given`, x is what that normalization gets, and what it gives is convolved.
     """
     n, channels, height, columns = geometry.y
     width, across = _width(channels), n * -(-columns // COLUMNS)
     blocks, threads, run = _shares(channels // width, across, height, WAVE)
-    variant = width, geometry.stride[0], channels
+    numbers, ceiling = (None,) * 4 if given is None else given.numbers, given and given.ceiling
+    variant = width, geometry.stride[0], channels, int(given is not None), what_follows(ceiling)
     launch = kernel("depthwise", _name("depthwise_moments", dtype, *variant))
     sizes = _sizes(geometry.y, geometry.x, geometry.padding, run)
     shared = 8 * prod(threads) * width
+    how = numbers[2], numbers[3], ceiling or 0.0
 
     def call(x: Array, w: Array, y: Array) -> tuple[Array, int]:
         partial = scratch("channels", 2 * blocks[1] * channels)
-        launch(blocks, threads, (x, w, y, partial, *sizes), shared_mem=shared)
+        launch(blocks, threads, (x, w, *how, y, partial, *sizes), shared_mem=shared)
         return partial, blocks[1]
 
     return call
@@ -206,7 +210,7 @@ def _add(part: Array, dw: Array, db: Array | None) -> None:
 
 def backward_both(
     geometry: Geometry,
-    x: Array,
+    x: Array | None,
     w: Array,
     dy: NormGradient,
     dw: Array | None,
@@ -233,6 +237,7 @@ def backward_both(
             mask, numbers, source = BY_X, to.numbers, to.x
         else:
             at_once, after = False, 0
+    assert source is not None
     across = n * -(-columns // COLUMNS)
     held = (WAVE, THREADS // 2) if mask == BY_X else (WAVE_OF_BOTH, THREADS)
     blocks, threads, run = _shares(channels // width, across, lines, *held)
@@ -241,7 +246,7 @@ def backward_both(
     mean, _, factor, shift = numbers
     dx = to.masked if isinstance(to, NormSums) else to
     variant = width, geometry.stride[0], channels, mask, after
-    launch = kernel("depthwise", _name("depthwise_both", x.dtype, *variant))
+    launch = kernel("depthwise", _name("depthwise_both", dy.g.dtype, *variant))
     of_dy = dy.g, dy.x, dy.numbers[2], dy.line
     before = mean, factor, shift, float(ceiling or 0)
     sizes = _sizes(geometry.x, geometry.y, pads, run)

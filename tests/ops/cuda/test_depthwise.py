@@ -9,7 +9,7 @@ cupy = pytest.importorskip("cupy")
 from caffepy.ops import cpu, cuda  # noqa: E402
 from caffepy.ops.cuda import depthwise  # noqa: E402
 from caffepy.ops.cuda.graphs import Geometry  # noqa: E402
-from caffepy.ops.objects import NormGradient, NormSums  # noqa: E402
+from caffepy.ops.objects import Normalized, NormGradient, NormSums  # noqa: E402
 from tests.ops.cuda.test_convolution import LAST, PLAIN, close, host  # noqa: E402
 
 CASES = {
@@ -65,10 +65,11 @@ def test_all_passes(name, case, bias):
             close("db", offset_sum, sums[1], 1e-5)
 
 
+@pytest.mark.parametrize("ceiling", ["nothing", None, np.inf, 1.0], ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", LAST)
-def test_sums_for_a_normalization_behind(name, case):
-    """Sums of what was written, far from 0, too."""
+def test_sums_for_a_normalization_behind(name, case, ceiling):
+    """Sums of what was written, far from 0, too; of what a normalization gives, unless nothing."""
     kind = LAST[name]
     x_shape, stride, pad = CASES[case]
     w_shape, how = (x_shape[1], 1, 3, 3), (stride, pad, (1, 1))
@@ -77,8 +78,15 @@ def test_sums_for_a_normalization_behind(name, case):
     rng = np.random.default_rng(0)
     x, w = kind.round(3 + rng.standard_normal(x_shape)), rng.standard_normal(w_shape).astype("f")
     y = kind.on_gpu(np.full(exact.y_shape, np.nan), 0)
-    run = depthwise.moments(geometry, kind.layout.dtype)
+    given = None
+    if ceiling != "nothing":
+        numbers = rng.standard_normal((4, x_shape[1])).astype("f")
+        given = Normalized(PLAIN.on_gpu(numbers, 0), ceiling)
+    run = depthwise.moments(geometry, kind.layout.dtype, given)
     partial, shares = run(kind.on_gpu(x, 0), PLAIN.on_gpu(w, 0), y)
+    if given is not None:
+        x = x * numbers[2, :, None, None] + numbers[3, :, None, None]
+        x = x if ceiling is None else np.clip(x, 0, ceiling)
     want = np.empty(exact.y_shape)
     exact.forward(x.astype(np.float64), w.astype(np.float64), None, want)
     close("y", y, want, kind.tolerance)
@@ -165,7 +173,8 @@ def check_both(kind, x_shape, w_shape, how, group, before):
     def run(conv, wide, narrow):
         to, sums = wanted(wide, narrow), wide(dw)
         dy = NormGradient(narrow(z), wide(numbers), wide(line), narrow(g))
-        conv.backward_norm_gradient(narrow(x), wide(w), dy, sums, to)
+        hidden = before in ("norm", "norm relu", "norm 6")
+        conv.backward_norm_gradient(None if hidden else narrow(x), wide(w), dy, sums, to)
         if before == "nothing":
             return {"dx": to, "dw": sums}
         found = {"masked": to.masked, "dw": sums}

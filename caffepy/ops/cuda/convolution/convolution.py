@@ -27,6 +27,7 @@ from caffepy.ops.cuda.normalization import (
 from caffepy.ops.cuda.pooling import max_pool_backward, max_pool_forward
 from caffepy.ops.objects import (
     Maxima,
+    Normalized,
     NormForward,
     NormGradient,
     NormSums,
@@ -71,12 +72,27 @@ class Convolution:
         if y.size:
             self._for(x, y).forward(x, w, b, self._shaped(y), relu)
 
+    def takes_normalized(self, layout: Layout) -> bool:
+        return layout.channels_last and depthwise.suits_both(self._geometry, layout.dtype)
+
     def forward_prepare(
-        self, x: Array, w: Array, b: Array | None, y: Array, preparation: Preparation
+        self,
+        x: Array,
+        w: Array,
+        b: Array | None,
+        y: Array,
+        preparation: Preparation,
+        given: Normalized | None = None,
     ) -> None:
         if not y.size:
             return
-        made, flat = self._for(x, y), as_planes(y)
+        flat = as_planes(y)
+        if given is not None:
+            assert b is None
+            partial = depthwise.moments(self._geometry, x.dtype, given)(x, w, y)
+            prepare_from(partial, flat, preparation)
+            return
+        made = self._for(x, y)
         if isinstance(made, _ChannelsLast):
             partial = made.summed.forward(x, w, b, self._shaped(y), flat)
             prepare_from(partial, flat, preparation)
@@ -125,16 +141,17 @@ class Convolution:
         return layout.channels_last and suits
 
     def backward_norm_gradient(
-        self, x: Array, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
+        self, x: Array | None, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
     ) -> None:
-        if depthwise.suits_both(self._geometry, x.dtype):
+        if depthwise.suits_both(self._geometry, dy.g.dtype):
             depthwise.backward_both(self._geometry, x, w, dy, dw, to)
             return
-        made = self._for(x, dy.g)
+        made = self._for(to.masked if isinstance(to, NormSums) else to, dy.g)
         assert isinstance(made, _ChannelsLast)
         if isinstance(to, NormSums) and made.summed.suits_both(to):
             finish_norm(made.summed.backward_both(w, dy, dw, to), to)
             return
+        assert x is not None
         n, c, *size = dy.g.shape
         of = context().array("past gradient", (n, *size, c), dy.g.dtype).transpose(0, 3, 1, 2)
         given = as_planes(dy.x), dy.numbers, dy.line, as_planes(dy.g)

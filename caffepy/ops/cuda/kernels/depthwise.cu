@@ -77,6 +77,41 @@ template <typename T, int V, int N, int C = 0> struct Lines {
   }
 };
 
+// Lines as they lie.
+template <typename T, int V, int N, int C> struct PlainLines {
+  using Words = Line<T, V, N>;
+  Lines<T, V, N, C> x;
+  __device__ Words next() { return x.next(); }
+  __device__ Numbers<V, N> numbers(const Words& words) const { return ::numbers(words); }
+};
+
+// Lines of what a normalization makes of x, with what follows it: x * by + plus, 0 outside the image.
+template <typename T, int V, int N, int C, int AFTER> struct NormalizedLines {
+  struct Words {
+    Line<T, V, N> x;
+    unsigned inside;
+  };
+  Lines<T, V, N, C> x;
+  float by[V], plus[V], most;
+  __device__ Words next() {
+    const unsigned inside = x.there();
+    return {x.next(), inside};
+  }
+  __device__ Numbers<V, N> numbers(const Words& words) const {
+    Numbers<V, N> y = ::numbers(words.x);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        float z = fmaf(y.of[i][v], by[v], plus[v]);
+        if (AFTER && z <= 0) z = 0;
+        if (AFTER == CLIPPED && z > most) z = most;
+        y.of[i][v] = words.inside >> i & 1 ? z : 0.0f;
+      }
+    return y;
+  }
+};
+
 template <int V> struct Weights {
   float tap[TAPS][V];
   __device__ Weights(const float* w, int channel) {
@@ -137,18 +172,23 @@ __device__ void add_line(Sums<V, N>& sums, const Numbers<V, M>& line, const Weig
         sums.of[j][v] += line.of[j * S + s][v] * w.tap[FLIP ? 8 - (3 * R + s) : 3 * R + s][v];
 }
 
-// Lines of y (images, height, width, C) of x (images, lines, columns, C) in a strip: put(line, column, sums). FLIP: the
-// gradient of x for a stride of 1 is the same of dy with the kernel turned around.
-template <int S, int FLIP, int C, typename T, int V, typename Put>
-__device__ void convolve(const Image<T>& x, const Strip& at, int channel, const Weights<V>& weights, const float (&start)[V],
-                         int height, int top, int left, int run, const Put& put) {
-  constexpr int N = 4, M = (N - 1) * S + 3;
+// Pixels of a line of x for four sums with a stride of S.
+template <int S> constexpr int ACROSS = 3 * S + 3;
+
+// Lines of y (images, height, width, C) of x (images, lines, columns, C) in a strip: put(line, column, sums); lines(n, line,
+// column) gives those of x from a place on. FLIP: the gradient of x for a stride of 1 is the same of dy with the kernel
+// turned around.
+template <int S, int FLIP, int V, typename From, typename Put>
+__device__ void convolve(const From& lines, const Strip& at, const Weights<V>& weights, const float (&start)[V], int height,
+                         int top, int left, int run, const Put& put) {
+  constexpr int N = 4, M = ACROSS<S>;
   const int column = at.group * N, first = at.run * run, end = min(first + run, height);
-  Lines<T, V, M, C> lines_of_x(x, at.n, first * S - top, column * S - left, channel);
+  auto lines_of_x = lines(at.n, first * S - top, column * S - left);
   const auto next = [&] { return lines_of_x.next(); };
+  const auto numbers = [&](const auto& words) { return lines_of_x.numbers(words); };
   Sums<V, N> open(start), below(start);
   Numbers<V, M> here = numbers(next());
-  Line<T, V, M> coming = next();
+  auto coming = next();
   add_line<0, S, FLIP>(open, here, weights);
   if (S == 1) {
     here = numbers(coming);
@@ -188,7 +228,10 @@ depthwise(const T* x, const float* w, const float* b, T* y, i64 relu, i64 images
     float start[V];
 #pragma unroll
     for (int v = 0; v < V; ++v) start[v] = b ? b[channel + v] : 0.0f;
-    convolve<S, FLIP, 0>(source, at, channel, weights, start, int(height), int(top), int(left), int(run),
+    const auto from = [&](int n, int line, int column) {
+      return PlainLines<T, V, ACROSS<S>, 0>{{source, n, line, column, channel}};
+    };
+    convolve<S, FLIP>(from, at, weights, start, int(height), int(top), int(left), int(run),
                       [&](int i, int column, Sums<V, N>& sums) {
                         if (relu) {
 #pragma unroll
@@ -340,11 +383,12 @@ depthwise_gradient(const T* x, const T* dy, float* part, i64 images, i64 height,
 }
 
 // y without a bias, and partial sums (2, shares, C) of y and y^2, from those of y - k and (y - k)^2 with k the first y of
-// the thread: no cancellation in float. Blocks as for depthwise_gradient.
-template <typename T, int V, int S, int C>
+// the thread: no cancellation in float. Blocks as for depthwise_gradient. NORMED: what is convolved is what a normalization
+// makes of x, with what follows it.
+template <typename T, int V, int S, int C, int NORMED, int AFTER>
 __global__ void __launch_bounds__(256, 3)
-depthwise_moments(const T* x, const float* w, T* y, double* partial, i64 images, i64 height, i64 width, i64 channels,
-                  i64 lines, i64 columns, i64 top, i64 left, i64 run) {
+depthwise_moments(const T* x, const float* w, const float* factor, const float* shift, double ceiling, T* y, double* partial,
+                  i64 images, i64 height, i64 width, i64 channels, i64 lines, i64 columns, i64 top, i64 left, i64 run) {
   constexpr int N = 4;
   extern __shared__ double parts[];  // (blockDim.y, blockDim.x * V)
   const int channel = int(blockIdx.x * blockDim.x + threadIdx.x) * V;
@@ -355,9 +399,24 @@ depthwise_moments(const T* x, const float* w, T* y, double* partial, i64 images,
   int seen = 0;
   if (channel < channels) {
     const Weights<V> weights(w, channel);
+    NormalizedLines<T, V, ACROSS<S>, C, AFTER> of_x{{source, 0, 0, 0, channel}, {}, {}, float(ceiling)};
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      of_x.by[v] = NORMED ? factor[channel + v] : 1;
+      of_x.plus[v] = NORMED ? shift[channel + v] : 0;
+    }
+    const auto from = [&](int n, int line, int column) {
+      const Lines<T, V, ACROSS<S>, C> x(source, n, line, column, channel);
+      if constexpr (NORMED) {
+        of_x.x = x;
+        return of_x;
+      } else {
+        return PlainLines<T, V, ACROSS<S>, C>{x};
+      }
+    };
     for (unsigned i = blockIdx.y * blockDim.y + threadIdx.y; i < count; i += gridDim.y * blockDim.y) {
       const Strip at(i, 1, across, down);
-      convolve<S, 0, C>(source, at, channel, weights, zero, int(height), int(top), int(left), int(run),
+      convolve<S, 0>(from, at, weights, zero, int(height), int(top), int(left), int(run),
                      [&](int line, int column, Sums<V, N>& sums) {
                        const int there = min(N, int(width) - column);
 #pragma unroll
