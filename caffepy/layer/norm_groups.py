@@ -105,8 +105,7 @@ class NormGroup:
         computes it as it reads what it is made of.
         """
         convolution = self.convolution
-        summed = self.other is None or self.summed is not None
-        if convolution is None or not summed or self.skipped:
+        if convolution is None or self.skipped:
             return False
         if not (self._is_of_batch and convolution.propagate_down[0]):
             return False
@@ -261,8 +260,14 @@ class NormGroup:
         assert self.convolution is not None
         (bottom,), convolution, layer = self.convolution.bottoms, self._convolving, self.layer
         if self.summed is None:
+            dys, masked = self._top_diffs()
             first = self.sums_of(self._touched[0])
             assert first is not None
+            if self.other is not None and masked is not None:
+                y = _flat(self.tops[0].data) if self.masks_by_y else None
+                how = y, self.ceiling, _flat(masked), self.kept_bits
+                layer.ops.norm_mask(list(map(_flat, dys)), *how)
+                first = first._replace(more=None, y=None, bits=None, ceiling=None)
             layer.ops.norm_sums(first)
         assert self.summed is not None
         dy = NormGradient(self.x.data, layer.numbers.data, self.line.data, self.summed.diff)

@@ -24,7 +24,7 @@ from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import THREADS, TYPES, Array, divisor, scratch
 from caffepy.ops.cuda.normalization import BY_X, NO_MASK, mask_kind, what_follows
 from caffepy.ops.cuda.small_convolution import here
-from caffepy.ops.objects import NormForward, NormGradient, NormSums
+from caffepy.ops.objects import Normalized, NormForward, NormGradient, NormSums
 
 WIDTHS = (64, 128)
 """Outputs of a block's tile, among which the autotuner chooses."""
@@ -183,6 +183,10 @@ NARROW = (16, 32)
 """Inputs up to which a product may run in registers throughout (narrow.cu)."""
 
 
+DEEPEST = 512
+"""Most channels on the other side of a product with few, whose weights lie in shared memory."""
+
+
 def suits_narrow(geometry: Geometry, norm: NormForward) -> bool:
     """Return True if `narrow_normalized` can do what `normalized` does."""
     alone = norm.other is None and norm.bits is None
@@ -283,9 +287,33 @@ def suits_narrow_both(geometry: Geometry, dtype: DTypeLike) -> bool:
         suits_gradients(geometry, dtype)
         and prod(geometry.stride) == 1
         and geometry.y[1] <= NARROW[-1]
-        and geometry.y[1] < geometry.x[1]
+        and geometry.y[1] < geometry.x[1] <= DEEPEST
         and prod(geometry.x) < 1 << 30
     )
+
+
+def narrow_moments(
+    geometry: Geometry, dtype: DTypeLike, given: Normalized
+) -> Callable[[Array, Array, Array], tuple[Array, int]]:
+    """Return what runs with x, weights (O, C), y as `moments`, for the product of what the `given`
+    normalization makes of x, where `suits_narrow_both`.
+    """
+    depth, outputs, of_all = geometry.x[1], geometry.y[1], rows(geometry)
+    name = _name("moments", dtype, outputs, what_follows(given.ceiling))
+    launch = kernel("narrow", name.replace("pointwise", "narrow"))
+    steps = -(-depth // 32)
+    shared = steps * (2 * (outputs // 8) * 32 * 8 + 2 * 32 * 4)
+    blocks = max(1, min(-(-of_all // ROWS), HELD[128] * DEVICE))
+    _, _, factor, shift = given.numbers
+    how = factor, shift, given.ceiling or 0.0
+
+    def call(x: Array, w: Array, y: Array) -> tuple[Array, int]:
+        partial = scratch("channels", 2 * blocks * outputs)
+        arguments = x, w, *how, y, partial, of_all, outputs, depth
+        launch((blocks,), (THREADS,), arguments, shared_mem=shared)
+        return partial, blocks
+
+    return call
 
 
 def narrow_both(

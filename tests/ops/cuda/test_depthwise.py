@@ -134,6 +134,36 @@ def test_both_gradients_of_a_product_with_few_outputs(name, case, before):
     check_both(LAST[name], x_shape, (outputs, x_shape[1], 1, 1), how, 1, before)
 
 
+@pytest.mark.parametrize("ceiling", [None, np.inf, 1.0], ids=str)
+@pytest.mark.parametrize("case", PRODUCTS)
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_products_of_what_a_normalization_gives(name, case, ceiling):
+    """With the numbers of a BatchNorm behind them."""
+    kind, (x_shape, outputs) = LAST[name], PRODUCTS[case]
+    channels, how = x_shape[1], ((1, 1), (0, 0), (1, 1))
+    w_shape = outputs, channels, 1, 1
+    rng = np.random.default_rng(0)
+    sizes = x_shape, w_shape, (4, channels), outputs, outputs, 1, outputs, outputs
+    x, w, numbers, *others = (rng.standard_normal(s).astype("f") for s in sizes)
+    x, w = kind.round(x), kind.round(w)
+
+    def run(conv, wide, narrow):
+        y, of_y = narrow(np.full(conv.y_shape, np.nan)), wide(np.zeros((4, outputs)))
+        others_there = [wide(np.abs(a)) for a in others]
+        preparation = others_there[:3], 0.9, 1e-3, others_there[3:], of_y
+        given = Normalized(wide(numbers), ceiling)
+        conv.forward_prepare(narrow(x), wide(w), None, y, preparation, given)
+        return {"y": y, "numbers": of_y, "mean": others_there[0], "variance": others_there[1]}
+
+    exact = cpu.Convolution(x_shape, w_shape, how, 1, np.float64)
+    ours = cuda.Convolution(x_shape, w_shape, how, 1, kind.layout.dtype)
+    assert ours.takes_normalized(kind.layout)
+    want = run(exact, lambda a: a.astype(np.float64), lambda a: a.astype(np.float64))
+    have = run(ours, lambda a: PLAIN.on_gpu(a, 0), lambda a: kind.on_gpu(a, 0))
+    for what in want:
+        close(what, have[what], want[what], 3 * kind.tolerance)
+
+
 def check_both(kind, x_shape, w_shape, how, group, before):
     exact = cpu.Convolution(x_shape, w_shape, how, group, np.float64)
     ours = cuda.Convolution(x_shape, w_shape, how, group, kind.layout.dtype)

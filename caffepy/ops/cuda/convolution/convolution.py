@@ -73,7 +73,7 @@ class Convolution:
             self._for(x, y).forward(x, w, b, self._shaped(y), relu)
 
     def takes_normalized(self, layout: Layout) -> bool:
-        return layout.channels_last and depthwise.suits_both(self._geometry, layout.dtype)
+        return self.skips_gradient(layout)
 
     def forward_prepare(
         self,
@@ -86,14 +86,12 @@ class Convolution:
     ) -> None:
         if not y.size:
             return
-        flat = as_planes(y)
+        made, flat = self._for(x, y), as_planes(y)
         if given is not None:
+            assert isinstance(made, _ChannelsLast)
             assert b is None
-            partial = depthwise.moments(self._geometry, x.dtype, given)(x, w, y)
-            prepare_from(partial, flat, preparation)
-            return
-        made = self._for(x, y)
-        if isinstance(made, _ChannelsLast):
+            prepare_from(made.summed.forward_normalized(x, w, y, given), flat, preparation)
+        elif isinstance(made, _ChannelsLast):
             partial = made.summed.forward(x, w, b, self._shaped(y), flat)
             prepare_from(partial, flat, preparation)
         else:

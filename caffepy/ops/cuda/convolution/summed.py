@@ -24,7 +24,7 @@ from caffepy.ops.cuda.normalization import (
     what_follows,
 )
 from caffepy.ops.cuda.pointwise import Variant
-from caffepy.ops.objects import NormGradient, NormSums
+from caffepy.ops.objects import Normalized, NormGradient, NormSums
 
 
 class Summed:
@@ -34,6 +34,8 @@ class Summed:
         self._passes, self._cudnn = passes, passes.cudnn
         self._geometry, self._dtype = passes.geometry, passes.dtype
         self._runs: dict[Any, Run] = {}
+        if pointwise.suits_narrow_both(self._geometry, self._dtype):
+            self._cudnn.use(self._cudnn.arrangements[0])
 
     def sums_gradients(self, alike: bool) -> bool:
         """Return True if `backward_data` may save a pass."""
@@ -75,6 +77,17 @@ class Summed:
         key, arrays = ("moments", b is not None), (x, w, b, y, planes)
         name = f"{what} {self._geometry}"
         return self._run(key, name, apart, candidates, arrays, use)
+
+    def forward_normalized(
+        self, x: Array, w: Array, y: Array, given: Normalized
+    ) -> tuple[Array, int]:
+        """Compute y of what the normalization makes of x, and return its partial sums."""
+        if depthwise.suits(self._geometry, self._dtype):
+            return depthwise.moments(self._geometry, self._dtype, given)(x, w, y)
+        way = self._cudnn.arrangements[0]
+        weights, _ = way.weights(w)
+        self._cudnn.end_forward(way, x)
+        return pointwise.narrow_moments(self._geometry, self._dtype, given)(x, weights, y)
 
     def _depthwise_moments(self) -> Run:
         found = depthwise.moments(self._geometry, self._dtype)

@@ -2,6 +2,7 @@
 // gradient:
 //
 //   y (rows, outputs) = x (rows, depth) * w (outputs, depth) * factor + shift, with a ReLU after it
+//   y (rows, outputs) = what a normalization makes of x (rows, depth) * w (outputs, depth), with the sums of its channels
 //   dx (rows, inputs) = g (rows, depth) * w (depth, inputs) + x (rows, inputs) * m (inputs, inputs) + base [+ more]
 //   dw (depth, outputs) = dy (rows, depth)^T * y (rows, outputs), beside dx, where dy is the gradient of a normalization
 //
@@ -27,8 +28,8 @@ template <int K, typename T> __device__ Words<K> take_row(const T* row, int from
 }
 
 // Partial sums (2, gridDim.x, outputs) of a block, from those of its warps, of outputs from the first on.
-template <int WARPS, int N>
-__device__ void add_warps(const float (&parts)[WARPS][2][N], double* partial, int first, int outputs) {
+template <int WARPS, int N, typename A>
+__device__ void add_warps(const A (&parts)[WARPS][2][N], double* partial, int first, int outputs) {
   __syncthreads();
   const int which = threadIdx.x / N, channel = first + threadIdx.x % N;
   if (which > 1 || channel >= outputs) return;
@@ -294,6 +295,128 @@ narrow_sums(const T* dy, const T* w, const T* x, const float* mean, const float*
     }
   }
   add_warps(parts, partial, first_output, int(outputs));
+}
+
+// y = z * w, with the weights (outputs, depth) and z what a normalization makes of x (rows, depth), with what follows it; and
+// partial sums (2, gridDim.x, outputs) of y and y^2, from those of y - k and (y - k)^2 with k the first y of the thread: no
+// cancellation in float. A warp goes through steps of 32 depths of its tiles, the next two of which are on their way.
+template <typename T, int N, int AFTER> __global__ void __launch_bounds__(256, 2)
+narrow_moments(const T* x, const T* w, const float* factor, const float* shift, double ceiling, T* y, double* partial,
+               i64 of_all, i64 across, i64 deep) {
+  constexpr int TILES = N / 8, DEEP = 32;
+  extern __shared__ uint2 of_w[];  // (steps, 2, TILES, 32), then factors and shifts of depths
+  __shared__ double parts[8][2][N];
+  const int rows = int(of_all), outputs = int(across), depth = int(deep), steps = (depth + DEEP - 1) / DEEP;
+  const int lane = threadIdx.x % 32, row = lane / 4, t = lane % 4, warp = threadIdx.x / 32, warps = gridDim.x * 8;
+  const int tiles = (rows + TILE - 1) / TILE;
+  const float most = float(ceiling);
+  const unsigned short* const weights = reinterpret_cast<const unsigned short*>(w);
+  float* const by = reinterpret_cast<float*>(of_w + steps * 2 * TILES * 32);
+  float* const plus = by + steps * DEEP;
+  for (int i = threadIdx.x; i < steps * 2 * TILES * 32; i += 256) {
+    const int half = i / (TILES * 32) % 2, column = i / 32 % TILES * 8 + i % 32 / 4;
+    const int from = i / (2 * TILES * 32) * DEEP + i % 4 * 8 + half * 4;
+    of_w[i] = from < depth && column < outputs ? *reinterpret_cast<const uint2*>(weights + column * depth + from)
+                                               : make_uint2(0, 0);
+  }
+  for (int i = threadIdx.x; i < steps * DEEP; i += 256) {
+    by[i] = i < depth ? factor[i] : 0.0f;
+    plus[i] = i < depth ? shift[i] : 0.0f;
+  }
+  __syncthreads();
+  int next_tile = blockIdx.x * 8 + warp, next_step = 0;
+  struct Both { Words<DEEP> of[2]; };
+  const auto fetch = [&] {
+    Both both;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = next_tile * TILE + row + 8 * half;
+      both.of[half] = take_row<DEEP>(x + at * depth + next_step * DEEP, 8 * t, depth - next_step * DEEP, at < rows);
+    }
+    if (++next_step == steps) {
+      next_step = 0;
+      next_tile += warps;
+    }
+    return both;
+  };
+  float sum[TILES][4] = {}, k[TILES][2], first[TILES][2] = {}, second[TILES][2] = {};
+  int step = 0, seen = 0;
+  Both now = fetch(), soon = fetch();
+  for (int tile = blockIdx.x * 8 + warp; tile < tiles;) {
+    const Both later = fetch();
+    const int from = step * DEEP + 8 * t;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        Pack<T, 2> pair = reinterpret_cast<const Pack<T, 2>&>(now.of[half].of[i]);
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+          float z = fmaf(float(pair.v[v]), by[from + 2 * i + v], plus[from + 2 * i + v]);
+          if (AFTER && z <= 0) z = 0;
+          if (AFTER == CLIPPED && z > most) z = most;
+          pair.v[v] = T(z);
+        }
+        now.of[half].of[i] = reinterpret_cast<const unsigned&>(pair);
+      }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned a[4] = {now.of[0].of[2 * half], now.of[1].of[2 * half], now.of[0].of[2 * half + 1],
+                             now.of[1].of[2 * half + 1]};
+#pragma unroll
+      for (int j = 0; j < TILES; ++j) {
+        const uint2 words = of_w[((step * 2 + half) * TILES + j) * 32 + lane];
+        const unsigned b[2] = {words.x, words.y};
+        multiply<T>(sum[j], a, b);
+      }
+    }
+    now = soon;
+    soon = later;
+    if (++step < steps) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = tile * TILE + row + 8 * half;
+      if (at >= rows) continue;
+#pragma unroll
+      for (int j = 0; j < TILES; ++j) {
+        Pack<T, 2> pair;
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+          pair.v[v] = T(sum[j][2 * half + v]);
+          const float value = float(pair.v[v]);
+          if (seen == 0) k[j][v] = value;
+          const float d = value - k[j][v];
+          first[j][v] += d;
+          second[j][v] += d * d;
+        }
+        if (j * 8 + 2 * t < outputs) *reinterpret_cast<Pack<T, 2>*>(y + at * outputs + j * 8 + 2 * t) = pair;
+      }
+      ++seen;
+    }
+#pragma unroll
+    for (int j = 0; j < TILES; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[j][i] = 0;
+    step = 0;
+    tile += warps;
+  }
+#pragma unroll
+  for (int j = 0; j < TILES; ++j)
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+      const double start = seen ? double(k[j][v]) : 0.0, d = double(first[j][v]);
+      double total = d + seen * start, squares = double(second[j][v]) + (2 * d + seen * start) * start;
+#pragma unroll
+      for (int between = 4; between < 32; between *= 2) {
+        total += __shfl_xor_sync(0xffffffffu, total, between);
+        squares += __shfl_xor_sync(0xffffffffu, squares, between);
+      }
+      if (row == 0) {
+        parts[warp][0][j * 8 + 2 * t + v] = total;
+        parts[warp][1][j * 8 + 2 * t + v] = squares;
+      }
+    }
+  add_warps(parts, partial, 0, outputs);
 }
 
 // The transpose of a matrix of 8 x 8 numbers of 16 bits, of which thread (g, t) has two of row g, from column 2 t on.
