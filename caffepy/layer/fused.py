@@ -28,6 +28,7 @@ from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.scale import Scale
 from caffepy.layer.shape import Concat, Permute, ShuffleChannel, Slice, Split
+from caffepy.ops.objects import Normalized
 
 
 class FusedGroup(Protocol):
@@ -82,19 +83,29 @@ class JoinedMaps:
 class ShuffledConcat:
     """Two bottoms with their channels in turn: a Concat of them over channels, a ShuffleChannel of
     two groups [, a Slice into two halves].
+
+    Of the `sources`, groups that make one of them for this one alone, it may normalize x by itself.
     """
 
     sums_for: NormGroup | None = None
     own_diffs: Sequence[Blob] = ()
     buffers: Sequence[Blob] = ()
+    takes_normalized = True
 
     def __init__(self, members: Sequence[Member]) -> None:
         concat = members[0]
         self.ops, self.wanted = concat.layer.ops, concat.propagate_down
         self.bottoms, self.tops = concat.bottoms, members[-1].tops
+        self.sources: list[NormGroup] = []
 
     def forward(self) -> None:
-        self.ops.interleave([x.data for x in self.bottoms], [y.data for y in self.tops])
+        parts, given = [x.data for x in self.bottoms], list[Normalized | None]([None, None])
+        for source in self.sources:
+            if source.hidden:
+                (top,) = source.tops
+                i = next(i for i, bottom in enumerate(self.bottoms) if bottom is top)
+                parts[i], given[i] = source.x.data, source.normalized
+        self.ops.interleave(parts, [y.data for y in self.tops], given)
 
     def backward(self) -> None:
         wanted = zip(self.bottoms, self.wanted, strict=True)

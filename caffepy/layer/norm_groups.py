@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from math import inf, prod
+from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +16,14 @@ from caffepy.layer.normalization import BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.scale import Scale
 from caffepy.ops.objects import Normalized, NormForward, NormGradient, NormSums
+
+
+class _Reader(Protocol):
+    """A group that reads what another one made."""
+
+    @property
+    def takes_normalized(self) -> bool:
+        """True if it may compute by itself what a normalization made."""
 
 
 class NormGroup:
@@ -70,7 +79,7 @@ class NormGroup:
         self.summed: Blob | None = None  # whose diff has the first half of backward
         self.sums_for: NormGroup | None = None
         self.sums_alike = True  # others that write part of that gradient have the same window
-        self.reader: NormGroup | None = None  # whose convolution alone reads the top
+        self.reader: _Reader | None = None  # which alone reads the top
         self.source: NormGroup | None = None  # whose reader this is
         self.hidden = False  # the last forward did not write the top: the reader normalizes x
         self.own_diffs: Sequence[Blob] = ()
@@ -119,6 +128,11 @@ class NormGroup:
         if not (self.learns and self.skips_gradient):
             return False
         return self._convolving.takes_normalized(self.x.layout)
+
+    @property
+    def normalized(self) -> Normalized:
+        """What a reader needs to know, beside x, to compute y."""
+        return Normalized(self.layer.numbers.data, self.ceiling)
 
     @property
     def _hides_top(self) -> bool:
@@ -226,7 +240,7 @@ class NormGroup:
             (bottom,), given, source = self.convolution.bottoms, None, self.source
             if source is not None and source.hidden:
                 bottom = source.x
-                given = Normalized(source.layer.numbers.data, source.ceiling)
+                given = source.normalized
             self._convolving.forward_prepare(bottom, self.x, layer.preparation(*scale), given)
             x, numbers = _flat(self.x.data), layer.numbers.data
         else:

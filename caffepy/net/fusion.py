@@ -12,7 +12,7 @@ from caffepy.layer import Layer
 from caffepy.layer.convolution import Convolution
 from caffepy.layer.convolution_groups import ConcatReLUs, ConvolutionReLU
 from caffepy.layer.eltwise import Eltwise
-from caffepy.layer.fused import PATTERNS, FusedGroup, make_group
+from caffepy.layer.fused import PATTERNS, FusedGroup, ShuffledConcat, make_group
 from caffepy.layer.group import Member, kind_of
 from caffepy.layer.neuron import Dropout, ReLU, ReLU6
 from caffepy.layer.norm_groups import NormGroup, NormPooling
@@ -57,6 +57,7 @@ def fused_steps(nodes: Sequence[Node]) -> list[Step]:
         alone -= set(group)
     steps = sorted([*steps, *map(Step, alone)], key=lambda step: step.last)
     _share_sums(nodes, steps)
+    _share_normalizations(nodes, steps)
     return _with_concats(nodes, steps)
 
 
@@ -129,12 +130,28 @@ def _share_sums(nodes: Sequence[Node], steps: Sequence[Step]) -> None:
             if convolution is not None and convolution.layer is node.layer:
                 assert isinstance(node.layer, Convolution)
                 first.sums_for = group
-                if reader.layers[0] == _reader(nodes, step.last) and len(group.tops) == 1:
-                    group.reader, first.source = first, group
                 first.sums_alike = all(
                     type(other.layer) is Convolution and other.layer.window == node.layer.window
                     for _, other in others
                 )
+
+
+def _share_normalizations(nodes: Sequence[Node], steps: Sequence[Step]) -> None:
+    """Tell groups with a BatchNorm of the only group that reads what they make, where that can
+    compute it by itself.
+    """
+    first = {step.layers[0]: step.group for step in steps if step.layers}
+    for step in steps:
+        group = step.group
+        if not isinstance(group, NormGroup) or isinstance(group, NormPooling):
+            continue
+        reads = _reader(nodes, step.last) if len(group.tops) == 1 else None
+        reader = None if reads is None else first.get(reads)
+        if isinstance(reader, ShuffledConcat):
+            reader.sources.append(group)
+            group.reader = reader
+        elif isinstance(reader, NormGroup) and reader.sums_for is group:
+            group.reader, reader.source = reader, group
 
 
 def _with_gradient(node: Node) -> set[int]:

@@ -32,7 +32,7 @@ from numpy.typing import DTypeLike
 from caffepy.device.blob import Array, Blob, Layout
 from caffepy.ops import objects
 from caffepy.ops.boxes import BoxCode, LocationLoss, Matching, Mining
-from caffepy.ops.objects import Windows
+from caffepy.ops.objects import Normalized, Windows
 from caffepy.ops.overlap import YoloWeights
 from caffepy.ops.update_state import Limits, Number, Segments
 
@@ -150,10 +150,16 @@ class Ops(Protocol):
     def deal_channels(self, x: Array, y: Array, parts: int) -> None:
         """Write channel p * (C / parts) + k of x (N, C, ...) as channel k * parts + p of y."""
 
-    def interleave(self, parts: Sequence[Array], wholes: Sequence[Array]) -> None:
+    def interleave(
+        self,
+        parts: Sequence[Array],
+        wholes: Sequence[Array],
+        given: Sequence[Normalized | None] = (None, None),
+    ) -> None:
         """Write channel k of part p of P parts (N, C, ...) as channel k * P + p of the wholes side
-        by side: `join`, `deal_channels` and `cut` into equal wholes, with a multiple of P channels.
-        On a GPU two parts of an even C and one or two wholes, of 16 bits with the channels last.
+        by side: `join`, `deal_channels` and `cut` into equal wholes, with a multiple of P channels;
+        of what a normalization makes of a part, where it is `given`. On a GPU two parts of an even
+        C and one or two wholes, of 16 bits with the channels last.
         """
 
     def separate(self, wholes: Sequence[Array], parts: Sequence[Maybe]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from caffepy.layer.norm_groups import NormGroup
-from caffepy.net import Net
+from caffepy.net import Net, fusion
 from caffepy.net.memory import lifetimes, save_memory
 from caffepy.net.recompute import in_segments
 from caffepy.ops import cpu
@@ -129,6 +129,37 @@ def test_whose_top_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = {net.nodes[s.layers[0]].name for s in groups if s.group.hidden}
     inner = {f"{block}_{i}" for block in ("one", "two", "three", "four", "five") for i in "ab"}
     assert hidden == inner
+
+
+def branch(name: str, bottom: str) -> str:
+    return conv(name, bottom, 6) + library.in_place("ReLU", f"{name}_relu", name)
+
+
+IN_TURN = (
+    DATA
+    + branch("stem", "data")
+    + branch("a", "stem")
+    + branch("b", "stem")
+    + library.layer("Concat", "join", "a b")
+    + library.layer("ShuffleChannel", "deal", "join", "shuffle_channel_param { group: 2 }")
+    + library.layer("Slice", "cut", "deal", top="one two")
+    + branch("c", "one")
+    + library.layer("Concat", "again", "c two")
+    + library.layer("ShuffleChannel", "dealt", "again", "shuffle_channel_param { group: 2 }")
+    + loss("fc", "dealt")
+)
+
+
+def test_channels_of_normalizations_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ShuffleNet's branches, as a GPU computes them in 16 bits."""
+    monkeypatch.setattr(fusion, "_runs_with", lambda *_: True)
+    nets: list[Net] = [net_of(IN_TURN, np.float64) for _ in range(2)]
+    runs = [Driven(nets[0], images, plain(nets[0])), Driven(nets[1], images, nets[1].steps)]
+    for want, have in zip(*(run.run() for run in runs), strict=True):
+        assert np.linalg.norm(have - want) <= 1e-9 * (1e-3 + np.linalg.norm(want))
+    groups = [step for step in nets[1].steps if isinstance(step.group, NormGroup)]
+    hidden = {nets[1].nodes[s.layers[0]].name for s in groups if s.group.hidden}
+    assert hidden == set("abc")
 
 
 def test_who_computes_whose() -> None:

@@ -38,6 +38,7 @@ from caffepy.ops.cpu.normalization import (
     norm_forward,
     norm_gradient,
     norm_sums,
+    normalized,
 )
 from caffepy.ops.cpu.pointwise import Pointwise
 from caffepy.ops.cpu.pointwise import suits as is_pointwise
@@ -531,7 +532,7 @@ class Convolution:
         preparation: Preparation,
         given: Normalized | None = None,
     ) -> None:
-        self.forward(x if given is None else _normalized(x, given), w, b, y)
+        self.forward(x if given is None else normalized(x, given), w, b, y)
         batch_norm_prepare(_planes(y), *preparation)
 
     def pools(self, layout: Layout, window: Windows) -> bool:
@@ -603,7 +604,7 @@ class Convolution:
         if x is None:
             assert isinstance(to, NormSums)
             assert to.x is not None
-            x = _normalized(to.x, Normalized(to.numbers, to.ceiling))
+            x = normalized(to.x, Normalized(to.numbers, to.ceiling))
         of = np.empty(dy.g.shape, dy.g.dtype)
         norm_gradient(_planes(dy.x), dy.numbers, dy.line, _planes(dy.g), _planes(of))
         self.backward_weight(x, of, dw, None)
@@ -643,13 +644,6 @@ class Convolution:
             self.backward_data_norm(dz, w, to)
         elif to is not None:
             self.backward_data(dz, w, to)
-
-
-def _normalized(x: Array, given: Normalized) -> Array:
-    """Return what the normalization gives."""
-    y = np.empty(x.shape, x.dtype)
-    norm_forward(_planes(x), given.numbers, None, given.ceiling, _planes(y))
-    return y
 
 
 def _planes(x: Array) -> Array:

@@ -1,6 +1,7 @@
 """Copies of arrays and views, concatenation and splitting."""
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from math import prod
 
 import numpy as np
@@ -10,6 +11,8 @@ from caffepy.device.recording import call
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import flatwise
+from caffepy.ops.cpu.normalization import normalized
+from caffepy.ops.objects import Normalized
 
 GRAIN = 1 << 15  # elements for which a second thread pays
 
@@ -85,8 +88,14 @@ def deal_channels(x: Array, y: Array, parts: int) -> None:
     copy(dealt, y.reshape(n, c // parts, parts, *rest))
 
 
-def interleave(parts: Sequence[Array], wholes: Sequence[Array]) -> None:
-    for part, channels, of_whole in _dealt(parts, wholes):
+def interleave(
+    parts: Sequence[Array],
+    wholes: Sequence[Array],
+    given: Sequence[Normalized | None] = (None, None),
+) -> None:
+    pairs = zip_longest(parts, given[: len(parts)])
+    made = [part if norm is None else normalized(part, norm) for part, norm in pairs]
+    for part, channels, of_whole in _dealt(made, wholes):
         copy(part[:, channels], of_whole)
 
 

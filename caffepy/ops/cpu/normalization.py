@@ -11,7 +11,7 @@ from caffepy.device.recording import call
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN
-from caffepy.ops.objects import NormSums
+from caffepy.ops.objects import Normalized, NormSums
 from caffepy.ops.protocol import Affine, Maybe, Sizes
 
 
@@ -261,6 +261,14 @@ def _norm_gradient(
             t, g, v = x[n, c], kept[n * plane : (n + 1) * plane], dx[n, c]
             for p in range(g.size):
                 v[p] = (g[p] - a - (t[p] - mu) * b) * factor
+
+
+def normalized(x: Array, given: Normalized) -> Array:
+    """Return what a normalization makes of x (N, C, ...)."""
+    y = np.empty(x.shape, x.dtype)
+    of_x, of_y = (a.reshape(*x.shape[:2], prod(x.shape[2:])) for a in (x, y))
+    norm_forward(of_x, given.numbers, None, given.ceiling, of_y)
+    return y
 
 
 def norm_backward(

@@ -1,6 +1,7 @@
 // Copies in units of up to 16 bytes.
 
 #include "pack.cuh"
+#include "rectify.cuh"
 
 // target[i3, i2, i1, i0] = source[i3, i2, i1, i0] for AXES of these axes; n sizes, s and t strides in units of U, the
 // last axis first
@@ -252,19 +253,42 @@ __global__ void deal_pairs(const unsigned* x, unsigned* y, i64 n, i64 channels, 
   });
 }
 
+// What a normalization with a ReLU after it (rectify.cuh) makes of elements of a channel, if it is there.
+struct Normalization {
+  const float *factor, *shift;
+  int after;
+  float ceiling;
+  template <typename T> __device__ T of(T x, unsigned channel) const {
+    float z = fmaf(float(x), factor[channel], shift[channel]);
+    if (after && z <= 0) z = 0;
+    if (after == CLIPPED && z > ceiling) z = ceiling;
+    return T(z);
+  }
+};
+
 // Channel k of two arrays (lines, 2 words) of numbers of 16 bits as channels 2 k and 2 k + 1 of one, in words of two: its
-// lines lie in `first`, or if CUT the first half of each there and the second in `second`. n words of each target.
-template <int CUT>
+// lines lie in `first`, or if CUT the first half of each there and the second in `second`. n words of each target. GIVEN: 1 if
+// the first of the two is to be normalized, 2 the second, 3 both.
+template <typename T, int CUT, int GIVEN>
 __global__ void interleave_pairs(const unsigned* one, const unsigned* two, unsigned* first, unsigned* second, i64 n,
-                                 i64 words, i64 by_line) {
+                                 i64 words, i64 by_line, const float* factor_1, const float* shift_1, i64 after_1,
+                                 double ceiling_1, const float* factor_2, const float* shift_2, i64 after_2,
+                                 double ceiling_2) {
   const Divisor by{by_line};
   const unsigned width = unsigned(words), line = CUT ? width : 2 * width;
+  const Normalization of_one{factor_1, shift_1, int(after_1), float(ceiling_1)};
+  const Normalization of_two{factor_2, shift_2, int(after_2), float(ceiling_2)};
   const auto part = [=](unsigned start) {
     return [=](unsigned i) {
       return [=, place = Along(i, by, line)]() mutable {
         const unsigned at = start + place.at, from = place.row * width + at / 2;
         place.step();
-        return __byte_perm(one[from], two[from], at & 1 ? 0x7632 : 0x5410);
+        const unsigned word = __byte_perm(one[from], two[from], at & 1 ? 0x7632 : 0x5410);
+        if (!GIVEN) return word;
+        Pack<T, 2> pair = reinterpret_cast<const Pack<T, 2>&>(word);
+        if (GIVEN & 1) pair.v[0] = of_one.of(pair.v[0], at);
+        if (GIVEN & 2) pair.v[1] = of_two.of(pair.v[1], at);
+        return reinterpret_cast<const unsigned&>(pair);
       };
     };
   };
