@@ -28,7 +28,6 @@ from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.scale import Scale
 from caffepy.layer.shape import Concat, Permute, ShuffleChannel, Slice, Split
-from caffepy.ops.objects import Normalized
 
 
 class FusedGroup(Protocol):
@@ -84,7 +83,8 @@ class ShuffledConcat:
     """Two bottoms with their channels in turn: a Concat of them over channels, a ShuffleChannel of
     two groups [, a Slice into two halves].
 
-    Of the `sources`, groups that make one of them for this one alone, it may normalize x by itself.
+    `sources` are groups that make one of them for this one alone: it computes half their backward,
+    and may normalize x by itself.
     """
 
     sums_for: NormGroup | None = None
@@ -98,19 +98,26 @@ class ShuffledConcat:
         self.bottoms, self.tops = concat.bottoms, members[-1].tops
         self.sources: list[NormGroup] = []
 
+    def _sources(self) -> list[NormGroup | None]:
+        """Return the group that makes each bottom, if it is for this one alone."""
+        made = {id(source.tops[0]): source for source in self.sources}
+        return [made.get(id(bottom)) for bottom in self.bottoms]
+
     def forward(self) -> None:
-        parts, given = [x.data for x in self.bottoms], list[Normalized | None]([None, None])
-        for source in self.sources:
-            if source.hidden:
-                (top,) = source.tops
-                i = next(i for i, bottom in enumerate(self.bottoms) if bottom is top)
-                parts[i], given[i] = source.x.data, source.normalized
+        parts, given = [], []
+        for bottom, source in zip(self.bottoms, self._sources(), strict=True):
+            hidden = source if source is not None and source.hidden else None
+            parts.append((hidden.x if hidden else bottom).data)
+            given.append(hidden.normalized if hidden else None)
         self.ops.interleave(parts, [y.data for y in self.tops], given)
 
     def backward(self) -> None:
-        wanted = zip(self.bottoms, self.wanted, strict=True)
-        diffs = [x.diff if down else None for x, down in wanted]
-        self.ops.separate([y.diff for y in self.tops], diffs)
+        """Write the bottoms' diffs, and compute half the backward of what made them."""
+        diffs, norms = [], []
+        for bottom, source, wanted in zip(self.bottoms, self._sources(), self.wanted, strict=True):
+            diffs.append(bottom.diff if wanted else None)
+            norms.append(source.sums_of(bottom) if wanted and source is not None else None)
+        self.ops.separate([y.diff for y in self.tops], diffs, norms)
 
 
 def _as_it_lies(array: Array) -> Array:

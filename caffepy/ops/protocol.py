@@ -32,7 +32,7 @@ from numpy.typing import DTypeLike
 from caffepy.device.blob import Array, Blob, Layout
 from caffepy.ops import objects
 from caffepy.ops.boxes import BoxCode, LocationLoss, Matching, Mining
-from caffepy.ops.objects import Normalized, Windows
+from caffepy.ops.objects import Normalized, NormSums, Windows
 from caffepy.ops.overlap import YoloWeights
 from caffepy.ops.update_state import Limits, Number, Segments
 
@@ -162,8 +162,15 @@ class Ops(Protocol):
         C and one or two wholes, of 16 bits with the channels last.
         """
 
-    def separate(self, wholes: Sequence[Array], parts: Sequence[Maybe]) -> None:
-        """Write the parts that are not None: undo `interleave`."""
+    def separate(
+        self,
+        wholes: Sequence[Array],
+        parts: Sequence[Maybe],
+        norms: Sequence[NormSums | None] = (None, None),
+    ) -> None:
+        """Write the parts that are not None: undo `interleave`; then `norm_sums` of those norms
+        that there are, each of which has one of the parts as masked.
+        """
 
     # Arrays of one shape
 

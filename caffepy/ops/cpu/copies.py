@@ -11,8 +11,8 @@ from caffepy.device.recording import call
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import flatwise
-from caffepy.ops.cpu.normalization import normalized
-from caffepy.ops.objects import Normalized
+from caffepy.ops.cpu.normalization import norm_sums, normalized
+from caffepy.ops.objects import Normalized, NormSums
 
 GRAIN = 1 << 15  # elements for which a second thread pays
 
@@ -99,9 +99,16 @@ def interleave(
         copy(part[:, channels], of_whole)
 
 
-def separate(wholes: Sequence[Array], parts: Sequence[Array | None]) -> None:
+def separate(
+    wholes: Sequence[Array],
+    parts: Sequence[Array | None],
+    norms: Sequence[NormSums | None] = (None, None),
+) -> None:
     for part, channels, of_whole in _dealt(parts, wholes):
         copy(of_whole, part[:, channels])
+    for norm in norms:
+        if norm is not None:
+            norm_sums(norm)
 
 
 def _dealt(

@@ -39,15 +39,7 @@ from caffepy.ops.cuda.boxes import (
 )
 from caffepy.ops.cuda.compiler import compile_ahead
 from caffepy.ops.cuda.convolution.convolution import Convolution
-from caffepy.ops.cuda.copies import (
-    convert,
-    copy,
-    cut,
-    deal_channels,
-    interleave,
-    join,
-    separate,
-)
+from caffepy.ops.cuda.copies import convert, copy, cut, deal_channels, join
 from caffepy.ops.cuda.ctc import ctc_backward, ctc_forward
 from caffepy.ops.cuda.deformable import deformable_backward, deformable_columns
 from caffepy.ops.cuda.distances import distance_gradients, distances
@@ -68,6 +60,7 @@ from caffepy.ops.cuda.flow import (
     flow_warp_forward,
     resample,
 )
+from caffepy.ops.cuda.interleave import interleave, separate
 from caffepy.ops.cuda.local import (
     local_backward_data,
     local_backward_weight,

@@ -24,8 +24,6 @@ from caffepy.ops.cuda.launch import (
     packs,
     planes,
 )
-from caffepy.ops.cuda.normalization import what_follows
-from caffepy.ops.objects import Normalized
 
 _INTEGERS = {1: "char", 2: "short", 4: "int", 8: "long long"}
 UNITS = {size: f"unsigned {name}" for size, name in _INTEGERS.items()} | {16: "uint4"}
@@ -247,39 +245,3 @@ def deal_channels(x: Array, y: Array, parts: int) -> None:
         launch_expression("copy", name, packs(x), x, y, *sizes)
         return
     launch("copy", "deal_channels", x, packs(x), x, y, x.size, channels, inner, parts)
-
-
-def interleave(
-    parts: Sequence[Array],
-    wholes: Sequence[Array],
-    given: Sequence[Normalized | None] = (None, None),
-) -> None:
-    like, (words, cut) = wholes[0], _words(parts, wholes)
-    line = words if cut else 2 * words
-    number, how = 0, list[Any]()
-    for i, each in enumerate(given):
-        number += int(each is not None) << i
-        _, _, factor, shift = (None,) * 4 if each is None else each.numbers
-        ceiling = None if each is None else each.ceiling
-        how += [factor, shift, what_follows(ceiling), float(ceiling or 0)]
-    sizes = like.size // 2, words, divisor(line)
-    name = f"interleave_pairs<{c_type(like)}, {int(cut)}, {number}>"
-    arrays = *parts, *[*wholes, None][:2]
-    launch_expression("copy", name, packs(like), *arrays, *sizes, *how)
-
-
-def separate(wholes: Sequence[Array], parts: Sequence[Array | None]) -> None:
-    like = next((a for a in parts if a is not None), None)
-    if like is None:
-        return
-    words, cut = _words([like], wholes)
-    arrays, sizes = (*[*wholes, None][:2], *parts), (like.size // 2, words, divisor(words))
-    launch_expression("copy", f"separate_pairs<{int(cut)}>", packs(like), *arrays, *sizes)
-
-
-def _words(parts: Sequence[Array], wholes: Sequence[Array]) -> tuple[int, bool]:
-    """Return the pairs of channels of a part, and True if there are two wholes."""
-    part = parts[0]
-    assert part.itemsize == 2
-    assert channels_last(*parts, *wholes) or not part.size
-    return max(1, part.shape[1] // 2), len(wholes) > 1

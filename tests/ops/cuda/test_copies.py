@@ -3,7 +3,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from caffepy.ops.objects import Normalized
 from tests.ops.cuda.compare import agree, data
 from tests.ops.cuda.stored import loaded, rounded, stored
 
@@ -158,40 +157,6 @@ def test_deal_channels(shape, parts, kind, last):
     y = stored(np.full(shape, 7), kind, last)
     cuda.deal_channels(stored(x, kind, last), y, parts)
     np.testing.assert_array_equal(loaded(y), rounded(want, kind))
-
-
-@pytest.mark.parametrize("normalized", [(), (0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("wholes", [1, 2])
-@pytest.mark.parametrize("kind", ["float16", "uint16"])
-@pytest.mark.parametrize(
-    "shape", [(3, 10, 5, 7), (2, 58, 4, 4), (1, 2, 1, 3), (2, 116, 7, 1), (0, 4, 2, 2)], ids=str
-)
-def test_channels_in_turn(shape, kind, wholes, normalized):
-    import cupy
-
-    from caffepy.ops import cpu, cuda
-
-    whole = (shape[0], 2 * shape[1] // wholes, *shape[2:])
-    parts = [rounded(data(shape, seed=seed), kind) for seed in range(2)]
-    want = [np.zeros(whole, "f") for _ in range(wholes)]
-    given, there = [None, None], [None, None]
-    for i in normalized:
-        numbers = data((4, shape[1]), seed=3 + i)
-        given[i] = Normalized(numbers, (None, np.inf, 1.0)[shape[0] - 1])
-        there[i] = given[i]._replace(numbers=cupy.asarray(numbers))
-    cpu.interleave(parts, want, given)
-    have = [stored(np.full(whole, 7), kind, True) for _ in range(wholes)]
-    cuda.interleave([stored(a, kind, True) for a in parts], have, there)
-    for a, b in zip(want, have, strict=True):
-        np.testing.assert_allclose(loaded(b), rounded(a, kind), 1e-2 if normalized else 0)
-    if normalized:
-        return
-    for down in ((True, True), (True, False), (False, True), (False, False)):
-        back = [stored(np.zeros(shape), kind, True) if wanted else None for wanted in down]
-        cuda.separate(have, back)
-        for a, b in zip(parts, back, strict=True):
-            if b is not None:
-                np.testing.assert_array_equal(loaded(b), a)
 
 
 PARTS = {  # shape of the whole, axis, sizes

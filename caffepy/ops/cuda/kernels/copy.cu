@@ -1,7 +1,7 @@
 // Copies in units of up to 16 bytes.
 
 #include "pack.cuh"
-#include "rectify.cuh"
+#include "gather.cuh"
 
 // target[i3, i2, i1, i0] = source[i3, i2, i1, i0] for AXES of these axes; n sizes, s and t strides in units of U, the
 // last axis first
@@ -25,31 +25,6 @@ __global__ void copy(const U* source, U* target, i64 n0, i64 n1, i64 n2, i64 n3,
     target[to] = source[from];
   }
 }
-
-// Writes n units, in packs of 16 bytes where they lie so: read(i) gives what tells unit i, then those after it.
-template <typename U, typename F> __device__ void gather(U* to, unsigned n, F read) {
-  constexpr int V = 16 / sizeof(U);
-  const unsigned packs = aligned(to, 16) ? n / V : 0;
-  FOR_EACH(i, packs) {
-    auto next = read(unsigned(i) * V);
-    Pack<U, V> pack;
-#pragma unroll
-    for (int v = 0; v < V; ++v) pack.v[v] = next();
-    reinterpret_cast<Pack<U, V>*>(to)[i] = pack;
-  }
-  FOR_EACH(i, n - packs * V) to[packs * V + i] = read(packs * V + unsigned(i))();
-}
-
-// Places of lines of `line` units one after the other.
-struct Along {
-  unsigned row, at, line;
-  __device__ Along(unsigned i, const Divisor& by, unsigned line) : row(by.quotient(i)), at(i - row * line), line(line) {}
-  __device__ void step() {
-    if (++at < line) return;
-    at = 0;
-    ++row;
-  }
-};
 
 // whole (lines, line) from place 0 on: the lines of up to eight arrays, or of two (MANY 0), side by side. Part k holds places
 // end_(k-1) to end_k of each line.
@@ -251,70 +226,4 @@ __global__ void deal_pairs(const unsigned* x, unsigned* y, i64 n, i64 channels, 
       return __byte_perm(line[at / 2], line[hand + at / 2], half ? 0x7632 : 0x5410);
     };
   });
-}
-
-// What a normalization with a ReLU after it (rectify.cuh) makes of elements of a channel, if it is there.
-struct Normalization {
-  const float *factor, *shift;
-  int after;
-  float ceiling;
-  template <typename T> __device__ T of(T x, unsigned channel) const {
-    float z = fmaf(float(x), factor[channel], shift[channel]);
-    if (after && z <= 0) z = 0;
-    if (after == CLIPPED && z > ceiling) z = ceiling;
-    return T(z);
-  }
-};
-
-// Channel k of two arrays (lines, 2 words) of numbers of 16 bits as channels 2 k and 2 k + 1 of one, in words of two: its
-// lines lie in `first`, or if CUT the first half of each there and the second in `second`. n words of each target. GIVEN: 1 if
-// the first of the two is to be normalized, 2 the second, 3 both.
-template <typename T, int CUT, int GIVEN>
-__global__ void interleave_pairs(const unsigned* one, const unsigned* two, unsigned* first, unsigned* second, i64 n,
-                                 i64 words, i64 by_line, const float* factor_1, const float* shift_1, i64 after_1,
-                                 double ceiling_1, const float* factor_2, const float* shift_2, i64 after_2,
-                                 double ceiling_2) {
-  const Divisor by{by_line};
-  const unsigned width = unsigned(words), line = CUT ? width : 2 * width;
-  const Normalization of_one{factor_1, shift_1, int(after_1), float(ceiling_1)};
-  const Normalization of_two{factor_2, shift_2, int(after_2), float(ceiling_2)};
-  const auto part = [=](unsigned start) {
-    return [=](unsigned i) {
-      return [=, place = Along(i, by, line)]() mutable {
-        const unsigned at = start + place.at, from = place.row * width + at / 2;
-        place.step();
-        const unsigned word = __byte_perm(one[from], two[from], at & 1 ? 0x7632 : 0x5410);
-        if (!GIVEN) return word;
-        Pack<T, 2> pair = reinterpret_cast<const Pack<T, 2>&>(word);
-        if (GIVEN & 1) pair.v[0] = of_one.of(pair.v[0], at);
-        if (GIVEN & 2) pair.v[1] = of_two.of(pair.v[1], at);
-        return reinterpret_cast<const unsigned&>(pair);
-      };
-    };
-  };
-  gather(first, unsigned(n), part(0));
-  if (CUT) gather(second, unsigned(n), part(width));
-}
-
-// The other way, to those of the two that are not null.
-template <int CUT>
-__global__ void separate_pairs(const unsigned* first, const unsigned* second, unsigned* one, unsigned* two, i64 n, i64 words,
-                               i64 by_line) {
-  const Divisor by{by_line};
-  const unsigned width = unsigned(words);
-  const auto part = [=](unsigned bytes) {
-    return [=](unsigned i) {
-      return [=, place = Along(i, by, width)]() mutable {
-        const unsigned at = 2 * place.at, row = place.row;
-        place.step();
-        const auto word = [=](unsigned at) {
-          if (!CUT) return first[row * 2 * width + at];
-          return at < width ? first[row * width + at] : second[row * width + at - width];
-        };
-        return __byte_perm(word(at), word(at + 1), bytes);
-      };
-    };
-  };
-  if (one) gather(one, unsigned(n), part(0x5410));
-  if (two) gather(two, unsigned(n), part(0x7632));
 }
