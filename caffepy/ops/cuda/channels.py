@@ -82,7 +82,7 @@ def sums(
     return partial, lines * splits
 
 
-def finish(file: str, name: str, x: Array, *arguments: Any) -> None:
-    """Run a kernel that finishes the sums of each channel of x."""
-    blocks = -(-x.shape[1] // 8)
+def finish(file: str, name: str, x: Array, *arguments: Any, more: int = 0) -> None:
+    """Run a kernel that finishes the sums of each channel of x, with so many more blocks."""
+    blocks = -(-x.shape[1] // 8) + more
     launch_blocks(file, name, x, blocks, *arguments, threads=FINISHING)

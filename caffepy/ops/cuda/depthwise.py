@@ -20,6 +20,7 @@ from caffepy.ops.cuda.normalization import (
     BY_X,
     BY_Y,
     NO_MASK,
+    Addition,
     finish_norm,
     norm_sums,
     what_follows,
@@ -252,10 +253,12 @@ def backward_both(
     sizes = _sizes(geometry.x, geometry.y, pads, run)
     arguments = (source, w, *of_dy, *before, dx, part, sums, *sizes)
     launch(blocks, threads, arguments, shared_mem=4 * threads[0] * threads[1] * width)
-    if dw is not None:
+    finishes = isinstance(to, NormSums) and at_once and to.x is not None
+    if dw is not None and not finishes:
         _add(part, dw, None)
-    if isinstance(to, NormSums):
-        if at_once:
-            finish_norm((sums, shares), to)
-        else:
-            norm_sums(to)
+    if isinstance(to, NormSums) and at_once:
+        taps = dw is not None and finishes
+        of_dw = part, dw, shares, 10 * channels, 9 * channels, channels, 9
+        finish_norm((sums, shares), to, Addition(*of_dw) if taps else None)
+    elif isinstance(to, NormSums):
+        norm_sums(to)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from math import inf, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 
@@ -19,6 +19,20 @@ NO_MASK, BY_X, BY_Y, BY_BITS = range(4)
 
 NO_RELU, RELU, CLIPPED = range(3)
 """As in rectify.cuh: what follows the normalization."""
+
+
+class Addition(NamedTuple):
+    """An addition of the shares of sums, as in normalization.cu: to (size) += the sums of `shares`
+    of part, which lie `pitch` floats apart; number i goes to place i % across * down + i // across.
+    """
+
+    part: Array
+    to: Array
+    shares: int
+    pitch: int
+    size: int
+    across: int
+    down: int
 
 
 def what_follows(ceiling: float | None) -> int:
@@ -188,11 +202,16 @@ def finish_gradient(
     dscale: Maybe,
     dbias: Maybe,
     line: Maybe,
+    addition: Addition | None = None,
 ) -> None:
-    """Add to dscale and dbias, write the line (2, C), with partial sums of `gradient_sums`."""
+    """Add to dscale and dbias, write the line (2, C), with partial sums of `gradient_sums`; beside
+    them make the addition.
+    """
     (parts, splits), (mean, inverse, factor, _) = partial, numbers
     arguments = (parts, mean, inverse, factor, dscale, dbias, line, *lying(x), splits)
-    finish("normalization", "backward_finish", x, *arguments)
+    beside = addition or Addition(None, None, 0, 0, 0, 1, 1)
+    blocks = -(-beside.size // 32)
+    finish("normalization", "backward_finish", x, *arguments, *beside, more=blocks)
 
 
 def norm_sums(norm: NormSums) -> None:
@@ -206,12 +225,14 @@ def norm_sums(norm: NormSums) -> None:
     finish_norm(partial, norm)
 
 
-def finish_norm(partial: tuple[Array, int], norm: NormSums) -> None:
-    """Make of partial sums what is wanted of them, if they are."""
+def finish_norm(
+    partial: tuple[Array, int], norm: NormSums, addition: Addition | None = None
+) -> None:
+    """Make of partial sums what is wanted of them, if they are; then there may be an addition."""
+    assert norm.x is not None or addition is None
     if norm.x is not None:
-        finish_gradient(
-            partial, as_planes(norm.x), norm.numbers, norm.dscale, norm.dbias, norm.line
-        )
+        to = norm.dscale, norm.dbias, norm.line
+        finish_gradient(partial, as_planes(norm.x), norm.numbers, *to, addition)
 
 
 def as_planes(x: Array) -> Array:

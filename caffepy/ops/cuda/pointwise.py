@@ -318,21 +318,18 @@ def narrow_moments(
 
 def narrow_both(
     geometry: Geometry, dtype: DTypeLike, after: int
-) -> Callable[[NormGradient, Array, NormSums, Array | None], tuple[Array, int]]:
-    """Return what runs with the gradient of the output, weights (O, C), what the normalization
-    before wants, without more and y, and the gradient of the weights to add to; it returns what
-    `gradient` does. `after` is what follows the normalization before.
+) -> Callable[[NormGradient, Array, NormSums], tuple[tuple[Array, int], Array]]:
+    """Return what runs with the gradient of the output, weights (O, C), and what the normalization
+    before wants, without more and y; it returns what `gradient` does, and shares (shares, O, C) of
+    the gradient of the weights. `after` is what follows the normalization before.
     """
     depth, outputs, of_all = geometry.y[1], geometry.x[1], rows(geometry)
     name = _name("both", dtype, next(k for k in NARROW if depth <= k), after)
-    launch, add = (
-        kernel("narrow", name.replace("pointwise", "narrow")),
-        kernel("narrow", "narrow_add"),
-    )
+    launch = kernel("narrow", name.replace("pointwise", "narrow"))
     slices = -(-outputs // 32)
     blocks = max(1, min(-(-of_all // (ROWS // 2)), HELD[64] * DEVICE // slices))
 
-    def call(dy: NormGradient, w: Array, norm: NormSums, dw: Array | None) -> tuple[Array, int]:
+    def call(dy: NormGradient, w: Array, norm: NormSums) -> tuple[tuple[Array, int], Array]:
         partial = scratch("channels", 2 * blocks * outputs)
         part = context().array("narrow gradient", (blocks, depth, outputs), np.float32)
         mean, _, factor, shift = norm.numbers
@@ -340,9 +337,7 @@ def narrow_both(
         of_x = norm.x, mean, factor, shift, norm.ceiling or 0.0
         to = norm.masked, partial, part
         launch((blocks, slices), (THREADS // 2,), (*of_dy, w, *of_x, *to, of_all, outputs, depth))
-        if dw is not None:
-            add((-(-dw.size // 32),), (32, 32), (part, dw, blocks, dw.size))
-        return partial, blocks
+        return (partial, blocks), part
 
     return call
 

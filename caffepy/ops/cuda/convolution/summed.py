@@ -17,7 +17,9 @@ from caffepy.ops.cuda.normalization import (
     BY_X,
     BY_Y,
     NO_MASK,
+    Addition,
     as_planes,
+    finish_norm,
     gradient_sums,
     mask_kind,
     moments,
@@ -133,15 +135,16 @@ class Summed:
         mask = mask_kind(norm.ceiling, norm.y, norm.bits)
         return norm.x is not None and norm.more is None and mask in (NO_MASK, BY_X)
 
-    def backward_both(
-        self, w: Array, dy: NormGradient, dw: Array | None, norm: NormSums
-    ) -> tuple[Array, int]:
-        """Compute norm.masked past the gradient of y, and return its partial sums; add to dw."""
+    def backward_both(self, w: Array, dy: NormGradient, dw: Array | None, norm: NormSums) -> None:
+        """Compute what the normalization wants past the gradient of y, and add to dw."""
         after = what_follows(norm.ceiling)
         make = partial(pointwise.narrow_both, self._geometry, self._dtype, after)
-        given = dy, self._passes.product_weights(w), norm, dw
-        sums: tuple[Array, int] | None = run_kept(self._runs, ("both", after), make, given)
-        return sums or (norm.line, 1)  # ahead there are none, and none are read
+        given = dy, self._passes.product_weights(w), norm
+        found = run_kept(self._runs, ("both", after), make, given)
+        sums, part = found or ((norm.line, 1), norm.line)  # ahead there are none, and none are read
+        size = part[0].size
+        addition = Addition(part, dw, len(part), size, size, size, 1)
+        finish_norm(sums, norm, None if dw is None else addition)
 
     def _gradient(self, width: int, variant: Variant) -> Run:
         if self._passes.folding is not None:

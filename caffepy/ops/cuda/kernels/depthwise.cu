@@ -614,7 +614,7 @@ depthwise_both(const T* x, const float* w, const T* g, const T* z, const float* 
 // Adds the shares to the gradients of the weights and, unless it is null, of the bias, by blocks of (32, 32) threads.
 __global__ void __launch_bounds__(1024) add_depthwise(const float* part, float* dw, float* db, i64 shares, i64 channels) {
   const i64 mine = blockIdx.x * 32ll + threadIdx.y, size = (TAPS + 1) * channels;
-  const float sum = sum_of_all(part, shares, size);
+  const float sum = sum_of_all(part, shares, size, blockIdx.x * 32ll, size);
   if (threadIdx.x || mine >= size) return;
   const i64 t = mine / channels, c = mine % channels;
   float* to = t < TAPS ? dw + c * TAPS + t : db ? db + c : nullptr;

@@ -14,7 +14,6 @@
 #include "pack.cuh"
 #include "mma.cuh"
 #include "rectify.cuh"
-#include "shares.cuh"
 
 constexpr int GROUP = 32, GROUPS = 2, TILE = 16;
 
@@ -577,11 +576,4 @@ narrow_both(const T* g, const T* z, const float* factors, const float* line, con
     for (int other = 0; other < WARPS; ++other) all += products[other][i];
     if (d < depth && c < outputs) part[(i64(blockIdx.x) * depth + d) * outputs + c] = all;
   }
-}
-
-// to (size) += the shares of part (shares, size), by blocks of (32, 32) threads.
-__global__ void __launch_bounds__(1024) narrow_add(const float* part, float* to, i64 shares, i64 size) {
-  const i64 mine = blockIdx.x * 32ll + threadIdx.y;
-  const float sum = sum_of_all(part, shares, size);
-  if (threadIdx.x == 0 && mine < size) to[mine] += sum;
 }

@@ -7,6 +7,7 @@
 #include "channels.cuh"
 #include "statistics.cuh"
 #include "rectify.cuh"
+#include "shares.cuh"
 #include "windows.cuh"
 
 // sums of x and x^2, from those of x - k and (x - k)^2 with k the first x of the thread: no cancellation in float
@@ -177,13 +178,32 @@ backward_sums(const T* x, const Wide<T>* mean, const Wide<T>* factor, const Wide
       out_if<MASKED>(masked), out_if<DX>(dx));
 }
 
+// What blocks behind those that finish sums add meanwhile: to (size) += the sums of shares of part, which lie `pitch` floats
+// apart; number i goes to place i % across * down + i / across.
+struct Addition {
+  const float* part;
+  float* to;
+  i64 shares, pitch, size, across, down;
+  __device__ void add(i64 block) const {
+    const i64 mine = block * 32 + threadIdx.x / 32;
+    const float sum = sum_of_all(part, shares, pitch, block * 32, size);
+    if (threadIdx.x % 32 == 0 && mine < size) to[mine % across * down + mine / across] += sum;
+  }
+};
+
 // With p = sum of g and q = sum of g * (x - mean): dscale += q * inverse, dbias += p; and for
 // dx = factor * (g - p/m - (x - mean) * inverse^2 * q/m) = factor * g + slope * x + rest the line's numbers (2, C)
 template <typename T>
 __global__ void backward_finish(const double* partial, const Wide<T>* mean, const Wide<T>* inverse,
                                 const Wide<T>* factor, Wide<T>* dscale, Wide<T>* dbias, Wide<T>* line, i64 outer,
-                                i64 channels, i64 inner, i64 splits) {
+                                i64 channels, i64 inner, i64 splits, const float* part, float* to, i64 shares, i64 pitch,
+                                i64 size, i64 across, i64 down) {
   using A = Wide<T>;
+  const i64 finishing = (channels + 7) / 8;
+  if (blockIdx.x >= finishing) {
+    Addition{part, to, shares, pitch, size, across, down}.add(blockIdx.x - finishing);
+    return;
+  }
   const double share = 1 / (double(outer) * double(inner));
   expect_channels(channels, mean, inverse, factor, dscale, dbias);
   finish_channels(partial, channels, splits, [=](i64 c, double p, double q) {

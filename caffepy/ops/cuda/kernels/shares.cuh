@@ -19,19 +19,19 @@ __device__ inline float sum_of_shares(const float* part, int shares, int all, bo
   return sum;
 }
 
-// Of number blockIdx.x * 32 + threadIdx.y the sum over shares (shares, size), for all threads of a warp, in blocks of (32, 32)
-// threads; 0 from the size on.
-__device__ inline float sum_of_all(const float* part, i64 shares, i64 size) {
+// Of number first + t / 32, with t the thread of a block of 1,024, the sum over shares, which lie `pitch` floats apart, for all
+// threads of a warp; 0 from the size on.
+__device__ inline float sum_of_all(const float* part, i64 shares, i64 pitch, i64 first, i64 size) {
   __shared__ float sums[32][33];
-  const i64 i = blockIdx.x * 32ll + threadIdx.x;
+  const int t = threadIdx.y * blockDim.x + threadIdx.x, lane = t % 32, warp = t / 32;
   float sum = 0;
-  if (i < size) {
+  if (first + lane < size) {
 #pragma unroll 8
-    for (i64 share = threadIdx.y; share < shares; share += 32) sum += part[share * size + i];
+    for (i64 share = warp; share < shares; share += 32) sum += part[share * pitch + first + lane];
   }
-  sums[threadIdx.x][threadIdx.y] = sum;
+  sums[lane][warp] = sum;
   __syncthreads();
-  sum = sums[threadIdx.y][threadIdx.x];
+  sum = sums[warp][lane];
 #pragma unroll
   for (int other = 16; other; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
   return sum;
