@@ -7,6 +7,7 @@ With the channels last, the levels of candidates of a forward are:
        +- small_convolution: the best tilings by estimated cycles
        +- small_images: likewise, beside it, but for the weights
        +- few_channels: images of few channels; with ReLU's mask in the gradient of the weights
+       +- rgb_images: images of three channels, the gradient of the weights
        +- depthwise: each channel by itself
        +- pointwise: the gradient of the weights as one product
        +- Folding: such products with several pixels as one, whose channels fill whole packs

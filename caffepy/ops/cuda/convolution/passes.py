@@ -17,6 +17,7 @@ from caffepy.ops.cuda import (
     few_channels,
     folding,
     pointwise,
+    rgb_images,
     small_convolution,
     small_images,
 )
@@ -52,6 +53,9 @@ class Passes:
         self._own, self._kind = next((([module], kind) for module, kind in suiting), ([], "small"))
         if small_images.suits(geometry, dtype):
             self._own.append(small_images)
+        if rgb_images.suits(geometry, dtype):
+            self._own.append(rgb_images)
+            self._kind += " rgb"
         self.folding: Folding | None = None
         if folding.suits(geometry, dtype):
             self.folding, self._kind = Folding(geometry, dtype), "folding"

@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from caffepy.ops.cuda import autotune, depthwise, pointwise
+from caffepy.ops.cuda import autotune, depthwise, pointwise, rgb_images
 from caffepy.ops.cuda.autotune import Make, Run, run_kept
 from caffepy.ops.cuda.convolution.arrangement import Arrangement
 from caffepy.ops.cuda.convolution.passes import LAUNCHES, Passes
@@ -71,9 +71,12 @@ class Summed:
             what += " narrow" * (widths != pointwise.WIDTHS)
             choices = list(product(ways, widths))
             candidates += [partial(self._product_moments, *choice) for choice in choices]
+            if rgb_images.suits(self._geometry, self._dtype):
+                candidates.append(self._rgb_moments)
+                what += " or rgb"
 
         def use(chosen: int) -> None:
-            if chosen and choices:
+            if 0 < chosen <= len(choices):
                 self._cudnn.use(choices[chosen - 1][0])
 
         key, arrays = ("moments", b is not None), (x, w, b, y, planes)
@@ -94,6 +97,15 @@ class Summed:
     def _depthwise_moments(self) -> Run:
         found = depthwise.moments(self._geometry, self._dtype)
         return lambda x, w, b, y, planes: found(x, w, y)
+
+    def _rgb_moments(self) -> Run:
+        found = rgb_images.moments(self._geometry, self._dtype)
+
+        def run(x: Array, w: Array, b: None, y: Array, planes: Array) -> tuple[Array, int]:
+            self._cudnn.begin_forward()
+            return found(x, w, y)
+
+        return run
 
     def _product_moments(self, way: Arrangement, width: int) -> Run:
         """Return what runs a product with sums."""
