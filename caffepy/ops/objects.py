@@ -113,6 +113,14 @@ class Convolution(Protocol):
     def can_replay(self) -> bool:
         """True if a replay on the CPU can do what the methods do, see `device/recording.py`."""
 
+    def arrange_ahead(self, w: Array) -> bool:
+        """Make what forward passes up to `end_ahead` multiply by, as the last one did; they wait
+        for it, on any stream. Return True if there is anything to do.
+        """
+
+    def end_ahead(self) -> None:
+        """Note that the weights may change again."""
+
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
         """Write y = w * x + b; max(0, .) of it with `relu`."""
 

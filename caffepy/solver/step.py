@@ -14,6 +14,7 @@ import numpy as np
 from caffepy import ops
 from caffepy.device.blob import Array, Blob
 from caffepy.device.device import Device
+from caffepy.layer.convolution import Convolution
 from caffepy.net import Net
 from caffepy.net.gradients import large_products
 from caffepy.net.replay import Part, Replay
@@ -120,6 +121,7 @@ class TrainingStep:
             l1=param.regularization_type == "L1",
         )
         self._large = large_products(net)
+        self._convolutions = [layer for layer in net.layers if isinstance(layer, Convolution)]
         self._added_to = self.params.without(self._large)
         self._updated: list[int] = []  # numbers of parameters that layers update
         self._parts: dict[tuple[int, int], tuple[slice, Segments]] = {}
@@ -209,15 +211,23 @@ class TrainingStep:
 
     @contextmanager
     def narrowed_ahead(self) -> Iterator[None]:
-        """Context of a forward pass beside which large weights are converted to the type in which
-        they are multiplied.
+        """Context of a forward pass beside which large weights and those of convolutions are
+        converted to the type in which they are multiplied.
         """
+        arranged = []
         try:
             with self.device.side_stream(WEIGHTS):
+                for convolution in () if self.net.before_forward else self._convolutions:
+                    if convolution.conv.arrange_ahead(convolution.blobs[0].data):
+                        arranged.append(convolution)
                 for layer in self._large.values():
                     layer.narrow_ahead(WEIGHTS)
             yield
+            if arranged:
+                self.device.wait_stream(WEIGHTS)
         finally:
+            for convolution in arranged:
+                convolution.conv.end_ahead()
             for layer in self._large.values():
                 layer.narrowed_on = ""
 

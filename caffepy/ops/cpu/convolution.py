@@ -520,6 +520,12 @@ class Convolution:
         if relu:
             relu_forward(y, y, 0.0)
 
+    def arrange_ahead(self, w: Array) -> bool:
+        return False
+
+    def end_ahead(self) -> None:
+        pass
+
     def takes_normalized(self, layout: Layout) -> bool:
         return False
 

@@ -44,6 +44,7 @@ class Filters:
         turned = min(channels, taps) > 1 or prod(row) > channels * taps
         self._same_order = not turned
         self._as_they_are = not turned and self.dtype == np.float32
+        self.ahead = False  # what `take` would make is there
         if turned:
             across = min(taps, TAPS)
             most = TILE // (across | 1) // 32 * 32
@@ -82,6 +83,8 @@ class Filters:
         if self._as_they_are:
             return w, bias if b is None else b
         narrow = b is not None and self.dtype != np.float32
+        if self.ahead and not narrow:
+            return turned, bias if b is None else b
         if self._same_order and not narrow:
             convert(w.reshape(-1), turned.reshape(-1))
             return turned, bias if b is None else b

@@ -59,14 +59,28 @@ class Folding:
         self._geometry = Geometry(*sizes, (1, 1), (0, 0), (1, 1))
         self._weights: Array | None = None
         self._kept = False  # the weights are those of the last forward
+        self._ahead = False  # what `_take` would make is there
         prefetch("folding", [f"fold_weights<{TYPES[self._dtype.name]}>", "add_folded"])
 
     def begin_forward(self) -> None:
         """Note that the weights belong to an earlier forward pass."""
         self._kept = False
 
+    def arrange_ahead(self, w: Array) -> bool:
+        """Make the weights for the next forward passes, if the last one had them; True if so."""
+        if self._kept:
+            self._take(w)
+            self._ahead = True
+        return self._ahead
+
+    def end_ahead(self) -> None:
+        """Note that the weights may change again."""
+        self._ahead = False
+
     def _take(self, w: Array) -> Array:
         """Return the weights (f O, f C) of folded pixels."""
+        if self._ahead and self._weights is not None:
+            return self._weights
         if self._weights is None:
             self._weights = cupy.zeros(self._geometry.w[:2], self._dtype)
         sizes = self._outputs, self._inputs, self._pixels

@@ -286,6 +286,37 @@ def test_bottoms_that_share_the_weights(kind):
             close("dx", gdx, dx, kind.tolerance)
 
 
+@pytest.mark.parametrize(
+    "case", ["wide", "1x1 wide", "group", "first of ResNet", "58 channels", "1x1 bias"]
+)
+@pytest.mark.parametrize("name", ["bf16", "tf32"])
+def test_weights_arranged_ahead(name, case):
+    """They are those of the next forward passes, whatever becomes of the weights meanwhile."""
+    kind = KINDS[name]
+    math_mode.default().precision = kind.precision
+    others = {"58 channels": ((2, 58, 6, 8), (58, 58, 1, 1), (1, 1), (0, 0), (1, 1), 1)}
+    shapes = {**CASES, **others, "1x1 bias": CASES["1x1 wide"]}[case]
+    x_shape, w_shape, *window, group = shapes
+    reference, (x, w, b, *_), (gx, gw, gb, *_), (gy, _) = on_gpu(shapes, kind)
+    conv, bias = cuda.Convolution(x_shape, w_shape, window, group, np.float32), "bias" in case
+    y = np.empty(reference.y_shape)
+
+    def check(factor):
+        conv.forward(gx, gw, gb if bias else None, gy)
+        reference.forward(x, factor * w, b if bias else None, y)
+        close("y", gy, y, kind.tolerance)
+
+    assert not conv.arrange_ahead(gw)  # nothing is known of a forward pass
+    check(1)
+    gw *= 2
+    ahead = conv.arrange_ahead(gw)
+    assert ahead or (name, "1x1" in case or "58" in case) == ("tf32", True)
+    gw *= 2
+    check(2 if ahead and not bias else 4)
+    conv.end_ahead()
+    check(4)
+
+
 def test_numbers_of_16_bits_in_the_order_of_the_axes_are_refused():
     x_shape, w_shape, *window, group = CASES["basic"]
     conv = cuda.Convolution(x_shape, w_shape, window, group, np.float32)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import cupy
 from numpy.typing import DTypeLike
 
 from caffepy.core.errors import DeviceError
@@ -66,10 +67,32 @@ class Convolution:
             missing + dilation,
         )
         self._made: dict[Any, Plain | _ChannelsLast] = {}
+        self._arranged: Any = None  # the event when the weights are, for the next forward passes
+        self._ahead = False
         prepare_handles()
+
+    def arrange_ahead(self, w: Array) -> bool:
+        made = [made for made in self._made.values() if isinstance(made, _ChannelsLast)]
+        self._ahead = True in {each.arrange_ahead(w) for each in made}
+        if self._ahead:
+            self._arranged = self._arranged or cupy.cuda.Event(disable_timing=True)
+            self._arranged.record(cupy.cuda.get_current_stream())
+        return self._ahead
+
+    def end_ahead(self) -> None:
+        self._ahead = False
+        for made in self._made.values():
+            if isinstance(made, _ChannelsLast):
+                made.end_ahead()
+
+    def _begin_forward(self) -> None:
+        """Wait for the weights, if they are arranged ahead."""
+        if self._ahead:
+            cupy.cuda.get_current_stream().wait_event(self._arranged)
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
         if y.size:
+            self._begin_forward()
             self._for(x, y).forward(x, w, b, self._shaped(y), relu)
 
     def takes_normalized(self, layout: Layout) -> bool:
@@ -86,6 +109,7 @@ class Convolution:
     ) -> None:
         if not y.size:
             return
+        self._begin_forward()
         made, flat = self._for(x, y), as_planes(y)
         if given is not None:
             assert isinstance(made, _ChannelsLast)
@@ -107,6 +131,7 @@ class Convolution:
     ) -> None:
         if not maxima.y.size:
             return
+        self._begin_forward()
         made = self._for(x, output)
         if isinstance(made, _ChannelsLast):
             made.max_pooled.forward(x, w, b, output, maxima)
@@ -164,6 +189,7 @@ class Convolution:
         return layout.channels_last and covariance.suits(self._geometry, layout.dtype)
 
     def forward_normalized(self, x: Array, w: Array, norm: NormForward) -> None:
+        self._begin_forward()
         made = self._for(x, norm.y)
         assert isinstance(made, _ChannelsLast)
         made.without_output.forward(x, w, norm)

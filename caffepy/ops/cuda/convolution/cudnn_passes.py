@@ -38,6 +38,7 @@ class CudnnPasses:
         self._used: list[Arrangement] = []
         self._last_forward: Arrangement | None = None  # whose weights are those of the last one
         self._last_image = 0  # address of the x that its blocks were made of
+        self._ahead: Arrangement | None = None  # whose weights are there for the next one
         self._plain = Plain(geometry, np.float32)
 
     def begin_forward(self) -> None:
@@ -47,6 +48,23 @@ class CudnnPasses:
     def end_forward(self, way: Arrangement | None, x: Array) -> None:
         """Note that a forward pass of x arranged its weights and image this way, if any."""
         self._last_forward, self._last_image = way, x.data.ptr
+
+    def arrange_ahead(self, w: Array) -> bool:
+        """Arrange the weights for the next forward passes as the last one did; return True if there
+        is anything to do.
+        """
+        way = self._last_forward
+        if way is None or way.filters.kept(w) is w:
+            return False
+        way.filters.take(w, None)
+        way.filters.ahead, self._ahead = True, way
+        return True
+
+    def end_ahead(self) -> None:
+        """Note that the weights may change again."""
+        if self._ahead is not None:
+            self._ahead.filters.ahead = False
+        self._ahead = None
 
     def use(self, way: Arrangement) -> None:
         """Leave it its memory whatever is chosen for other passes."""

@@ -68,6 +68,17 @@ class Passes:
         names = "bias_relu", "relu_bias_rows", "add_shares"
         compiler.prefetch("bias_relu", [f"{name}<{kind}>" for name in names])
 
+    def arrange_ahead(self, w: Array) -> bool:
+        """Arrange the weights for the next forward passes; return True if that is of use."""
+        folded = self.folding is not None and self.folding.arrange_ahead(w)
+        return self.cudnn.arrange_ahead(w) or folded
+
+    def end_ahead(self) -> None:
+        """Note that the weights may change again."""
+        self.cudnn.end_ahead()
+        if self.folding is not None:
+            self.folding.end_ahead()
+
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
         arrays = x, w, b, y
 
