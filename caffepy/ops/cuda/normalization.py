@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import cupy
 
-from caffepy.ops.cuda.channels import channel_pass, finish, lying, sums
-from caffepy.ops.cuda.compiler import prefetch
+from caffepy.ops.cuda.channels import DEVICE, channel_pass, finish, lying, sums
+from caffepy.ops.cuda.compiler import kernel, prefetch
 from caffepy.ops.cuda.context import context
-from caffepy.ops.cuda.launch import Array, c_type, launch
+from caffepy.ops.cuda.launch import THREADS, Array, c_type, launch
 from caffepy.ops.objects import NormSums, Preparation
 from caffepy.ops.protocol import Affine, Maybe
 
@@ -271,11 +271,13 @@ def maxima_gradient(
     windows: Sequence[int],
     of_maxima: Sequence[int],
     across: int,
+    fours: Sequence[int] | None = None,
 ) -> None:
     """Compute `norm_backward` for dy and index of maxima of x * factor + shift, without a ReLU.
 
     The numbers of `windows` and `of_maxima` are those of windows.cuh, for passes over x and over
     dy; over an element are at most `across` windows in a row; see OfMaxima for how arrays lie.
+    `fours` are the sizes of maxima_fours, if it can do it.
     """
     (mean, _, factor, _), shape, (dy, index) = numbers, lying(x), maxima
     if frozen:
@@ -288,7 +290,14 @@ def maxima_gradient(
     line = None if frozen else context().array("line", (2, x.shape[1]), factor.dtype)
     if line is not None or dscale is not None or dbias is not None:
         finish_gradient(partial, x, numbers, dscale, dbias, line)
-    if line is not None:
+    if line is not None and fours is not None:
+        images, packs, height, width = fours[:4]
+        threads = THREADS // packs * packs
+        blocks = -(-images * packs * -(-height // 2) * -(-width // 2) // threads)
+        of_fours = kernel("normalization", f"maxima_fours<{c_type(x)}>")
+        given = x, factor, line, *maxima, dx, *fours
+        of_fours((max(1, min(blocks, 8 * DEVICE)),), (threads,), given)
+    elif line is not None:
         arrays = (x, factor, line, *maxima, dx, *windows)
         held, variant = 3, f", {across}"
         channel_pass(

@@ -133,7 +133,20 @@ def norm_max_pool_backward(
     across = min(-(-kernel[1] // stride[1]), AHEAD)
     packs = x.shape[1] * x.itemsize // 16
     of_x, of_dy = (window_sizes(len(x), packs, over, x, dy, window) for over in (x, dy))
-    maxima_gradient(flat, numbers, (dy, index), dx, dscale, dbias, frozen, of_x, of_dy, across)
+    given = (dy, index), dx, dscale, dbias, frozen, of_x, of_dy, across
+    maxima_gradient(flat, numbers, *given, _fours(x, dy, window))
+
+
+def _fours(x: Array, dy: Array, window: Windows) -> Sequence[int] | None:
+    """Return the sizes that maxima_fours takes; None if it does not suit."""
+    (height, width), (high, wide), (kernel, stride, pads) = x.shape[2:], dy.shape[2:], window
+    packs = x.shape[1] * x.itemsize // 16
+    inside = 2 * (high - 1) - pads[0] < height and 2 * (wide - 1) - pads[1] < width
+    if (*kernel, *stride) != (3, 3, 2, 2) or max(pads) > 1 or packs > THREADS or not inside:
+        return None
+    sides = (-(-(n + p) // 2) for n, p in zip((height, width), pads, strict=True))
+    sizes = len(x), packs, height, width, high, wide, *pads
+    return *sizes, *(divisor(side) for side in sides)
 
 
 def max_pool_backward(

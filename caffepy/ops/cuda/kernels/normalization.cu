@@ -331,3 +331,62 @@ maxima_backward(const T* x, const Wide<T>* factor, const Wide<T>* line, const T*
       Shape{outer, channels, inner, splits, period}, Line<Wide<T>>{factor, nullptr, line, line + period, 0}, in(x),
       OfMaxima<T, W>{dy, index, NUMBERS}, out(dx));
 }
+
+// The same where windows are 3 x 3 with a stride of 2: over two rows by two columns, of which the first is that of a window,
+// are no more than four windows. A thread has those pixels of one pack of channels, in turn; blocks have whole pixels.
+template <typename T> __global__ void __launch_bounds__(256, 2)
+maxima_fours(const T* x, const Wide<T>* factors, const Wide<T>* line, const T* dy, const unsigned char* index, T* dx,
+             i64 images, i64 packs, i64 height, i64 width, i64 high, i64 wide, i64 top, i64 left, i64 by_down, i64 by_across) {
+  using A = Wide<T>;
+  constexpr int V = PACK;
+  const Divisor of_down{by_down}, of_across{by_across};
+  const int h = int(height), w = int(width), ho = int(high), wo = int(wide), ph = int(top), pw = int(left);
+  const unsigned down = unsigned(h + ph + 1) / 2, across = unsigned(w + pw + 1) / 2, of_line = unsigned(packs);
+  const unsigned lanes = blockDim.x / of_line, pack = threadIdx.x % of_line, all = unsigned(images) * down * across;
+  A factor[V], slope[V], rest[V];
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    factor[v] = factors[pack * V + v];
+    slope[v] = line[pack * V + v];
+    rest[v] = line[(of_line + pack) * V + v];
+  }
+  for (unsigned k = blockIdx.x * lanes + threadIdx.x / of_line; k < all; k += gridDim.x * lanes) {
+    const unsigned row = of_across.quotient(k), n = of_down.quotient(row);
+    const int c = int(k - row * across), b = int(row - n * down);
+    Pack<T, V> of_x[2][2], gradients[2][2];
+    Pack<unsigned char, V> named[2][2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        const int i = b - 1 + r, j = c - 1 + q, y = 2 * b - ph + r, z = 2 * c - pw + q;
+        const bool is = i >= 0 && i < ho && j >= 0 && j < wo, there = y >= 0 && y < h && z >= 0 && z < w;
+        const i64 window = (i64(n * ho + (is ? i : 0)) * wo + (is ? j : 0)) * of_line + pack;
+        gradients[r][q] = reinterpret_cast<const Pack<T, V>*>(dy)[window];
+        named[r][q] = reinterpret_cast<const Pack<unsigned char, V>*>(index)[window];
+        if (!is)
+#pragma unroll
+          for (int v = 0; v < V; ++v) named[r][q].v[v] = 255;
+        of_x[r][q] = reinterpret_cast<const Pack<T, V>*>(x)[there ? (i64(n * h + y) * w + z) * of_line + pack : 0];
+      }
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        const int y = 2 * b - ph + r, z = 2 * c - pw + q;
+        if (y < 0 || y >= h || z < 0 || z >= w) continue;
+        Pack<T, V> pixel;
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          A sum = 0;
+#pragma unroll
+          for (int i = r; i < 2; ++i)
+#pragma unroll
+            for (int j = q; j < 2; ++j)
+              if (named[i][j].v[v] == (r + 2 - 2 * i) * 3 + q + 2 - 2 * j) sum += A(gradients[i][j].v[v]);
+          pixel.v[v] = T(fma(factor[v], A(T(sum)), fma(slope[v], A(of_x[r][q].v[v]), rest[v])));
+        }
+        reinterpret_cast<Pack<T, V>*>(dx)[(i64(n * h + y) * w + z) * of_line + pack] = pixel;
+      }
+  }
+}
