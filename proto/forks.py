@@ -30,7 +30,6 @@ _FIELDS = {
     },
     "happynear": {
         "ConvolutionParameter": "shape_offset",
-        "FillerParameter": "alpha",
         "ImageDataParameter": "face_transform max_shear_ratio max_aspect_ratio max_rotate_angle "
         "min_random_scale max_random_scale max_random_shift face_mirror face_point_num "
         "balance_class balance_by label_cut_start label_cut_end",
@@ -157,7 +156,7 @@ _IGNORED = {
     "DataParameter": "disk_reader_threads verbose huge_video_dataset",
     "EltwiseParameter": "engine",
     "InnerProductParameter": "engine",
-    "LayerParameter": "engine multinode mn_activation_param mn_grad_compress_param "
+    "LayerParameter": "strict_dim engine multinode mn_activation_param mn_grad_compress_param "
     "quantization_param",
     "NetParameter": "engine compile_net_state multinode bn_stats_batch_size mem_param",
     "LabelMapItem": "label_id r g b",
@@ -169,6 +168,7 @@ _IGNORED = {
     "SolverParameter": "engine group_id richness measure_threshold force_type force_decay_type "
     "force_iter max_threshold_factor",
     "TransformationParameter": "debug_params",
+    "V1LayerParameter": "strict_dim",
 }
 """Fields of forks that say nothing here: engines, quantization for deployment, tuning."""
 

@@ -18,10 +18,13 @@ from caffepy.core.registry import nearest
 from caffepy.proto.alignment import align_crop
 from caffepy.proto.caffe_pb2 import (
     BlobShape,
+    ConvolutionParameter,
     LayerParameter,
     LossParameter,
     NetParameter,
     ParamSpec,
+    Pooling3DParameter,
+    PoolingParameter,
     SolverParameter,
     V0LayerParameter,
     V1LayerParameter,
@@ -123,6 +126,9 @@ _VOLUMES = {
 }
 """Types of C3D, and where the settings of their V1 layers are and belong."""
 
+HOLES = ("hole", "hole_h", "hole_w")
+"""DeepLab's first names of dilation."""
+
 _SOLVER_TYPES = {
     "SGD": "SGD",
     "NESTEROV": "Nesterov",
@@ -136,18 +142,25 @@ _SOLVER_TYPES = {
 
 def needs_upgrade(net: NetParameter) -> bool:
     """True if the net has `layers`, inputs outside of a layer, old BatchNorm or AutoCrop layers, or
-    layers whose settings make them others.
+    layers that have another type or other fields here.
     """
-    old = _old_batch_norms(net) or _auto_crops(net) or any(map(_other_type, net.layer))
+    named = any(_other_type(layer) or _holed(layer) for layer in net.layer)
+    old = _old_batch_norms(net) or _auto_crops(net) or named
     return bool(net.layers or net.input or old)
 
 
 def _other_type(layer: LayerParameter) -> str | None:
-    """Return the type of which Synopsys' Caffe makes a layer by its settings, None for its own."""
+    """Return the type that a layer of Synopsys' Caffe or of video-caffe has by its settings here,
+    None for its own.
+    """
     if layer.type == "ReLU" and layer.relu_param.relu6:
         return "ReLU6"
     if layer.type == "Reshape" and layer.reshape_param.pixelshuffler != 1:
         return "DepthToSpace"
+    if layer.type == "NdConvolution":
+        return "Convolution"
+    if layer.type == "NdPooling":
+        return "Pooling3D" if len(layer.pooling_param.kernel_shape.dim) == 3 else "Pooling"
     return None
 
 
@@ -157,6 +170,16 @@ def _become(layer: LayerParameter, other: str) -> None:
     if other == "ReLU6":
         layer.relu6_param.negative_slope = layer.relu_param.negative_slope
         layer.ClearField("relu_param")
+    elif other == "Convolution":
+        _take_shapes(layer.convolution_param)
+    elif other == "Pooling":
+        _take_sides(layer.pooling_param, layer.pooling_param, "hw")
+    elif other == "Pooling3D":
+        given = layer.pooling_param
+        layer.pooling3d_param.pool = given.pool
+        layer.pooling3d_param.global_pooling = given.global_pooling
+        _take_sides(given, layer.pooling3d_param, "lhw")
+        layer.ClearField("pooling_param")
     else:
         layer.depth_to_space_param.block_size = layer.reshape_param.pixelshuffler
         layer.depth_to_space_param.data_format = "CRD"
@@ -171,6 +194,43 @@ def _auto_crops(net: NetParameter) -> list[int]:
 def _old_batch_norms(net: NetParameter) -> list[LayerParameter]:
     """The BatchNorm layers with the three params that its statistics once needed."""
     return [layer for layer in net.layer if layer.type == "BatchNorm" and len(layer.param) == 3]
+
+
+def _take_shapes(param: ConvolutionParameter) -> None:
+    """Move the sizes along all axes of video-caffe's layer to Caffe's fields."""
+    for name in ("kernel_size", "stride", "pad"):
+        shape = f"{name.removesuffix('_size')}_shape"
+        getattr(param, name).extend(getattr(param, shape).dim)
+        param.ClearField(shape)
+
+
+def _take_sides(
+    given: PoolingParameter, taken: PoolingParameter | Pooling3DParameter, axes: str
+) -> None:
+    """Move the sizes along these axes of video-caffe's layer to fields for each."""
+    for name in ("kernel", "stride", "pad"):
+        sizes = list(getattr(given, f"{name}_shape").dim)
+        given.ClearField(f"{name}_shape")
+        if sizes and len(sizes) != len(axes):
+            raise ConfigError(f"{name}_shape needs {len(axes)} dims, not {len(sizes)}")
+        for axis, size in zip(axes, sizes, strict=False):
+            setattr(taken, f"{name}_{axis}", size)
+
+
+def _holed(layer: LayerParameter) -> bool:
+    """True for a layer with DeepLab's first name of dilation."""
+    return any(layer.convolution_param.HasField(name) for name in HOLES)
+
+
+def _fill_holes(param: ConvolutionParameter) -> None:
+    """Write DeepLab's holes as dilation."""
+    both = param.hole if param.HasField("hole") else 1
+    sizes = [
+        getattr(param, name) if param.HasField(name) else both for name in ("hole_h", "hole_w")
+    ]
+    param.dilation.extend(sizes if sizes[0] != sizes[1] else sizes[:1])
+    for name in HOLES:
+        param.ClearField(name)
 
 
 def misplaced_fields(net: NetParameter) -> list[str]:
@@ -232,6 +292,8 @@ def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
                 align_crop(upgraded.layer, number)
             log.info("Successfully upgraded AutoCrop layers.")
         for new in upgraded.layer:
+            if _holed(new):
+                _fill_holes(new.convolution_param)
             if other := _other_type(new):
                 log.info('Layer "%s" (%s) becomes %s', new.name, new.type, other)
                 _become(new, other)

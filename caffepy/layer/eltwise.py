@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 @layer("Eltwise")
 class Eltwise(Layer):
-    """y = sum of coeff_i * x_i, product of x_i or maximum of x_i over two or more bottoms of one
-    shape.
+    """y = sum of coeff_i * x_i, product of x_i or maximum of x_i over bottoms of one shape; one
+    alone needs a coeff (FlowNet2).
 
     In place, the gradient of bottom 0 is written last, over that of the top, and the product keeps
     a copy of what it overwrites. The gradient of a maximum goes to one bottom: of the first two, if
@@ -30,7 +30,7 @@ class Eltwise(Layer):
     on_gpu = only_launches = can_replay = True
     can_recompute = True
     in_place = True
-    bottoms = (2, None)
+    bottoms = (1, None)
     takes_preferred_layout = True
     backward_reads_top = False
 
@@ -42,6 +42,8 @@ class Eltwise(Layer):
             self.in_place_keeps = Kept.ACTIVE
         if param.coeff and self.operation == EltwiseParameter.PROD:
             raise ConfigError("eltwise_param: coeff is for SUM, not for PROD")
+        if len(bottom) == 1 and not (param.coeff and self.operation == EltwiseParameter.SUM):
+            raise ConfigError("Eltwise takes 2 or more bottom blob(s), not 1, or one and its coeff")
         if param.coeff and len(param.coeff) != len(bottom):
             raise ConfigError(
                 f"eltwise_param: {len(param.coeff)} coeff do not fit {len(bottom)} bottoms"
@@ -68,7 +70,9 @@ class Eltwise(Layer):
             if kept is not b:
                 self.ops.copy(b.data, kept.data)
         xs, y = [kept.data for kept in self.kept], top[0].data
-        if self.operation == EltwiseParameter.SUM:
+        if len(xs) == 1:
+            self.ops.scaled(self.coefficients[0], xs[0], y)
+        elif self.operation == EltwiseParameter.SUM:
             self.ops.eltwise_sum(xs, self.coefficients, y)
         elif self.operation == EltwiseParameter.MAX:
             self.ops.eltwise_max(xs, y, self.winner.data)

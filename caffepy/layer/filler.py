@@ -123,8 +123,10 @@ def xavier(array: Array, param: FillerParameter, rng: np.random.Generator) -> No
 
 @fillers("msra", "msrastatic")
 def msra(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
-    """N(0, sqrt(2 / n)), n by variance_norm (He et al. 2015)."""
-    _gaussian(array, 0.0, sqrt(2 / fan(array.shape, param)), rng)
+    """N(0, sqrt(2 / n)), n by variance_norm (He et al. 2015); sqrt(2 / n / (1 + alpha^2)) before a
+    PReLU with slope alpha (happynear's).
+    """
+    _gaussian(array, 0.0, sqrt(2 / fan(array.shape, param) / (1 + param.alpha**2)), rng)
 
 
 @fillers("bilinear", "bilinearstatic")

@@ -367,6 +367,47 @@ class SigmoidCrossEntropyLoss(ClassLoss):
             self.ops.sigmoid_loss_backward(*given, top[0].diff, self.norm.data, bottom[0].diff)
 
 
+@layer("SigmoidCrossEntropyBalanceLoss")
+class SigmoidCrossEntropyBalanceLoss(LossLayer):
+    """SigmoidCrossEntropyLoss / N with targets 1 of an item times its share of zeros, and targets 0
+    times its share of ones (HED, OSVOS: Xie and Tu 2015).
+
+    Other targets have no loss. They have a gradient, which is not weighed, as in the fork.
+    """
+
+    backward_reads_top = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        self.view = items(bottom[0]), bottom[0].count // max(items(bottom[0]), 1)
+        if bottom[0].count != bottom[1].count:
+            raise ConfigError(
+                f"{bottom[0].count} predictions need as many targets, not {bottom[1].count}"
+            )
+        self.weight = self.buffer(self.view)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, t = (b.data.reshape(self.view) for b in bottom)
+        ones, zeros, weight = t == 1, t == 0, self.weight.data
+        positive, negative = (where.sum(axis=1, keepdims=True) for where in (ones, zeros))
+        both = np.maximum(positive + negative, 1)
+        np.multiply(ones, negative / both, out=weight, casting="unsafe")
+        weight += zeros * (positive / both)
+        losses = np.maximum(x, 0) - x * t + np.log1p(np.exp(-np.abs(x)))
+        np.sum(np.where(ones | zeros, losses * weight, 0), out=top[0].data)
+        np.multiply(top[0].data, 1 / max(self.view[0], 1), out=top[0].data)
+        weight += ~(ones | zeros)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = weight of the target * (s(x) - t) / N."""
+        self.refuse_constants(propagate_down)
+        if propagate_down[0]:
+            x, t = (b.data.reshape(self.view) for b in bottom)
+            factor = top[0].diff * (1 / max(self.view[0], 1))
+            slope = (0.5 * np.tanh(0.5 * x) + 0.5 - t) * self.weight.data
+            np.multiply(slope, factor, out=bottom[0].diff.reshape(self.view))
+
+
 @layer("Accuracy")
 class Accuracy(Layer):
     """The share of labels (N, ...) whose score of (N, C, ...) fewer than top_k other classes reach.

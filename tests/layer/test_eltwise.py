@@ -256,3 +256,12 @@ def test_repeated_operands_on_gpu(type_, case):
     a, b = (random(*shape, seed=k) for k, shape in enumerate(BROADCAST[case]))
     if b.ndim:  # a number has no other order of items
         check_plain_on_gpu(f'type: "{type_}"', a, b, propagate_down=[True, True])
+
+
+def test_one_bottom_and_its_coefficient():
+    text = 'type: "Eltwise" eltwise_param { coeff: 0.625 }'
+    x = random(2, 3)
+    np.testing.assert_allclose(Single(text, x).forward()[0], 0.625 * x)
+    check_gradient(text, x)
+    with pytest.raises(ConfigError, match="not 1, or one and its coeff"):
+        Single('type: "Eltwise"', x)

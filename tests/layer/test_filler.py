@@ -101,6 +101,8 @@ def test_xavier_and_msra_scale_with_the_fan(norm):
     assert abs(w).max() == pytest.approx((3 / FANS[norm]) ** 0.5, rel=0.01)
     w = filled('type: "msra"' + variance_norm, 40, 30, 4, 5)
     assert w.std() == pytest.approx((2 / FANS[norm]) ** 0.5, rel=0.03)
+    w = filled('type: "msra" alpha: 0.5' + variance_norm, 40, 30, 4, 5)
+    assert w.std() == pytest.approx((2 / FANS[norm] / 1.25) ** 0.5, rel=0.03)
 
 
 def test_fan_out_of_one_axis_is_the_count():

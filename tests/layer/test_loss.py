@@ -545,3 +545,43 @@ def test_seg_accuracy_names_a_label_outside():
 def test_accuracy_of_pixels_needs_classes():
     with pytest.raises(ConfigError, match="have no classes"):
         Single('type: "SegAccuracy"', np.zeros((1, 0, 2, 2)), np.zeros((1, 1, 2, 2)))
+
+
+BALANCED = 'type: "SigmoidCrossEntropyBalanceLoss" loss_weight: 3'
+
+
+def edges(*shape):
+    return (random(*shape, seed=7) > 0.8).astype(float)
+
+
+def test_balanced_sigmoid_loss_against_a_loop():
+    x, t = random(2, 1, 4, 5), edges(2, 1, 4, 5)
+    t[0, 0, 0, 0] = 2  # neither
+    single = Single(BALANCED, x, t)
+    want = 0.0
+    for n in range(2):
+        ones, zeros = (t[n] == 1).sum(), (t[n] == 0).sum()
+        for at in np.ndindex(1, 4, 5):
+            p, target = 1 / (1 + np.exp(-x[(n, *at)])), t[(n, *at)]
+            if target == 1:
+                want -= np.log(p) * zeros / (ones + zeros) / 2
+            elif target == 0:
+                want -= np.log(1 - p) * ones / (ones + zeros) / 2
+    np.testing.assert_allclose(single.forward()[0], want)
+    (dx, _), _ = single.backward(propagate_down=[True, False])
+    assert dx[0, 0, 0, 0] == pytest.approx(3 / 2 * (1 / (1 + np.exp(-x[0, 0, 0, 0])) - 2))
+
+
+def test_balanced_sigmoid_loss_gradient():
+    x = random(2, 1, 3, 4)
+    check_gradient(BALANCED, x, edges(2, 1, 3, 4), propagate_down=[True, False])
+    single = Single(BALANCED, x, np.ones((2, 1, 3, 4)))  # nothing to balance against
+    assert single.forward()[0] == 0
+    with pytest.raises(ConfigError, match="24 predictions need as many targets, not 2"):
+        Single(BALANCED, x, np.ones((2, 1)))
+
+
+@pytest.mark.gpu
+def test_balanced_sigmoid_loss_on_gpu():
+    x, t = random(2, 1, 4, 5), edges(2, 1, 4, 5)
+    check_plain_on_gpu(BALANCED, x, t, propagate_down=[True, False])

@@ -345,6 +345,15 @@ OWN |= {
 OWN |= {("ResizeParameter", name) for name in ("center_object", "max_angle", "multiscale")}
 OWN |= {("RReLUParameter", "lb"), ("RReLUParameter", "ub")}
 """ducha-aiki's."""
+OWN |= {("ConvolutionParameter", name) for name in ("hole", "hole_h", "hole_w")}
+OWN |= {("V1LayerParameter", "interp_param")}
+OWN |= {(message, "strict_dim") for message in ("LayerParameter", "V1LayerParameter")}
+OWN |= {
+    (message, f"{name}_shape")
+    for message in ("ConvolutionParameter", "PoolingParameter")
+    for name in ("pad", "kernel", "stride")
+}
+"""DeepLab's and video-caffe's."""
 OWN |= {
     ("Pooling3DParameter", name)
     for name in (
@@ -420,7 +429,7 @@ def test_enums_are_those_of_the_tables() -> None:
     mode = "ConvolutionParameter.ConvMode"
     kinds = ("LOWERED_GEMM", "LOWERED_CCNMM", "DIRECT_SCONV", "DIRECT_DCONV")
     unnumbered |= {(mode, name) for name in kinds}
-    own_types = ("UNPOOLING", "MULTI_STAGE_MEANFIELD", "CROP")
+    own_types = ("UNPOOLING", "MULTI_STAGE_MEANFIELD", "CROP", "IMAGE_SEG_DATA", "INTERP")
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in own_types}
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in C3D.split()}
     assert {(enum, name) for enum, name, _ in ours - known} - unnumbered == taken - {

@@ -101,6 +101,25 @@ CASES = {
         'layer { name: "r" type: "ReLU" relu_param { relu6: true negative_slope: 0.5 } }',
         'layer { name: "r" type: "ReLU6" relu6_param { negative_slope: 0.5 } }',
     ),
+    "holes": (
+        'layer { type: "Convolution" convolution_param { hole: 2 } } '
+        'layer { type: "Convolution" convolution_param { hole_h: 2 hole_w: 3 } }',
+        'layer { type: "Convolution" convolution_param { dilation: 2 } } '
+        'layer { type: "Convolution" convolution_param { dilation: [2, 3] } }',
+    ),
+    "video-caffe's NdConvolution": (
+        'layer { type: "NdConvolution" convolution_param { kernel_shape { dim: [3, 2, 1] } '
+        "pad_shape { dim: [1, 1, 0] } } }",
+        'layer { type: "Convolution" convolution_param { kernel_size: [3, 2, 1] pad: [1, 1, 0] } }',
+    ),
+    "video-caffe's NdPooling": (
+        'layer { type: "NdPooling" pooling_param { pool: AVE kernel_shape { dim: [1, 2, 2] } '
+        "stride_shape { dim: [1, 2, 3] } } } "
+        'layer { type: "NdPooling" pooling_param { kernel_shape { dim: [2, 3] } } }',
+        'layer { type: "Pooling3D" pooling3d_param { pool: AVE kernel_l: 1 kernel_h: 2 '
+        "kernel_w: 2 stride_l: 1 stride_h: 2 stride_w: 3 global_pooling: false } } "
+        'layer { type: "Pooling" pooling_param { kernel_h: 2 kernel_w: 3 } }',
+    ),
     "Reshape with pixelshuffler": (
         'layer { name: "r" type: "Reshape" reshape_param { pixelshuffler: 2 } }',
         'layer { name: "r" type: "DepthToSpace" '
