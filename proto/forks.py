@@ -84,6 +84,7 @@ _FIELDS = {
         "WindowDataParameter": "config",
     },
     "OpenVINO": {
+        "LayerParameter": "grn_param scale_filter_param",
         "DetectionOutputParameter": "input_height input_width",
     },
     "TextBoxes++": {
@@ -122,7 +123,31 @@ _FIELDS = {
         "is_no_class_weights",
         "TransformationParameter": "invalid_detection_mode",
     },
+    "LocNet": {"LayerParameter": "region_pooling_param"},
+    "Deep supervised hashing": {"LayerParameter": "hashing_loss_param"},
+    "Person search": {
+        "LayerParameter": "labeled_matching_param",
+        "MemoryOptimizationParameter": "exclude_blob",
+    },
+    "Arcface for Caffe": {
+        "LayerParameter": "combined_margin_param cosin_add_m_param adacos_add_m_scale_param",
+    },
+    "Xlearn": {"LayerParameter": "jmmd_param mmd_param gradient_scaler_param"},
+    "caffe-spn": {
+        "LayerParameter": "gaterecurrent_param gaterecurrent2dnoind_param roi_param",
+    },
+    "Compact bilinear pooling": {"LayerParameter": "compact_bilinear_param"},
+    "CCNN": {"LayerParameter": "densecrf_param"},
+    "Textspotter": {"LayerParameter": "point_bilinear_param"},
+    "3D-Caffe": {"LayerParameter": "mhd_data_param pooling_nd_param"},
+    "HeartSeg": {"TransformationParameter": "crop_size_l"},
+    "R*CNN": {"MILParameter": "context_per_roi"},
+    "DSS": {"ImageDataParameter": "normalize"},
+    "DeepLab": {"ImageDataParameter": "has_label"},
+    "S2VT": {"EltwiseParameter": "coeff_blob"},
+    "ddtm's": {"DataParameter": "cursor"},
     "Synopsys": {
+        "PriorBoxParameter": "tf keras yx_order",
         "BatchNormParameter": "add_eps_before_sqrt",
         "DetectionOutputParameter": "no_permute ratio_permute tflite_detection",
         "ReLUParameter": "maximum minimum",
@@ -175,6 +200,8 @@ _IGNORED = {
 _ENUM_VALUES = dict.fromkeys(
     ["DEF", "DEF_ALL", "DEF_ALL2", "DEF_ALL3", "DEF_ALL4", "LOWRES", "SORT"], "happynear"
 )
+_ENUM_VALUES |= dict.fromkeys(["DENSE_CRF", "MAT_READ", "MAT_WRITE", "UNIQUE_LABEL"], "DeepLab")
+_ENUM_VALUES |= dict.fromkeys(["ELTWISE_ACCURACY", "WINDOW_SEG_DATA"], "DeconvNet")
 
 _LAYERS = {
     "NVCaffe": "TRT",
@@ -192,13 +219,24 @@ _LAYERS = {
     "OpenPose": "Maximum Switch",
     "ducha-aiki's": "APL GatedMaxAve TreepoolKernel1L",
     "soeaver's": "SeLuDropout",
+    "PWC-Net": "Warp",
+    "Person search": "LabeledMatching",
+    "LocNet": "RegionPooling",
+    "R*CNN": "MIL SigmoidCrossEntropyWeightedLoss Sum",
+    "Spatial Transformer": "LocLoss PowerFile STLoss",
+    "Bi-Real-net": "BinaryConvolutionTrain",
+    "FaceMagnet": "Normalization",
+    "OICR": "GlobalSumPooling OICRLayer",
+    "OpenVINO": "DetectionOutputExtended GRN ScaleFilter",
+    "deepdetect": "SparseData",
+    "Textspotter": "LSTMNew PointBilinear",
     "Synopsys": "ICNetSubgraph YoloV2Loss YoloV3Loss",
     "PSANet": "PointwiseSpatialAttention",
     "Frcnn": "FrcnnProposal",
     "CaffeOnSpark": "CoSData",
     "SSD with focal loss": "MultiBoxFocalLoss",
     "caffe_ocr": "DenseBlock",
-    "happynear": "GeneralContrastiveLoss GlobalLSEMargin",
+    "happynear": "GeneralContrastiveLoss GlobalLSEMargin MultiLabelImageData",
     "DeepSkeleton": "Rescale",
     "Force regularization": "Sparsify",
     "SkimCaffe": "ConvolutionReLU ConvolutionReLUPool ConvolutionReLUPoolLRN "
