@@ -31,6 +31,7 @@ _SOURCES = {
     "ImageLabelmapData": "image_data_param",
     "ImageSegData": "image_data_param",
     "LaneData": "data_param",
+    "MemoryData": "memory_data_param",
     "VideoData": "video_data_param",
     "VideoSegmentationData": "image_data_param",
     "VideoWithVoxelTruthData": "image_data_param",
@@ -150,6 +151,9 @@ def synthetic(
                 dummy.data_filler.add(type="uniformstatic", min=0, max=1.99 if is_map else 1)
             elif layer.type == "EvalData" and i == 2:
                 dummy.data_filler.add(value=min(shape[-2:]))
+            elif dims == [size, 1, 300, 5]:
+                most = _yolo_classes(net, top) - 1
+                dummy.data_filler.add(type="truthsstatic", min=0, max=most, value=1)
             elif dims == _truths(size) or (layer.type == "Python" and top in _OF_ONE_IMAGE):
                 low, high = _true_classes(net, layer, top)
                 value = size if where else min(shape[-2:])
@@ -378,6 +382,14 @@ def _true_classes(net: NetParameter, layer: LayerParameter, top: str) -> tuple[i
             first = 1 if loss.background_label_id == 0 else 0
             return first, max(loss.num_classes - 1, first)
     return 1, 1
+
+
+def _yolo_classes(net: NetParameter, boxes: str) -> int:
+    """The number of classes of the layers that read these boxes of YOLO; 1 if unknown."""
+    readers = [layer for layer in net.layer if boxes in layer.bottom[1:2]]
+    regions = [x.region_loss_param.num_class for x in readers if x.type == "RegionLoss"]
+    cells = [x.yolov3_param.num_class for x in readers if x.type == "Yolov3"]
+    return min([*regions, *cells], default=1)
 
 
 def _classes(net: NetParameter, label: str) -> int:

@@ -364,3 +364,45 @@ def test_labels_of_pixels_beside_boxes() -> None:
     text += 'layer { type: "YoloSeg" bottom: "c" bottom: "t" }'
     param = parse(text, NetParameter(), "net.prototxt")
     assert data_shapes(synthetic(param)) == [[4, 3, 8, 8], [4, 1, 300, 5], [4, 2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("type_", "settings"),
+    [
+        (
+            "RegionLoss",
+            "region_loss_param { num_class: 3 num: 5 biases: [%s] }" % ", ".join("1" * 10),
+        ),
+        (
+            "Yolov3",
+            "yolov3_param { num_class: 3 num: 3 anchors_scale: 8 mask: [0, 1, 2] "
+            "biases: [8, 8, 9, 9, 10, 10] }",
+        ),
+    ],
+)
+def test_yolo_learns_from_made_up_boxes(type_: str, settings: str) -> None:
+    data = DATA + "annotated_data_param { yolo_data_type: 1 }"
+    boxes = 5 if type_ == "RegionLoss" else 3
+    text = (
+        f'layer {{ name: "d" type: "AnnotatedData" top: "x" top: "t" {data} }}'
+        f'layer {{ name: "c" type: "Convolution" bottom: "x" top: "c" '
+        f"convolution_param {{ num_output: {8 * boxes} kernel_size: 1 }} }}"
+        f'layer {{ name: "l" type: "{type_}" bottom: "c" bottom: "t" top: "l" {settings} }}'
+    )
+    made = Net(synthetic(parse(text, NetParameter(), "net.prototxt")))
+    made.forward()
+    made.backward()
+    rows = made.blobs["t"].data
+    assert set(np.unique(rows[..., 0])) <= {0, 1, 2}
+    assert (rows[:, 0, :2, 3:] > 0).all()
+    assert not rows[:, 0, 2:].any()
+    assert made.blobs["l"].data > 0
+
+
+def test_memory_that_a_user_fills_is_made_up() -> None:
+    text = """layer { name: "d" type: "MemoryData" top: "x" top: "y"
+      memory_data_param { batch_size: 2 channels: 1 height: 3 width: 4 } }"""
+    made = Net(synthetic(parse(text, NetParameter(), "net.prototxt")))
+    made.forward()
+    assert [blob.shape for blob in made.blobs.values()] == [(2, 1, 3, 4), (2,)]
+    assert made.blobs["x"].data.any()
