@@ -57,6 +57,9 @@ _FIELDS: dict[str, Callable[[LayerParameter], Sequence[int]]] = {
 _FRAMES = 16
 """The length of volumes that a net does not state."""
 
+_LENGTH = 4
+"""The length of sequences of labels."""
+
 _BOXES = 2
 """Boxes of an image that stand for those of AnnotatedData."""
 
@@ -75,6 +78,7 @@ _READ_YOLO_BOXES = frozenset({"RegionLoss", "Yolov3"})
 
 _READ_IMAGES = frozenset({"Convolution", "ConvolutionDepthwise", "DepthwiseConvolution", "Pooling"})
 _READ_REGIONS = frozenset({"PSROIAlign", "PSROIPooling", "ROIAlign", "ROIPooling"})
+_READ_SEQUENCES = frozenset({"CTCGreedyDecoder", "CtcLoss", "WarpCTCLoss"})
 _COMPARE = frozenset({"EuclideanLoss", "L1Loss", "SigmoidCrossEntropyLoss", "SmoothL1Loss"})
 """Layers that say what a further top of data is: images, regions, or as many numbers as others."""
 
@@ -313,6 +317,8 @@ def _read_as(
             if all(parts) or not layer.slice_param.slice_point:
                 return [rows, sum(part or 1 for part in parts)]
             return [rows, layer.slice_param.slice_point[-1] + (parts[-1] or 1)]
+        if layer.type in _READ_SEQUENCES and place == 1 and len(layer.bottom) == 2:
+            return [rows, _LENGTH]
         if number := _compared(net, top):
             return [rows, number]
     return None

@@ -41,7 +41,6 @@ _FIELDS = {
         "TransformationParameter": "center_crop erase_ratio scale_min scale_max aspect_min "
         "aspect_max",
     },
-    "caffe_ocr": {"LayerParameter": "denseblock_param"},
     "deepdetect": {"TransformationParameter": "geometry_param"},
     "channel-pruning": {"ImageDataParameter": "new_dim"},
     "DeepSkeleton": {"LayerParameter": "rescale_param"},
@@ -179,6 +178,7 @@ _IGNORED = {
     "ConcatParameter": "engine per_fla_fuse",
     "ConvolutionParameter": "conv_algorithm conv_mode",
     "DataParameter": "disk_reader_threads verbose huge_video_dataset",
+    "DenseBlockParameter": "gpuIdx workspace_MB BC_ultra_space_efficient",
     "EltwiseParameter": "engine",
     "InnerProductParameter": "engine",
     "LayerParameter": "strict_dim engine multinode mn_activation_param mn_grad_compress_param "
@@ -235,7 +235,6 @@ _LAYERS = {
     "Frcnn": "FrcnnProposal",
     "CaffeOnSpark": "CoSData",
     "SSD with focal loss": "MultiBoxFocalLoss",
-    "caffe_ocr": "DenseBlock",
     "happynear": "GeneralContrastiveLoss GlobalLSEMargin MultiLabelImageData",
     "DeepSkeleton": "Rescale",
     "Force regularization": "Sparsify",

@@ -42,6 +42,7 @@ TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+
 
 _SHAPES = [(3, side, side) for side in (224, 299, 321, 473)]
 _SHAPES += [(3, 360, 480), (3, 416, 416), (3, 32, 32), (1, 28, 28), (2, 28, 28)]
+_SHAPES += [(3, 32, 128), (1, 32, 100)]
 GUESSES = [Guess(shape, other) for shape in _SHAPES for other in (False, True)]
 """Shapes of images and labels that are tried where a net states none: first those of ImageNet."""
 

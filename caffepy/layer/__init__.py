@@ -11,6 +11,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     ctc,
     data,
     deformable,
+    dense_block,
     detection,
     detection_loss,
     detectnet,

@@ -229,15 +229,19 @@ class CTCGreedyDecoder(Layer):
 
     Further tops: the sum of the negative scores (N, 1, 1, 1), and with labels, as the last one, the
     accuracy: the mean of 1 - edit distance / length of the longer sequence. It runs on the host.
+
+    Without indicators (caffe_ocr) each sequence has all steps: with the scores alone the top has
+    the labels, with labels (N, L) as the second bottom it is (1, 2, 1, 1), the accuracy, of labels
+    without blanks, and the share of sequences that are right.
     """
 
-    bottoms = (2, 3)
+    bottoms = (1, 3)
     tops = (1, 3)
     stops_gradient = True
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        if len(top) > len(bottom):
+        if len(top) > len(bottom) or (len(bottom) == 1 and len(top) > 1):
             raise ConfigError("CTCGreedyDecoder gives an accuracy only if it gets labels")
         self.measures = len(bottom) == 3 and len(top) > 1
         self.scores = len(top) - self.measures > 1
@@ -249,7 +253,15 @@ class CTCGreedyDecoder(Layer):
         self.times, self.items, self.classes = x[:3]
         given = self.param.ctc_decoder_param.blank_index
         self.blank = self.classes - 1 if given < 0 else given
-        if bottom[1].count != self.times * self.items:
+        steps = self.times, self.items
+        self.indicated = len(bottom) > 2 or (len(bottom) == 2 and bottom[1].shape[:2] == steps)
+        self.judges = len(bottom) == 2 and not self.indicated and bottom[1].shape[:1] == steps[1:]
+        if self.judges:
+            if len(top) > 1:
+                raise ConfigError("CTCGreedyDecoder with labels as bottom 1 gives one top")
+            top[0].reshape((1, 2, 1, 1))
+            return
+        if len(bottom) > 1 and bottom[1].count != self.times * self.items:
             raise ConfigError(
                 f"bottom 1 has shape {list(bottom[1].shape)}, "
                 f"{self.times * self.items} numbers are needed"
@@ -266,14 +278,19 @@ class CTCGreedyDecoder(Layer):
         shape = self.times, self.items
         x = bottom[0].data.reshape(*shape, self.classes)
         best, most = x.argmax(axis=2), x.max(axis=2)
-        begins = bottom[1].data.reshape(shape) == 0
-        begins[0] = False
-        inside = begins.cumsum(axis=0) == 0
+        inside = np.ones(shape, np.bool_)
+        if self.indicated:
+            begins = bottom[1].data.reshape(shape) == 0
+            begins[0] = False
+            inside = begins.cumsum(axis=0) == 0
         says = inside & (best != self.blank)
         if self.param.ctc_decoder_param.ctc_merge_repeated:
             says[1:] &= best[1:] != best[:-1]
-        top[0].data.fill(-1)
         read = [best[says[:, n], n] for n in range(self.items)]
+        if self.judges:
+            self.judge(read, bottom[1].data.reshape(self.items, -1), top[0].data)
+            return
+        top[0].data.fill(-1)
         for labels, sequence in zip(top[0].data, read, strict=True):
             labels[: len(sequence), 0, 0] = sequence
         if self.scores:
@@ -288,6 +305,20 @@ class CTCGreedyDecoder(Layer):
                 longer = max(len(truth), len(sequence), 1)
                 errors += edit_distance(truth, sequence) / longer
             top[-1].data.fill(1 - errors / self.items)
+
+    def judge(self, read: Sequence[Array], rows: Array, y: Array) -> None:
+        """Write the mean accuracy and the share of right sequences, of labels (N, L)."""
+        errors, right = 0.0, 0
+        for sequence, row in zip(read, rows, strict=True):
+            over = np.flatnonzero(row < 0)
+            truth = np.floor((row[: over[0]] if len(over) else row) + 0.5)
+            truth = truth[truth != self.blank]
+            longer = max(len(truth), len(sequence))
+            if longer:  # the fork counts none of two empty ones as right
+                wrong = edit_distance(truth, sequence)
+                errors += wrong / longer
+                right += wrong == 0
+        y[0, :, 0, 0] = 1 - errors / self.items, right / self.items
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """There is no gradient: what is asked for is 0."""

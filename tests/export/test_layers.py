@@ -32,6 +32,7 @@ OTHERWISE = {
     "CTCGreedyDecoder": "gives as many labels as its data say",
     "Correlation": "has no operator",
     "Correlation1D": "has no operator",
+    "DenseBlock": "is a block of layers that have operators: write these",
     "DeformableConvolution": "has no operator with its borders",
     "Downsample": "has no operator that skips NaNs",
     "ImResize": "has no operator with its borders",

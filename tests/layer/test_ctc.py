@@ -191,6 +191,26 @@ def test_greedy_decoder_against_a_loop(merge):
     np.testing.assert_array_equal(score, scores)
 
 
+def test_greedy_decoder_without_indicators():
+    text = 'type: "CTCGreedyDecoder"'
+    x = random(6, 4, 3, seed=7)
+    (y,) = Single(text, x).forward()
+    np.testing.assert_array_equal(y, Single(text, x, np.ones((6, 4))).forward()[0])
+    labels = np.full((4, 8), -1.0)
+    errors, right = 0.0, 0
+    for n in range(4):
+        read = [int(k) for k in y[n].ravel() if k >= 0]
+        truth = read if n % 2 else [*read, 1]
+        labels[n, : len(truth)] = truth
+        labels[n, len(truth)] = 2  # a blank says nothing
+        errors += distance(truth, read) / max(len(truth), len(read))
+        right += truth == read
+    (judged,) = Single(text, x, labels).forward()
+    np.testing.assert_allclose(judged.ravel(), [1 - errors / 4, right / 4])
+    with pytest.raises(ConfigError, match="with labels as bottom 1 gives one top"):
+        Single(text, x, labels, tops=2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("text", CASES)
 def test_on_gpu(text):

@@ -346,7 +346,17 @@ OWN |= {("ResizeParameter", name) for name in ("center_object", "max_angle", "mu
 OWN |= {("RReLUParameter", "lb"), ("RReLUParameter", "ub")}
 """ducha-aiki's."""
 OWN |= {("ConvolutionParameter", name) for name in ("hole", "hole_h", "hole_w")}
-OWN |= {("V1LayerParameter", "interp_param")}
+OWN |= {("V1LayerParameter", "interp_param"), ("LayerParameter", "denseblock_param")}
+OWN |= {
+    ("DenseBlockParameter", name)
+    for name in (
+        *("numTransition", "initChannel", "growthRate", "pad_h", "pad_w", "filter_H", "filter_W"),
+        *("conv_verticalStride", "conv_horizentalStride", "Filter_Filler", "BN_Scaler_Filler"),
+        *("BN_Bias_Filler", "gpuIdx", "use_dropout", "dropout_amount", "use_BC"),
+        *("BC_ultra_space_efficient", "workspace_MB", "moving_average_fraction"),
+    )
+}
+"""caffe_ocr's."""
 OWN |= {(message, "strict_dim") for message in ("LayerParameter", "V1LayerParameter")}
 OWN |= {
     (message, f"{name}_shape")
