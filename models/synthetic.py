@@ -155,6 +155,8 @@ def synthetic(
                 dummy.data_filler.add(type="uniformstatic", min=0, max=1.99 if is_map else 1)
             elif layer.type == "EvalData" and i == 2:
                 dummy.data_filler.add(value=min(shape[-2:]))
+            elif dims == [_REGIONS, 5]:
+                dummy.data_filler.add(type="truthsstatic", value=-min(shape[-2:]))
             elif dims == [size, 1, 300, 5]:
                 most = _yolo_classes(net, top) - 1
                 dummy.data_filler.add(type="truthsstatic", min=0, max=most, value=1)

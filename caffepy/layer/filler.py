@@ -151,9 +151,10 @@ def truths(array: Array, param: FillerParameter, rng: np.random.Generator) -> No
 
     Rows of 8 are AnnotatedData's, spread over `value` images: image, class, instance, corners in
     parts of the image, difficult. Rows of 5 are RoIDataLayer's: corners in an image of `value` x
-    `value` pixels, class; with a `value` of 1 they are YOLO's: class, centre and sides in parts of
-    the image, two boxes of each item and then zeros. Rows of 3 are that image's height, width and
-    scale. Sides are 0.1 to 0.6 of the image's.
+    `value` pixels, class; with a `value` of 1 YOLO's: class, centre and sides in parts of the
+    image, two boxes of each item and then zeros; with one below 0 regions: image 0, corners in
+    -`value` x -`value` pixels. Rows of 3 are that image's height, width and scale. Sides are 0.1 to
+    0.6 of the image's.
     """
     rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
     sides = rng.uniform(0.1, 0.6, (len(rows), 2))
@@ -166,6 +167,9 @@ def truths(array: Array, param: FillerParameter, rng: np.random.Generator) -> No
     elif rows.shape[1] == 5 and param.value == 1:
         rows[:, 0], rows[:, 1:3], rows[:, 3:] = classes, low + sides / 2, sides
         array.reshape(-1, *array.shape[-2:])[:, 2:] = 0
+    elif rows.shape[1] == 5 and param.value < 0:
+        rows[:, 0], rows[:, 1:3], rows[:, 3:] = 0, low, low + sides
+        rows[:, 1:] *= -param.value - 1
     elif rows.shape[1] == 5:
         rows[:, :2], rows[:, 2:4], rows[:, 4] = low, low + sides, classes
         rows[:, :4] *= param.value - 1

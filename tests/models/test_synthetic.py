@@ -406,3 +406,19 @@ def test_memory_that_a_user_fills_is_made_up() -> None:
     made.forward()
     assert [blob.shape for blob in made.blobs.values()] == [(2, 1, 3, 4), (2,)]
     assert made.blobs["x"].data.any()
+
+
+def test_made_up_regions_are_of_the_image() -> None:
+    data = 'top: "t" python_param { module: "roi_data_layer.layer" layer: "RoIDataLayer" }'
+    text = f'layer {{ name: "d" type: "Python" top: "x" top: "rois" {data} }}'
+    text += """layer { name: "p" type: "ROIPooling" bottom: "x" bottom: "rois" top: "p"
+      roi_pooling_param { pooled_h: 2 pooled_w: 2 spatial_scale: 1 } }"""
+    param = parse(text, NetParameter(), "net.prototxt")
+    made = Net(synthetic(param, image=(3, 20, 30)))
+    made.forward()
+    rois = made.blobs["rois"].data
+    assert rois.shape == (128, 5)
+    assert not rois[:, 0].any()
+    assert (rois[:, 3:] > rois[:, 1:3]).all()
+    assert rois.min() >= 0
+    assert 0 < rois.max() <= 19
