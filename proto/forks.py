@@ -99,9 +99,6 @@ _FIELDS = {
     "CTPN": {
         "SolverParameter": "stepearly",
     },
-    "soeaver's": {
-        "LayerParameter": "selu_dropout_param",
-    },
     "Deformable ConvNets": {
         "LayerParameter": "deformable_psroi_pooling_param",
     },
@@ -218,7 +215,6 @@ _LAYERS = {
     "VPGNet": "DriveData Tiling",
     "OpenPose": "Maximum Switch",
     "ducha-aiki's": "APL GatedMaxAve TreepoolKernel1L",
-    "soeaver's": "SeLuDropout",
     "PWC-Net": "Warp",
     "Person search": "LabeledMatching",
     "LocNet": "RegionPooling",

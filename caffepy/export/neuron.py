@@ -152,6 +152,19 @@ def log(site: Site) -> None:
     _end(site, site.affine(y, site.layer.factor, 0))
 
 
+@writers("SeLu", "SeLU")
+def selu(site: Site) -> None:
+    rate, alpha = site.layer.rate, site.layer.alpha
+    site.finish("Selu", site.bottoms[0], alpha=alpha, gamma=rate)
+
+
+@writers("SeLuDropout", "SeLUDropout")
+def selu_dropout(site: Site) -> None:
+    if site.layer.draws:
+        raise InexpressibleError("SeLuDropout draws random numbers in the TRAIN phase")
+    site.finish("Identity", site.bottoms[0])
+
+
 @writers("Dropout")
 def dropout(site: Site) -> None:
     """The identity in the TEST phase, times a number without scale_train."""

@@ -303,6 +303,43 @@ class Dropout(Drawing, Elementwise):
             self.ops.scaled(self.factor, dx, dx)
 
 
+@layer("SeLuDropout", "SeLUDropout")
+class SeLuDropout(Dropout):
+    """TRAIN: y = a * (x where m is 1, else alpha) + b, m is 1 with probability q, 1 less
+    dropout_ratio. TEST: y = x (soeaver's, Synopsys'; Klambauer et al. 2017).
+
+    a = (q * (1 + alpha^2 * (1 - q)))^-1/2, b = -a * (1 - q) * alpha.
+    """
+
+    takes_preferred_layout = False  # the mask is of places in memory
+    can_fuse = can_replay = False
+    in_place_keeps = Kept.NOTHING
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.selu_dropout_param
+        self.ratio, self.factor = param.dropout_ratio, 1.0
+        if not 0 <= self.ratio < 1:
+            raise ConfigError(f"dropout_ratio must be at least 0 and below 1, not {self.ratio:g}")
+        kept = 1 - self.ratio
+        self.slope = (kept * (1 + param.alpha**2 * self.ratio)) ** -0.5
+        self.shift = -self.slope * self.ratio * param.alpha
+        if not self.draws:
+            self.in_place_keeps = Kept.ALL
+
+    def function(self, x: Array, y: Array) -> None:
+        super().function(x, y)
+        if self.draws:
+            self.ops.scaled(self.slope * (1 - self.ratio), y, y)
+            dropped = self.slope * self.param.selu_dropout_param.alpha
+            y += (1 - self.mask.data) * y.dtype.type(dropped) + y.dtype.type(self.shift)
+
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
+        """dx = a * m * dy."""
+        super().gradient(x, y, dy, dx)
+        if self.draws:
+            self.ops.scaled(self.slope * (1 - self.ratio), dx, dx)
+
+
 @layer("SpatialDropout")
 class SpatialDropout(Drawing, SameShape):
     """TRAIN: y = x * m / (1 - r) for whole planes of (N, C, ...), m is 1 with probability 1 - r.
@@ -577,6 +614,29 @@ class HSwish(Neuron):
         """dx = dy * (x <= -3 ? 0 : x < 3 ? (2 x + 3) / 6 : 1)."""
         slope = np.where(x < 3, (2 * x + 3) / 6, 1) * (x > -3)
         np.multiply(dy, slope, out=dx)
+
+
+@layer("SeLu", "SeLU")
+class SeLu(Neuron):
+    """y = lambda * (x > 0 ? x : alpha * (exp(x) - 1)) (soeaver's, Synopsys'; Klambauer et al.
+    2017).
+    """
+
+    reads_input = True
+    backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.selu_param
+        self.rate, self.alpha = float(getattr(param, "lambda")), param.alpha
+
+    def function(self, x: Array, y: Array) -> None:
+        below = self.alpha * np.expm1(np.minimum(x, 0))
+        np.multiply(np.maximum(x, 0) + below, self.rate, out=y)
+
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
+        """dx = lambda * dy * (x > 0 ? 1 : alpha * exp(x))."""
+        slope = np.where(x > 0, 1, self.alpha * np.exp(np.minimum(x, 0)))
+        np.multiply(dy * slope, self.rate, out=dx)
 
 
 @layer("Mish")

@@ -51,6 +51,8 @@ NEURONS: dict[str, tuple[str, Callable[[float], float] | None]] = {
     ),
     "HardSigmoid": ("", lambda x: max(0, min(0.2 * x + 0.5, 1))),
     "HardSwish": ("", lambda x: x * max(0, min(x + 3, 6)) / 6),
+    "SeLu": ("", lambda x: 1.050700987 * (x if x > 0 else 1.67326324 * (exp(x) - 1))),
+    "SeLU": ("selu_param { lambda: 2 alpha: 0.5 }", lambda x: 2 * x if x > 0 else exp(x) - 1),
     "Mish": ("", lambda x: x * tanh(log(1 + exp(x)))),
     "HSwish": ("", lambda x: x * max(0, min(x + 3, 6)) / 6),
     "Sigmoid": ("", lambda x: 1 / (1 + exp(-x))),
@@ -64,6 +66,8 @@ NEURONS: dict[str, tuple[str, Callable[[float], float] | None]] = {
     "Insanity TEST": ("", lambda x: x if x > 0 else x * log(2) / 5),
     "Dropout": ("", None),
     "Dropout TEST": ("", lambda x: x),
+    "SeLuDropout TEST": ("", lambda x: x),
+    "SeLUDropout TEST": ("", lambda x: x),
     "Threshold": ("threshold_param { threshold: 0.2 }", lambda x: x > 0.2),
 }
 # Other layers: shapes of the bottoms, number of tops, parameters.

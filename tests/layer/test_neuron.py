@@ -12,7 +12,7 @@ from caffepy.layer.neuron import Elementwise
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 
 from .cases import NEURONS
-from .harness import Single, check_golden, check_gradient, random
+from .harness import Single, check_golden, check_gradient, random, seeded
 from .on_gpu import check_on_gpu, check_plain_on_gpu
 
 GOLDEN = [
@@ -136,6 +136,45 @@ def test_dropout_keeps_the_share_and_the_mean(ratio):
     assert (y > 0).mean() == pytest.approx(1 - ratio, abs=0.01)
     (dx,), _ = single.backward([x])
     np.testing.assert_array_equal(dx, y)
+
+
+def test_selu_dropout_keeps_mean_and_variance():
+    x = seeded().standard_normal((300, 1000))
+    alpha = -1.75809934
+    text = 'type: "SeLuDropout" selu_dropout_param { dropout_ratio: 0.2 }'
+    single = Single(text, x)
+    (y,) = single.forward()
+    a = (0.8 * (1 + alpha**2 * 0.2)) ** -0.5
+    kept, dropped = a * x - a * 0.2 * alpha, a * alpha - a * 0.2 * alpha
+    (dx,), _ = single.backward([np.ones(y.shape)])
+    mask = dx != 0
+    np.testing.assert_allclose(y[~mask], dropped, rtol=1e-5)
+    assert mask.mean() == pytest.approx(0.8, abs=0.01)
+    np.testing.assert_allclose(y[mask], kept[mask], rtol=1e-5, atol=1e-6)
+    assert (y.mean(), y.var()) == pytest.approx((0, 1), abs=0.02)
+    np.testing.assert_allclose(dx, a * mask, rtol=1e-6)
+    np.testing.assert_array_equal(Single(text, x, phase=TEST).forward()[0], x)
+
+
+@pytest.mark.gpu
+def test_selu_dropout_on_a_gpu():
+    text = 'type: "SeLuDropout" selu_dropout_param { dropout_ratio: 0.2 }'
+    device = CudaDevice(seed=1)
+    x = seeded().standard_normal((300, 1000)).astype(np.float32)
+    with device.scope():
+        bottom, top = Blob(x.shape, device=device), Blob(device=device)
+        made = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, device)
+        made.setup([bottom], [top])
+        made.reshape([bottom], [top])
+        bottom.host_data[...] = x
+        made.forward([bottom], [top])
+        y = top.host_data.copy()
+        top.host_diff[...] = 1
+        made.backward([top], [True], [bottom])
+        assert (y.mean(), y.var()) == pytest.approx((0, 1), abs=0.02)
+        kept = bottom.host_diff > 0
+        assert kept.mean() == pytest.approx(0.8, abs=0.01)
+        np.testing.assert_allclose(y[kept], made.slope * x[kept] + made.shift, 1e-4, 1e-5)
 
 
 def test_dropout_draws_a_new_mask_each_time_from_the_device_seed():

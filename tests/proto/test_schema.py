@@ -346,6 +346,9 @@ OWN |= {("ResizeParameter", name) for name in ("center_object", "max_angle", "mu
 OWN |= {("RReLUParameter", "lb"), ("RReLUParameter", "ub")}
 """ducha-aiki's."""
 OWN |= {("ConvolutionParameter", name) for name in ("hole", "hole_h", "hole_w")}
+OWN |= {("SeLuDropoutParameter", name) for name in ("dropout_ratio", "alpha")}
+OWN |= {("SeLuParameter", name) for name in ("lambda", "alpha")}
+OWN |= {("LayerParameter", name) for name in ("selu_dropout_param", "selu_param")}
 OWN |= {("V1LayerParameter", "interp_param"), ("LayerParameter", "denseblock_param")}
 OWN |= {
     ("DenseBlockParameter", name)
