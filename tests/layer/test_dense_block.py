@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import ConfigError
-from caffepy.proto.caffe_pb2 import TEST
+from caffepy.proto.caffe_pb2 import TEST, TRAIN
 
 from .harness import Single, check_gradient, random
 from .on_gpu import check_plain_on_gpu
@@ -71,20 +71,25 @@ def test_dense_block_gradient():
     check_gradient(TEXT % "", X, params=range(6))
 
 
-def test_dense_block_gradient_in_the_test_phase():
+def with_statistics():
+    """The layer with blobs, of which those of statistics are means about 0 and variances of 1."""
     blobs = [*(b.copy() for b in Single(TEXT % "", X).params[:6])]
     blobs += [random(1, c, 1, 1) for c in (3, 5)] + [np.ones((1, c, 1, 1)) for c in (3, 5)]
     text = TEXT % ""
     for blob in (*blobs, np.ones(1)):
         shape = ", ".join(map(str, blob.shape))
         text += f" blobs {{ shape {{ dim: [{shape}] }} double_data: {blob.ravel().tolist()} }}"
-    check_gradient(text, X, params=range(6), phase=TEST)
+    return text
+
+
+def test_dense_block_gradient_in_the_test_phase():
+    check_gradient(with_statistics(), X, params=range(6), phase=TEST)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("phase", [TRAIN, TEST])
 def test_dense_block_on_gpu(phase):
-    check_plain_on_gpu(TEXT % "", X, propagate_down=[True], phase=phase)
+    check_plain_on_gpu(with_statistics(), X, propagate_down=[True], phase=phase)
 
 
 @pytest.mark.parametrize(
