@@ -126,6 +126,11 @@ _VOLUMES = {
 }
 """Types of C3D, and where the settings of their V1 layers are and belong."""
 
+_OF_VOLUMES = {
+    PoolingParameter.MAX: Pooling3DParameter.MAX,
+    PoolingParameter.AVE: Pooling3DParameter.AVE,
+}
+
 HOLES = ("hole", "hole_h", "hole_w")
 """DeepLab's first names of dilation."""
 
@@ -176,7 +181,9 @@ def _become(layer: LayerParameter, other: str) -> None:
         _take_sides(layer.pooling_param, layer.pooling_param, "hw")
     elif other == "Pooling3D":
         given = layer.pooling_param
-        layer.pooling3d_param.pool = given.pool
+        if given.pool not in _OF_VOLUMES:
+            raise ConfigError(f'layer "{layer.name}" (NdPooling): volumes take MAX and AVE alone')
+        layer.pooling3d_param.pool = _OF_VOLUMES[given.pool]
         layer.pooling3d_param.global_pooling = given.global_pooling
         _take_sides(given, layer.pooling3d_param, "lhw")
         layer.ClearField("pooling_param")

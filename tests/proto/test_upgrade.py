@@ -137,6 +137,19 @@ def test_upgraded_net(old: str, new: str) -> None:
     assert before == kept
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("pool: STOCHASTIC kernel_shape { dim: [1, 1, 1] }", "volumes take MAX and AVE alone"),
+        ("kernel_shape { dim: [1, 1] } pad_shape { dim: 1 }", "pad_shape needs 2 dims, not 1"),
+    ],
+)
+def test_pooling_that_has_no_other_name(settings: str, message: str) -> None:
+    old = net(f'layer {{ name: "p" type: "NdPooling" pooling_param {{ {settings} }} }}')
+    with pytest.raises(ConfigError, match=message):
+        upgrade.upgrade_net(old, "net.prototxt")
+
+
 def test_new_net_is_returned_as_it_is() -> None:
     new = net(V1_NEW)
     assert upgrade.upgrade_net(new, "new.prototxt") is new
