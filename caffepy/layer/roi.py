@@ -12,6 +12,7 @@ import numpy as np
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.ops.boxes import Rois
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +40,10 @@ class RoiLayer(Layer):
             raise ConfigError(f"{self.type} needs boxes (R, 5), not {list(rois)}")
         self.rois = self.buffer((rois[0], 5))
 
-    def boxes(self, bottom: Blobs) -> Array:
-        """Return the boxes (R, 5), after a look at their images."""
-        rois, images = self.rois.data, bottom[0].shape[0]
-        pad = self.param.roi_pooling_param.pad_ratio  # MS-CNN's
-        given = bottom[1].data.reshape(rois.shape), rois, images, pad
-        self.ops.take_rois(*given, self.no_image.found)
-        self.no_image.check()
-        return rois
+    def boxes(self, bottom: Blobs) -> Rois:
+        """Return the boxes, of which `rois` (R, 5) are to be taken."""
+        rois, pad = self.rois.data, self.param.roi_pooling_param.pad_ratio  # MS-CNN's
+        return Rois(bottom[1].data.reshape(rois.shape), rois, pad, self.no_image.found)
 
 
 def check_channels(message: str, channels: int, outputs: int, group: int) -> None:
@@ -79,8 +76,9 @@ class ROIPooling(RoiLayer):
         self.index = self.buffer(top[0].shape, np.int32)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        rois = self.boxes(bottom)
-        self.ops.roi_pool_forward(bottom[0].data, rois, top[0].data, self.index.data, self.scale)
+        given = bottom[0].data, self.boxes(bottom), top[0].data, self.index.data
+        self.ops.roi_pool_forward(*given, self.scale)
+        self.no_image.check()
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx is the sum of dy over the parts whose maximum the element is."""
@@ -116,8 +114,9 @@ class PSROIPooling(RoiLayer):
         top[0].reshape((bottom[1].shape[0], self.outputs, self.group, self.group))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        rois = self.boxes(bottom)
-        self.ops.psroi_pool_forward(bottom[0].data, rois, top[0].data, self.scale)
+        given = bottom[0].data, self.boxes(bottom), top[0].data
+        self.ops.psroi_pool_forward(*given, self.scale)
+        self.no_image.check()
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx is the sum of dy / elements over the parts that the element lies in."""
@@ -140,8 +139,9 @@ class _Aligned(RoiLayer):
         return self.scale, self.samples, self.beyond, self.sensitive
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        rois = self.boxes(bottom)
-        self.ops.roi_align_forward(bottom[0].data, rois, top[0].data, *self.settings)
+        x, boxes, y = bottom[0].data, self.boxes(bottom), top[0].data
+        self.ops.roi_align_forward(x, boxes, y, *self.settings)
+        self.no_image.check()
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx is dy / samples at the four pixels of each sample, by their shares."""
@@ -200,7 +200,8 @@ class ROIAlign(_Aligned):
         if not self.of_corners:
             super().forward(bottom, top)
             return
-        self.boxes(bottom)
+        self.ops.take_rois(self.boxes(bottom), bottom[0].shape[0])
+        self.no_image.check()
         x, y = bottom[0].host_data, top[0].host_data
         y.fill(0)
         for image, places, share in self.neighbours(x.shape):

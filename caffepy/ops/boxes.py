@@ -52,4 +52,16 @@ class Mining(NamedTuple):
     most: float
 
 
+class Rois(NamedTuple):
+    """Boxes (R, 5) of maps: as they are given, and where those that are taken are written, larger
+    on all sides by `pad` of their width + 1 and height + 1; and what notes an image that there is
+    not: see `Ops.take_rois`.
+    """
+
+    given: Array
+    taken: Array
+    pad: float
+    bad_image: Array
+
+
 NOWHERE, PRIORS, PREDICTIONS = range(3)

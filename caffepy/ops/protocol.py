@@ -31,7 +31,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array, Blob, Layout
 from caffepy.ops import objects
-from caffepy.ops.boxes import BoxCode, LocationLoss, Matching, Mining
+from caffepy.ops.boxes import BoxCode, LocationLoss, Matching, Mining, Rois
 from caffepy.ops.objects import Normalized, NormSums, Windows
 from caffepy.ops.overlap import YoloWeights
 from caffepy.ops.update_state import Limits, Number, Segments
@@ -763,19 +763,17 @@ class Ops(Protocol):
     def affine_theta_gradient(self, dy: Array, x: Array, theta: Array, dtheta: Array) -> None:
         """Write dtheta (N, 6); at a whole pixel that pixel alone counts, with the slope 1."""
 
-    # Boxes of maps: x, dx (N, C, H, W), rois (R, 5) = image, x1, y1, x2, y2, times scale
+    # Boxes of maps: x, dx (N, C, H, W), boxes (R, 5) = image, x1, y1, x2, y2, times scale; rois are
+    # those that forward has taken
 
-    def take_rois(
-        self, given: Array, rois: Array, images: int, pad: float, bad_image: Array
-    ) -> None:
-        """Write rois, the given ones larger on all sides by `pad` of their width + 1 and height
-        + 1; set bad_image (2) = 1 and the largest image that is none of so many, float64, whose
-        place image 0 takes.
+    def take_rois(self, boxes: Rois, images: int) -> None:
+        """Write the boxes that are taken; set bad_image (2) = 1 and the largest image that is none
+        of so many, float64, whose place image 0 takes.
         """
 
-    def roi_pool_forward(self, x: Array, rois: Array, y: Array, index: Array, scale: float) -> None:
-        """Write the maximum of each part of each box, y (R, C, h, w), and its place a * W + b in
-        the plane, int32; 0 and -1 for a part without elements.
+    def roi_pool_forward(self, x: Array, boxes: Rois, y: Array, index: Array, scale: float) -> None:
+        """Take the boxes; write the maximum of each part of each, y (R, C, h, w), and its place
+        a * W + b in the plane, int32; 0 and -1 for a part without elements.
         """
 
     def roi_pool_backward(
@@ -783,8 +781,10 @@ class Ops(Protocol):
     ) -> None:
         """Write dx, the sums of dy at the places of the maxima."""
 
-    def psroi_pool_forward(self, x: Array, rois: Array, y: Array, scale: float) -> None:
-        """Write the mean of part (i, j) of each box in channel (k g + i) g + j, y (R, K, g, g)."""
+    def psroi_pool_forward(self, x: Array, boxes: Rois, y: Array, scale: float) -> None:
+        """Take the boxes; write the mean of part (i, j) of each in channel (k g + i) g + j,
+        y (R, K, g, g).
+        """
 
     def psroi_pool_backward(self, dy: Array, rois: Array, dx: Array, scale: float) -> None:
         """Write dx, the sums of dy / elements of the part."""
@@ -792,15 +792,15 @@ class Ops(Protocol):
     def roi_align_forward(
         self,
         x: Array,
-        rois: Array,
+        boxes: Rois,
         y: Array,
         scale: float,
         samples: int,
         beyond: int,
         sensitive: bool,
     ) -> None:
-        """Write the mean of samples x samples values, bilinear, in each part of each box, whose end
-        is `beyond` farther; with samples below 1 of as many as the part has pixels.
+        """Take the boxes; write the mean of samples x samples values, bilinear, in each part of
+        each, whose end is `beyond` farther; with samples below 1 of as many as the part has pixels.
 
         `sensitive`: as `psroi_pool_forward`, of PSROIAlign's places.
         """

@@ -10,6 +10,7 @@ import numpy as np
 
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
+from caffepy.ops.boxes import Rois
 from caffepy.ops.cpu.compiler import inlined, kernel
 
 _exact, _inside = partial(kernel, fastmath=set()), partial(inlined, fastmath=set())
@@ -75,7 +76,8 @@ def _roi_pool_gradient(dy: Array, rois: Array, index: Array, dx: Array, lo: int,
                         dx[n, c, place // w, place % w] += dy[r, c, i, j]
 
 
-def take_rois(given: Array, rois: Array, images: int, pad: float, bad_image: Array) -> None:
+def take_rois(boxes: Rois, images: int) -> None:
+    given, rois, pad, bad_image = boxes
     rois[...] = given
     image = rois[:, 0]
     bad = ~((image > -1) & (image < images))
@@ -88,8 +90,9 @@ def take_rois(given: Array, rois: Array, images: int, pad: float, bad_image: Arr
         rois[:, 3:] += sides
 
 
-def roi_pool_forward(x: Array, rois: Array, y: Array, index: Array, scale: float) -> None:
-    parallel(partial(_roi_pool, x, rois, y, index, np.float32(scale)), x.shape[1])
+def roi_pool_forward(x: Array, boxes: Rois, y: Array, index: Array, scale: float) -> None:
+    take_rois(boxes, len(x))
+    parallel(partial(_roi_pool, x, boxes.taken, y, index, np.float32(scale)), x.shape[1])
 
 
 def roi_pool_backward(dy: Array, rois: Array, index: Array, dx: Array, scale: float) -> None:
@@ -153,8 +156,9 @@ def _psroi_pool_gradient(dy: Array, rois: Array, dx: Array, scale: float, lo: in
                             dx[n, (k * bins + i) * bins + j, a, b] += share
 
 
-def psroi_pool_forward(x: Array, rois: Array, y: Array, scale: float) -> None:
-    parallel(partial(_psroi_pool, x, rois, y, np.float32(scale)), y.shape[1])
+def psroi_pool_forward(x: Array, boxes: Rois, y: Array, scale: float) -> None:
+    take_rois(boxes, len(x))
+    parallel(partial(_psroi_pool, x, boxes.taken, y, np.float32(scale)), y.shape[1])
 
 
 def psroi_pool_backward(dy: Array, rois: Array, dx: Array, scale: float) -> None:
@@ -294,10 +298,11 @@ def _align_gradient(
 
 
 def roi_align_forward(
-    x: Array, rois: Array, y: Array, scale: float, samples: int, beyond: int, sensitive: bool
+    x: Array, boxes: Rois, y: Array, scale: float, samples: int, beyond: int, sensitive: bool
 ) -> None:
+    take_rois(boxes, len(x))
     settings = np.float32(scale), samples, beyond, sensitive
-    parallel(partial(_align, x, rois, y, *settings), y.shape[1])
+    parallel(partial(_align, x, boxes.taken, y, *settings), y.shape[1])
 
 
 def roi_align_backward(

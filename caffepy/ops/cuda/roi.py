@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.ops.boxes import Rois
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import Array, c_type, divisor, launch_blocks
@@ -16,8 +17,8 @@ channel of a part.
 DEVICE = 132
 """Multiprocessors of a large device."""
 
-RESIDENT = DEVICE * 3
-"""Blocks of ROIPooling and ROIAlign in forward that a large device holds at a time."""
+POOLS, ALIGNS = 4, 3
+"""Blocks of ROIPooling and ROIAlign in forward that a multiprocessor holds at a time."""
 
 FEW = 16
 """Boxes of an image for which its planes are not read into shared memory."""
@@ -25,7 +26,7 @@ FEW = 16
 ROOM = 160 << 10
 """Most bytes of planes in shared memory, of which a multiprocessor has 227 KiB."""
 
-STAGE = 16 << 10
+STAGE = 8 << 10
 """Bytes of the cells of boxes in shared memory."""
 
 GIVEN, SUMS = 56 << 10, 80 << 10
@@ -40,6 +41,9 @@ WARPS = 4
 """Warps of a block in ROIPooling's backward, as in roi.cu, each with a plane, or a band of one, in
 shared memory.
 """
+
+BITS = 512 // 8
+"""Bytes of bits of boxes for each row of a plane in PSROIPooling's backward, as in roi.cu."""
 
 SHARED = 44 << 10
 """Bytes of shared memory of such a block."""
@@ -68,43 +72,46 @@ def _staged(x: Array, boxes: int, channels: int) -> int:
     return size if size <= ROOM and boxes >= FEW * len(x) else 0
 
 
-def _shares(blocks: int, boxes: int) -> tuple[int, int]:
+def _shares(blocks: int, boxes: int, resident: int) -> tuple[int, int]:
     """Return in how many shares the boxes are split, and the boxes of one: for whole waves of
-    blocks, each of which reads its planes anew.
+    blocks, so many to a multiprocessor, each of which reads its planes anew.
     """
     most = range(1, max(1, min(8, boxes // 32)) + 1)
-    shares = min(most, key=lambda n: -(-blocks * n // RESIDENT) / n * (1 + 0.15 * n))
+    shares = min(most, key=lambda n: -(-blocks * n // (DEVICE * resident)) / n * (1 + 0.15 * n))
     each = -(-boxes // shares)
     return (-(-boxes // each) if boxes else 0), each
 
 
-def take_rois(given: Array, rois: Array, images: int, pad: float, bad_image: Array) -> None:
-    arguments = given, rois, bad_image, len(rois), images, float(np.float32(pad))
-    launch_blocks("roi", "take_rois", rois, min(1, len(rois)), *arguments, threads=WIDE)
+def take_rois(boxes: Rois, images: int) -> None:
+    given, taken, pad, bad_image = boxes
+    arguments = given, taken, bad_image, len(taken), images, pad
+    launch_blocks("roi", "take_rois", taken, min(1, len(taken)), *arguments, threads=WIDE)
 
 
-def _forward(name: str, x: Array, boxes: int, arguments: tuple[Any, ...], room: int = 0) -> None:
-    """Launch blocks for 16 bytes of the channels of each image and a share of the boxes, with
-    `room` more bytes of shared memory. Arguments end with a list of those that follow the shares;
-    None in it stands for the bytes of the planes in shared memory.
+def _forward(
+    name: str, x: Array, boxes: int, resident: int, arguments: tuple[Any, ...], room: int = 0
+) -> None:
+    """Launch blocks for 16 bytes of the channels of each image and a share of the boxes, `resident`
+    to a multiprocessor, with `room` more bytes of shared memory. Arguments end with a list of those
+    that follow the shares; None in it stands for the bytes of the planes in shared memory.
     """
     *given, last = arguments
     each = 16 // _width(x)
     planes = _staged(x, boxes, each)
     groups = -(-x.shape[1] // each)
-    shares, share = _shares(groups * len(x), boxes)
+    shares, share = _shares(groups * len(x), boxes, resident)
     sizes = boxes, share, *(planes if a is None else a for a in last)
     expression = f"{name}<{c_type(x)}, {each}, {int(planes > 0)}>"
     _launch(expression, (groups, len(x), shares), FORWARD, (*given, *sizes), planes + room)
 
 
-def roi_pool_forward(x: Array, rois: Array, y: Array, index: Array, scale: float) -> None:
-    boxes, channels, rows, columns = y.shape
+def roi_pool_forward(x: Array, boxes: Rois, y: Array, index: Array, scale: float) -> None:
+    count, channels, rows, columns = y.shape
     axes = rows + columns
     most = max(1, STAGE // (8 * axes))
-    given = x, rois, y, index, channels, rows, columns, *x.shape[2:], float(scale)
+    given = x, *boxes, y, index, channels, rows, columns, *x.shape[2:], float(scale)
     last = [most, None, divisor(axes), divisor(rows * columns), divisor(columns)]
-    _forward("roi_pool_forward", x, boxes, (*given, last), room=8 * axes * min(most, WIDE))
+    _forward("roi_pool_forward", x, count, POOLS, (*given, last), room=8 * axes * min(most, WIDE))
 
 
 def roi_pool_backward(dy: Array, rois: Array, index: Array, dx: Array, scale: float) -> None:
@@ -127,15 +134,22 @@ def _parts_forward(name: str, threads: int, x: Array, boxes: int, *arguments: An
         _launch(expression, (x.shape[1], len(x)), threads, (x, *arguments, boxes), plane)
 
 
-def psroi_pool_forward(x: Array, rois: Array, y: Array, scale: float) -> None:
+def psroi_pool_forward(x: Array, boxes: Rois, y: Array, scale: float) -> None:
     sizes = x.shape[1], y.shape[2], *x.shape[2:], float(scale)
-    _parts_forward("psroi_pool_forward", PARTS, x, len(y), rois, y, *sizes)
+    _parts_forward("psroi_pool_forward", PARTS, x, len(y), *boxes, y, *sizes)
 
 
 def psroi_pool_backward(dy: Array, rois: Array, dx: Array, scale: float) -> None:
     images, channels, h, w = dx.shape
-    arguments = dy, rois, dx, dx, 0, channels, h, w, dy.shape[2], len(dy), float(scale)
-    _launch(f"psroi_backward<{c_type(dx)}, 0>", (channels, images), PARTS, arguments)
+    sizes = channels, h, w, dy.shape[2], len(dy), float(scale)
+    shared = h * ((w | 1) * _width(dx) + BITS)
+    if shared <= SHARED and w < 1 << 15:
+        arguments = dy, rois, dx, *sizes
+        _launch(f"psroi_pool_backward<{c_type(dx)}>", (channels, images), PARTS, arguments, shared)
+        return
+    _launch(
+        f"psroi_backward<{c_type(dx)}, 0>", (channels, images), PARTS, (dy, rois, dx, dx, 0, *sizes)
+    )
 
 
 def _tables(
@@ -159,19 +173,21 @@ def _tables(
 
 
 def roi_align_forward(
-    x: Array, rois: Array, y: Array, scale: float, samples: int, beyond: int, sensitive: bool
+    x: Array, boxes: Rois, y: Array, scale: float, samples: int, beyond: int, sensitive: bool
 ) -> None:
-    (boxes, _, rows, columns), (channels, h, w) = y.shape, x.shape[1:]
+    (count, _, rows, columns), (channels, h, w) = y.shape, x.shape[1:]
     if sensitive:
         sizes = channels, rows, h, w, float(scale), samples, beyond
         # It needs more registers, and all blocks should fit on the device at a time.
-        _parts_forward("psroi_align_forward", PARTS // 2, x, boxes, rois, y, *sizes)
+        _parts_forward("psroi_align_forward", PARTS // 2, x, count, *boxes, y, *sizes)
         return
+    take_rois(boxes, len(x))
+    rois = boxes.taken
     rule = float(scale), samples, beyond, 0
     tables, size, _ = _tables(x, rois, (rows, columns), (h, w), False, *rule)
     given = x, rois, tables, y, size, rows, columns, channels, h, w
     last = [divisor(rows * columns), divisor(columns)]
-    _forward("roi_align_forward", x, boxes, (*given, last))
+    _forward("roi_align_forward", x, count, ALIGNS, (*given, last))
 
 
 def roi_align_backward(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from caffepy.ops import cpu
+from caffepy.ops.boxes import Rois
 from tests.ops.cuda.compare import EXACT, agree, data
 
 pytestmark = pytest.mark.gpu
@@ -20,6 +21,10 @@ def regions(count, images, height, width):
     return np.column_stack([image, low, high]).astype(np.float32)
 
 
+def to_take(given, pad=0.0):
+    return Rois(given, np.empty_like(given), pad, np.zeros(2))
+
+
 @pytest.mark.parametrize(
     ("count", "shape", "bins"),
     [
@@ -28,6 +33,8 @@ def regions(count, images, height, width):
         (200, (3, 70, 5, 6), (1, 1)),
         (40, (1, 2, 130, 150), (6, 7)),  # more cells than a warp holds
         (40, (1, 9, 60, 50), (3, 4)),  # four channels side by side, and one more
+        (1300, (1, 2, 9, 8), (3, 3)),  # more boxes than a block lists at a time
+        (60, (1, 2, 20, 30), (11, 12)),  # more bins with even or odd rows and columns than lanes
         (0, (1, 2, 4, 4), (2, 2)),
         (9, (1, 2, 2, 13000), (2, 3)),  # weights of a box that shared memory has no room for
         (9, (1, 2, 13000, 2), (2, 3)),
@@ -38,12 +45,12 @@ def test_pooled_regions(count, shape, bins):
     rois = regions(count, n, 16 * h, 16 * w)
     x = np.round(data(shape), 1)
     y, index = np.empty((count, c, *bins), np.float32), np.empty((count, c, *bins), np.int32)
-    agree("roi_pool_forward", x, rois, y, index, 1 / 16, tolerance=EXACT)
-    cpu.roi_pool_forward(x, rois, y, index, 1 / 16)
+    agree("roi_pool_forward", x, to_take(rois), y, index, 1 / 16, tolerance=EXACT)
+    cpu.roi_pool_forward(x, to_take(rois), y, index, 1 / 16)
     agree("roi_pool_backward", data(y.shape), rois, index, x, 1 / 16)
     for samples in (0, 2):
         given = 1 / 16, samples, 1, False
-        agree("roi_align_forward", x, rois, y, *given, tolerance=(1e-5, 1e-5))
+        agree("roi_align_forward", x, to_take(rois), y, *given, tolerance=(1e-5, 1e-5))
         agree("roi_align_backward", data(y.shape), rois, x, *given, tolerance=(1e-5, 1e-4))
 
 
@@ -58,7 +65,8 @@ def test_gradients_of_more_bins_than_shared_memory_holds():
     [
         (5, 1, 1, 1, (3, 4)),
         (300, 3, 7, 2, (38, 50)),
-        (50, 2, 3, 1, (120, 130)),
+        (50, 2, 3, 1, (120, 130)),  # more than shared memory has room for
+        (1300, 1, 2, 1, (9, 8)),  # more boxes than a block looks at at a time
         (0, 2, 2, 1, (4, 4)),
     ],
 )
@@ -66,10 +74,10 @@ def test_pooled_parts(count, outputs, bins, images, size):
     rois = regions(count, images, 16 * size[0], 16 * size[1])
     x = data((images, outputs * bins**2, *size))
     y = np.empty((count, outputs, bins, bins), np.float32)
-    agree("psroi_pool_forward", x, rois, y, 1 / 16)
+    agree("psroi_pool_forward", x, to_take(rois), y, 1 / 16)
     agree("psroi_pool_backward", data(y.shape), rois, x, 1 / 16)
     given = 1 / 16, 2, 1, True
-    agree("roi_align_forward", x, rois, y, *given, tolerance=(1e-5, 1e-5))
+    agree("roi_align_forward", x, to_take(rois), y, *given, tolerance=(1e-5, 1e-5))
     agree("roi_align_backward", data(y.shape), rois, x, *given, tolerance=(1e-5, 1e-4))
 
 
@@ -80,5 +88,9 @@ def test_taken_boxes(images, pad):
     given = regions(1500, 40, 100, 90)
     given[::7, 0] -= 3
     for largest in (given, np.where(given[:, :1] < 0, np.nan, given)):
-        flag = np.zeros(2)
-        agree("take_rois", largest, np.empty_like(given), images, pad, flag, tolerance=EXACT)
+        agree("take_rois", to_take(largest, pad), images, tolerance=EXACT)
+        x, y = data((images, 1, 3, 4)), np.empty((len(given), 1, 1, 1), np.float32)
+        index = np.empty(y.shape, np.int32)
+        agree("roi_pool_forward", x, to_take(largest, pad), y, index, 1 / 16, tolerance=EXACT)
+        agree("psroi_pool_forward", x, to_take(largest), y, 1 / 16)
+        agree("roi_align_forward", x, to_take(largest), y, 1 / 16, 2, 1, True)

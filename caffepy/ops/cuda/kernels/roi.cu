@@ -39,29 +39,55 @@ struct Part {
   }
 };
 
-// A block: the boxes without those of images that there are not, which become those of image 0, each made larger on all
-// sides by `pad` of itself; the largest of these images is noted.
+// Boxes as they are given: those of images that there are not are of image 0, and all are larger on all sides by `pad` of
+// themselves.
+template <typename T> struct Boxes {
+  const T* rows;
+  i64 images;
+  float pad;
+  __device__ explicit Boxes(const T* taken) : rows(taken), images(1ll << 30), pad(0) {}
+  __device__ Boxes(const T* given, i64 images, double pad) : rows(given), images(images), pad(float(pad)) {}
+  __device__ Wide<T> given_image(i64 r) const { return rows[5 * r]; }
+  __device__ bool has_image(i64 r) const { return given_image(r) > -1 && given_image(r) < Wide<T>(images); }
+  __device__ i64 image(i64 r) const { return has_image(r) ? i64(float(given_image(r))) : 0; }
+  struct Ends {
+    T low, high;
+  };
+  // Of box r across (axis 0) or down (axis 1).
+  __device__ Ends ends(i64 r, int axis) const {
+    const Ends given{rows[5 * r + 1 + axis], rows[5 * r + 3 + axis]};
+    if (pad == 0) return given;
+    const float low = float(given.low), high = float(given.high), by = __fmul_rn(__fadd_rn(__fsub_rn(high, low), 1.0f), pad);
+    return {T(__fsub_rn(low, by)), T(__fadd_rn(high, by))};
+  }
+  template <typename P> __device__ P along(i64 r, int axis, float scale, i64 bins) const {
+    const Ends of = ends(r, axis);
+    return P(float(of.low), float(of.high), scale, bins);
+  }
+  // By a block: writes the boxes that are taken, and notes the largest image that there is not.
+  __device__ void take(T* taken, double* bad_image, i64 count) const {
+    Bad found;
+    for (i64 r = threadIdx.x; r < count; r += blockDim.x) {
+      T* to = taken + 5 * r;
+      found.add(!has_image(r), float(given_image(r)));
+      to[0] = has_image(r) ? rows[5 * r] : T(0);
+      for (int axis = 0; axis < 2; ++axis) {
+        const Ends of = ends(r, axis);
+        to[1 + axis] = of.low;
+        to[3 + axis] = of.high;
+      }
+    }
+    found.put_down(bad_image);
+  }
+};
+
 template <typename T>
 __global__ void __launch_bounds__(1024)
-take_rois(const T* given, T* rois, double* bad_image, i64 boxes, i64 images, double pad) {
-  Bad found;
-  for (i64 r = threadIdx.x; r < boxes; r += blockDim.x) {
-    const T* from = given + 5 * r;
-    T* to = rois + 5 * r;
-    const Wide<T> image = from[0];
-    const bool bad = !(image > -1 && image < Wide<T>(images));
-    found.add(bad, float(image));
-    to[0] = bad ? T(0) : from[0];
-#pragma unroll
-    for (int k = 1; k < 3; ++k) {
-      const float low = float(from[k]), high = float(from[k + 2]);
-      const float by = pad == 0 ? 0.0f : __fmul_rn(__fadd_rn(__fsub_rn(high, low), 1.0f), float(pad));
-      to[k] = pad == 0 ? from[k] : T(__fsub_rn(low, by));
-      to[k + 2] = pad == 0 ? from[k + 2] : T(__fadd_rn(high, by));
-    }
-  }
-  found.put_down(bad_image);
+take_rois(const T* given, T* taken, double* bad_image, i64 count, i64 images, double pad) {
+  Boxes<T>(given, images, pad).take(taken, bad_image, count);
 }
+
+__device__ bool first_block() { return blockIdx.x + blockIdx.y + blockIdx.z == 0; }
 
 // Begins to copy a word of 4 bytes to shared memory, where the device can; all of a thread are there after `await_copies`.
 template <typename A, typename T> __device__ void copy_word(A* to, const T* from) {
@@ -119,18 +145,18 @@ template <typename T, int K, int STAGED> struct Planes {
   }
 };
 
-// The boxes of image blockIdx.y among those from begin on, in their order, up to LIST at a time: f(number of them, their
+// Those of image blockIdx.y among the boxes from begin on, in their order, up to LIST at a time: f(number of them, their
 // numbers), by a whole block.
 constexpr int LIST = 1024;
 
-template <typename T, typename F> __device__ void each_tile(const T* rois, i64 begin, i64 end, F f) {
+template <typename T, typename F> __device__ void each_tile(const Boxes<T>& boxes, i64 begin, i64 end, F f) {
   __shared__ int list[LIST];
   i64 start = begin;
   do {
     unsigned known = 0;
     for (; start < end && known + blockDim.x <= LIST; start += blockDim.x) {
       const i64 r = start + threadIdx.x;
-      const bool here = r < end && i64(float(rois[5 * r])) == blockIdx.y;
+      const bool here = r < end && boxes.image(r) == blockIdx.y;
       const Rank rank(here);
       if (here) list[known + rank.before] = int(r);
       known += rank.all;
@@ -141,55 +167,86 @@ template <typename T, typename F> __device__ void each_tile(const T* rois, i64 b
   } while (start < end);
 }
 
+// The largest value so far, the first of equal ones, and its place.
+template <typename A, typename P> struct Largest {
+  A value;
+  P place;
+  __device__ void take(A x, P p) {
+    if (x > value) {
+      value = x;
+      place = p;
+    }
+  }
+};
+
+// Places of planes in shared memory are exact as floats. Selections would go through a pipe of half the rate of additions.
+template <> struct Largest<float, float> {
+  float value, place;
+  __device__ void take(float x, float p) {
+    asm("{ .reg .pred larger; setp.gt.f32 larger, %2, %0; @larger add.f32 %0, %2, 0f80000000; "
+        "@larger fma.rn.f32 %1, %1, 0f00000000, %3; }"
+        : "+f"(value), "+f"(place)
+        : "f"(x), "f"(p));
+  }
+};
+
+template <int STAGED> struct PlaceOf { using type = int; };
+template <> struct PlaceOf<1> { using type = float; };
+
 // Blocks (K channels, an image, a share of the boxes), `most` boxes at a time: first the cells of their bins, then a thread
 // for each bin.
 template <typename T, int K, int STAGED>
-__global__ void __launch_bounds__(512)
-roi_pool_forward(const T* x, const T* rois, T* y, int* index, i64 channels, i64 rows, i64 columns, i64 h, i64 w,
-                 double scale, i64 boxes, i64 share, i64 most, i64 room, i64 by_axes, i64 by_bins, i64 by_columns) {
+__global__ void __launch_bounds__(512, 4)
+roi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad_image, T* y, int* index, i64 channels,
+                 i64 rows, i64 columns, i64 h, i64 w, double scale, i64 count, i64 share, i64 most, i64 room, i64 by_axes,
+                 i64 by_bins, i64 by_columns) {
   extern __shared__ double shared[];
+  const Boxes<T> boxes(given, gridDim.y, pad);
   const Planes<T, K, STAGED> planes(x, shared, channels, h * w);
   Cells* cells = reinterpret_cast<Cells*>(reinterpret_cast<char*>(shared) + room);  // of rows, then columns, of each box
   const unsigned bins = unsigned(rows * columns), axes = unsigned(rows + columns), wide = unsigned(columns);
   const Divisor over_axes(by_axes), over_bins(by_bins), over_columns(by_columns);
   const int pitch = int(w);
   const i64 first = blockIdx.z * share;
-  each_tile(rois, first, min(first + share, boxes), [&](unsigned known, const int* list) {
+  if (first_block()) boxes.take(taken, bad_image, count);
+  each_tile(boxes, first, min(first + share, count), [&](unsigned known, const int* list) {
     for (unsigned done = 0; done < known; done += unsigned(most)) {
       const unsigned here = min(known - done, unsigned(most));
       __syncthreads();
       for (unsigned k = threadIdx.x; k < here * axes; k += blockDim.x) {
         const unsigned b = over_axes.quotient(k), i = k - b * axes;
-        const T* roi = rois + list[done + b] * i64(5);
-        cells[k] = i < rows ? Span(float(roi[2]), float(roi[4]), float(scale), rows).cells(i, h)
-                            : Span(float(roi[1]), float(roi[3]), float(scale), columns).cells(i - rows, w);
+        const int r = list[done + b];
+        cells[k] = i < rows ? boxes.template along<Span>(r, 1, float(scale), rows).cells(i, h)
+                            : boxes.template along<Span>(r, 0, float(scale), columns).cells(i - rows, w);
       }
       __syncthreads();
       for (unsigned k = threadIdx.x; k < here * bins; k += blockDim.x) {
         const unsigned b = over_bins.quotient(k), bin = k - b * bins, i = over_columns.quotient(bin);
         const Cells down = cells[b * axes + i], across = cells[b * axes + unsigned(rows) + (bin - i * wide)];
-        Pack<Wide<T>, K> best = {};
-        int place[K];
+        const int start = down.begin * pitch + across.begin;
         const bool any = down.begin < down.end && across.begin < across.end;
-        if (any) best = planes[down.begin * pitch + across.begin];
+        using Place = typename PlaceOf<STAGED>::type;
+        Largest<Wide<T>, Place> best[K];
+        Pack<Wide<T>, K> value = {};
+        if (any) value = planes[start];
 #pragma unroll
-        for (int c = 0; c < K; ++c) place[c] = any ? down.begin * pitch + across.begin : -1;
-        for (int a = down.begin; a < down.end; ++a)
-          for (int p = a * pitch + across.begin; p < a * pitch + across.end; ++p) {
-            const Pack<Wide<T>, K> value = planes[p];
+        for (int c = 0; c < K; ++c) best[c] = {value.v[c], Place(any ? start : -1)};
+        for (int a = down.begin; a < down.end; ++a) {
+          const int end = a * pitch + across.end;
+          Place place = Place(a * pitch + across.begin);
+#pragma unroll 1  // else lanes whose rows are of other lengths would wait for each other
+          for (int p = a * pitch + across.begin; p < end; ++p, ++place) {
+            value = planes[p];
 #pragma unroll
-            for (int c = 0; c < K; ++c)
-              if (value.v[c] > best.v[c]) {
-                best.v[c] = value.v[c];
-                place[c] = p;
-              }
+            for (int c = 0; c < K; ++c) best[c].take(value.v[c], place);
           }
+        }
         const i64 to = (list[done + b] * channels + blockIdx.x * i64(K)) * bins + bin;
 #pragma unroll
         for (int c = 0; c < K; ++c) {
           if (c >= planes.count) continue;
-          y[to + c * bins] = T(best.v[c]);
-          index[to + c * bins] = place[c];
+          y[to + c * bins] = T(best[c].value);
+          index[to + c * bins] = int(best[c].place);
         }
       }
     }
@@ -250,7 +307,7 @@ roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 chann
   Band<A> sums(reinterpret_cast<A*>(shared), plane, band, bands);
   const Divisor over_columns(by_columns);
   const int lane = threadIdx.x % 32, bins = int(rows * columns), parts = (bins + 32 * E - 1) / (32 * E);
-  each_tile(rois, 0, boxes, [&](unsigned known, int* list) {
+  each_tile(Boxes<T>(rois), 0, boxes, [&](unsigned known, int* list) {
     for (unsigned k = threadIdx.x; k < known; k += blockDim.x) {  // ~r where bins are smaller than a cell
       const T* roi = rois + list[k] * i64(5);
       const float high = Span(float(roi[2]), float(roi[4]), float(scale), rows).bin;
@@ -320,8 +377,10 @@ roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 chann
 // A block for each channel of an image, which belongs to bin (i, j); a thread takes boxes.
 template <typename T, int STAGED>
 __global__ void __launch_bounds__(256)
-psroi_pool_forward(const T* x, const T* rois, T* y, i64 channels, i64 bins, i64 h, i64 w, double scale, i64 boxes) {
+psroi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad_image, T* y, i64 channels, i64 bins, i64 h,
+                   i64 w, double scale, i64 count) {
   extern __shared__ double shared[];
+  const Boxes<T> boxes(given, gridDim.y, pad);
   const i64 j = blockIdx.x % bins, i = blockIdx.x / bins % bins;
   struct Part_of_box {
     bool here = false;
@@ -329,17 +388,17 @@ psroi_pool_forward(const T* x, const T* rois, T* y, i64 channels, i64 bins, i64 
   };
   const auto find = [=](i64 r) {
     Part_of_box found;
-    if (r >= boxes || i64(float(rois[5 * r])) != blockIdx.y) return found;
-    const T* roi = rois + 5 * r;
+    if (r >= count || boxes.image(r) != blockIdx.y) return found;
     found.here = true;
-    found.down = Part(float(roi[2]), float(roi[4]), float(scale), bins).cells(i, h);
-    found.across = Part(float(roi[1]), float(roi[3]), float(scale), bins).cells(j, w);
+    found.down = boxes.template along<Part>(r, 1, float(scale), bins).cells(i, h);
+    found.across = boxes.template along<Part>(r, 0, float(scale), bins).cells(j, w);
     return found;
   };
   Part_of_box part = find(threadIdx.x);  // on its way with the plane
   const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
+  if (first_block()) boxes.take(taken, bad_image, count);
   plane.wait();
-  for (i64 r = threadIdx.x; r < boxes; r += blockDim.x, part = find(r)) {
+  for (i64 r = threadIdx.x; r < count; r += blockDim.x, part = find(r)) {
     if (!part.here) continue;
     const Cells down = part.down, across = part.across;
     Wide<T> sum = 0;
@@ -389,31 +448,33 @@ template <typename A> struct Between {
 // PSROIAlign likewise.
 template <typename T, int STAGED>
 __global__ void __launch_bounds__(256)
-psroi_align_forward(const T* x, const T* rois, T* y, i64 channels, i64 bins, i64 h, i64 w, double scale, i64 samples,
-                    i64 beyond, i64 boxes) {
+psroi_align_forward(const T* x, const T* given, T* taken, double pad, double* bad_image, T* y, i64 channels, i64 bins, i64 h,
+                    i64 w, double scale, i64 samples, i64 beyond, i64 count) {
   using A = Wide<T>;
   extern __shared__ double shared[];
+  const Boxes<T> boxes(given, gridDim.y, pad);
   const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
   const i64 j = blockIdx.x % bins, i = blockIdx.x / bins % bins;
+  if (first_block()) boxes.take(taken, bad_image, count);
   plane.wait();
-  for (i64 r = threadIdx.x; r < boxes; r += blockDim.x) {
-    const T* roi = rois + 5 * r;
-    if (i64(float(roi[0])) != blockIdx.y) continue;
-    const Samples vertical(float(roi[2]), float(roi[4]), float(scale), bins, h, samples, beyond, true);
-    const Samples level(float(roi[1]), float(roi[3]), float(scale), bins, w, samples, beyond, true);
+  for (i64 r = threadIdx.x; r < count; r += blockDim.x) {
+    if (boxes.image(r) != blockIdx.y) continue;
+    const auto down = boxes.ends(r, 1), across = boxes.ends(r, 0);
+    const Samples vertical(float(down.low), float(down.high), float(scale), bins, h, samples, beyond, true);
+    const Samples level(float(across.low), float(across.high), float(scale), bins, w, samples, beyond, true);
     A sum = 0;
     for (i64 s = 0; s < vertical.n; ++s) {
       const float v = vertical.at(i, s);
       if (v < 0) continue;
-      const Between<A> down(v, h);
+      const Between<A> row(v, h);
       for (i64 t = 0; t < level.n; ++t) {
         const float u = level.at(j, t);
         if (u < 0) continue;
-        const Between<A> across(u, w);
+        const Between<A> column(u, w);
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-          const A by = (q / 2 ? down.share : 1 - down.share) * (q % 2 ? across.share : 1 - across.share);
-          if (by != 0) sum += by * plane[(down.low + q / 2) * int(w) + across.low + q % 2].v[0];
+          const A by = (q / 2 ? row.share : 1 - row.share) * (q % 2 ? column.share : 1 - column.share);
+          if (by != 0) sum += by * plane[(row.low + q / 2) * int(w) + column.low + q % 2].v[0];
         }
       }
     }
@@ -581,7 +642,7 @@ roi_align_forward(const T* x, const T* rois, char* tables, T* y, i64 size, i64 r
   const Divisor over_bins(by_bins), over_columns(by_columns);
   const int pitch = int(w);
   const i64 first = blockIdx.z * share;
-  each_tile(rois, first, min(first + share, boxes), [&](unsigned known, const int* list) {
+  each_tile(Boxes<T>(rois), first, min(first + share, boxes), [&](unsigned known, const int* list) {
     for (unsigned k = threadIdx.x; k < known * bins; k += blockDim.x) {
       const unsigned b = over_bins.quotient(k), bin = k - b * bins, i = over_columns.quotient(bin);
       const Table<A> table(tables + list[b] * size, rows, columns, h, w);
@@ -627,7 +688,7 @@ roi_align_backward(const T* dy, const T* rois, const char* readers, T* dx, i64 s
   const i64 channel = blockIdx.x * i64(K);
   const int count = int(min(i64(K), channels - channel)), lane = threadIdx.x % 32;
   for (int p = (mine - top) * pitch + lane; p < (until - top) * pitch; p += 32) sums[p] = {};
-  each_tile(rois, 0, boxes, [&](unsigned known, const int* list) {
+  each_tile(Boxes<T>(rois), 0, boxes, [&](unsigned known, const int* list) {
     for (unsigned done = 0; done < known; done += unsigned(most)) {
       const unsigned here = min(known - done, unsigned(most));
       const auto read = [=](unsigned b, int bin) {
@@ -713,6 +774,66 @@ roi_align_backward(const T* dy, const T* rois, const char* readers, T* dx, i64 s
     for (int q = 0; q < K; ++q)
       if (q < count) to[q * h * w + a * w + (k - a * pitch)] = T(sum.v[q]);
   }
+}
+
+// The plane of a channel of an image, which belongs to bin (i, j), in shared memory. Each box gives the cells of its bin a
+// share of dy: first each row learns which boxes reach it, a bit each in `words` (words of ROOM, h); then a thread adds up a
+// part of a row, the boxes in their order.
+template <typename T>
+__global__ void __launch_bounds__(256, 8)
+psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 channels, i64 h, i64 w, i64 bins, i64 boxes, double scale) {
+  using A = Wide<T>;
+  constexpr int ROOM = 512, SEGMENT = 32;
+  extern __shared__ double shared[];
+  __shared__ short2 columns[ROOM];
+  __shared__ A shares[ROOM];
+  A* sums = reinterpret_cast<A*>(shared);
+  const int pitch = int(w) | 1, lines = int(h), width = int(w), segments = (width + SEGMENT - 1) / SEGMENT;
+  unsigned* words = reinterpret_cast<unsigned*>(sums + lines * pitch);
+  const int j = int(blockIdx.x % bins), i = int(blockIdx.x / bins % bins);
+  for (int p = threadIdx.x; p < lines * pitch; p += blockDim.x) sums[p] = 0;
+  i64 start = 0;
+  do {
+    for (int k = threadIdx.x; k < lines * (ROOM / 32); k += blockDim.x) words[k] = 0;
+    int known = 0;
+    for (; start < boxes && known + int(blockDim.x) <= ROOM; start += blockDim.x) {
+      const i64 r = start + threadIdx.x;
+      Cells down{0, 0}, across{0, 0};
+      A share = 0;
+      if (r < boxes && i64(float(rois[5 * r])) == blockIdx.y) {
+        const T* roi = rois + 5 * r;
+        share = A(dy[r * channels + blockIdx.x]);
+        down = Part(float(roi[2]), float(roi[4]), float(scale), bins).cells(i, h);
+        across = Part(float(roi[1]), float(roi[3]), float(scale), bins).cells(j, w);
+      }
+      const bool here = down.begin < down.end && across.begin < across.end;
+      const Rank rank(here);
+      if (here) {
+        const int k = known + int(rank.before);
+        columns[k] = {static_cast<short>(across.begin), static_cast<short>(across.end)};
+        shares[k] = share / A((down.end - down.begin) * (across.end - across.begin));
+        for (int a = down.begin; a < down.end; ++a) atomicOr(words + k / 32 * lines + a, 1u << k % 32);
+      }
+      known += int(rank.all);
+    }
+    __syncthreads();
+    for (int k = threadIdx.x; k < lines * segments; k += blockDim.x) {
+      const int segment = k / lines, a = k - segment * lines, left = segment * SEGMENT, right = min(left + SEGMENT, width);
+      A* row = sums + a * pitch;
+      for (int word = 0; 32 * word < known; ++word)
+        for (unsigned some = words[word * lines + a]; some; some &= some - 1) {
+          const int box = 32 * word + __ffs(some) - 1;
+          const short2 reach = columns[box];
+          const A share = shares[box];
+          const int end = min(int(reach.y), right);
+          for (int b = max(int(reach.x), left); b < end; ++b) row[b] += share;
+        }
+    }
+    __syncthreads();
+  } while (start < boxes);
+  T* to = dx + (blockIdx.y * channels + blockIdx.x) * h * w;
+  for (int a = threadIdx.x / 32; a < lines; a += blockDim.x / 32)
+    for (int b = threadIdx.x % 32; b < width; b += 32) to[a * width + b] = T(sums[a * pitch + b]);
 }
 
 // A block for each channel of an image, which belongs to bin (i, j). Each box gives the cells of its bin a share of dy, or
