@@ -23,7 +23,7 @@ from caffepy import ops as backends
 from caffepy.device.blob import PLAIN, Blob, Layout
 from caffepy.device.cuda import CudaDevice
 from caffepy.layer import create_layer
-from caffepy.ops.boxes import CENTER_SIZE, PRIORS, BoxCode, LocationLoss, Matching
+from caffepy.ops.boxes import CENTER_SIZE, PRIORS, BoxCode, LocationLoss, Matching, TruthCheck
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
 CACHE = 120e6
@@ -138,6 +138,15 @@ def of_ops(device: CudaDevice) -> list[Case]:
         )
         return lambda: ops.match_boxes(given[:1], true, -1, rule, *out)
 
+    def match_with_losses() -> Work:
+        x, at = array(IMAGES, COUNT, CLASSES), array(IMAGES, COUNT, 1, 4)
+        matches, labels = (array(IMAGES, COUNT, dtype=np.int32) for _ in range(2))
+        counts, flags = array(IMAGES, 2, dtype=np.int32), [device.on_device(np.zeros(2))] * 2
+        check = TruthCheck(CLASSES, 0, False, True, *flags)
+        found = matches, array(IMAGES, COUNT), counts
+        lost = labels, array(IMAGES, 1, COUNT), array(IMAGES, COUNT)
+        return lambda: ops.match_with_losses(x, at, given, true, rule, loss, check, *found, *lost)
+
     def losses() -> Work:
         x, y = array(size, CLASSES), array(size)
         return lambda: ops.class_losses(x, all_rows, y)
@@ -186,6 +195,7 @@ def of_ops(device: CudaDevice) -> list[Case]:
     row, word = 4 * CLASSES * size, 4 * size
     return [
         Case("matching", 2 * word + 16 * COUNT, match),
+        Case("matching with losses", row + 5 * word + 16 * COUNT, match_with_losses),
         Case("class losses", row + 2 * word, losses),
         Case("class gradients, 4 % of rows", int(1.04 * row) + word, gradients),
         Case("class gradients, all rows", 2 * row + word, every_gradient),

@@ -10,7 +10,16 @@ from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, layer
 from caffepy.layer.detection import check_refinement, count_priors, no_class
 from caffepy.layer.loss import ClassLoss
-from caffepy.ops.boxes import NOWHERE, PREDICTIONS, PRIORS, BoxCode, LocationLoss, Matching, Mining
+from caffepy.ops.boxes import (
+    NOWHERE,
+    PREDICTIONS,
+    PRIORS,
+    BoxCode,
+    LocationLoss,
+    Matching,
+    Mining,
+    TruthCheck,
+)
 from caffepy.proto.caffe_pb2 import MultiBoxLossParameter
 
 log = logging.getLogger(__name__)
@@ -169,11 +178,13 @@ class MultiBoxLoss(ClassLoss):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         locations, scores, priors, truths = self.given(bottom)
         matches, labels = self.matches.data, self.labels.data
-        self.check_truths(truths)
         if self.own_priors:
             self.move_priors(bottom[5].data, priors)
-        self.match(locations, priors, truths)
-        self.set_losses(locations, scores, priors, truths)
+        if self.whole and self.settings.use_prior_for_matching and not self.suppresses:
+            self.match_with_losses(locations, scores, priors, truths)
+        else:
+            self.match(locations, priors, truths)
+            self.set_losses(locations, scores, priors, truths)
         mining = self.mining_by_overlap if len(bottom) == 4 and not self.logistic else None
         if self.mining != NONE and not mining:
             sure = bottom[4].data.reshape(*scores.shape[:2], 2)[..., 1] if bottom[4:] else None
@@ -185,9 +196,21 @@ class MultiBoxLoss(ClassLoss):
         divisor = self.divisor(*matches.shape[::2])
         self.ops.multibox_loss(*given, divisor, mining, self.normalizer.data, top[0].data)
 
-    def check_truths(self, truths: Array) -> None:
-        rules = self.classes, self.background, self.agnostic, self.settings.use_difficult_gt
-        self.ops.check_truths(truths, *rules, self.bad_label.found, self.bad_box.found)
+    @property
+    def check(self) -> TruthCheck:
+        """What is wrong with true boxes."""
+        param, flags = self.settings, (self.bad_label.found, self.bad_box.found)
+        rules = self.classes, self.background, self.agnostic, param.use_difficult_gt
+        return TruthCheck(*rules, *flags)
+
+    def match_with_losses(
+        self, locations: Array, scores: Array, priors: Array, truths: Array
+    ) -> None:
+        """Check the true boxes, find the matches, and write the labels and losses of all boxes."""
+        matches, overlaps = self.matches.data, self.overlaps.data
+        given = scores, locations, priors, truths, self.rule, self.location, self.check
+        found = matches.reshape(overlaps.shape), overlaps, self.counts.data, self.labels.data
+        self.ops.match_with_losses(*given, *found, self.location_loss.data, self.class_loss.data)
         self.bad_label.check()
         self.bad_box.check()
 
@@ -239,7 +262,10 @@ class MultiBoxLoss(ClassLoss):
             yield slice(i, i + 1), self.own_priors.data[i]
 
     def match(self, locations: Array, priors: Array, truths: Array) -> None:
-        """Find the matches, for each class that has locations of its own."""
+        """Check the true boxes, and find the matches for each class that has its own locations."""
+        self.ops.check_truths(truths, self.check)
+        self.bad_label.check()
+        self.bad_box.check()
         param, counts, overlaps = self.settings, self.counts.data, self.overlaps.data
         matches, by_class = self.matches.data, not param.share_location
         if not param.use_prior_for_matching or self.suppresses:

@@ -31,6 +31,17 @@ class Matching(NamedTuple):
     difficult: bool
 
 
+class TruthCheck(NamedTuple):
+    """Which true boxes are wrong, and what notes them: see `Ops.check_truths`."""
+
+    classes: int
+    background: int
+    any_class: bool
+    difficult: bool
+    bad_label: Array
+    bad_box: Array
+
+
 class LocationLoss(NamedTuple):
     """The loss of locations: |d| smoothed below 1, or with `square` d^2 / 2.
 

@@ -31,7 +31,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array, Blob, Layout
 from caffepy.ops import objects
-from caffepy.ops.boxes import BoxCode, LocationLoss, Matching, Mining, Rois
+from caffepy.ops.boxes import BoxCode, LocationLoss, Matching, Mining, Rois, TruthCheck
 from caffepy.ops.objects import Normalized, NormSums, Windows
 from caffepy.ops.overlap import YoloWeights
 from caffepy.ops.update_state import Limits, Number, Segments
@@ -906,16 +906,27 @@ class Ops(Protocol):
         allowed (N, P) int32, of equal ones the first, else 0; numbers (N) int32.
         """
 
-    def check_truths(
+    def match_with_losses(
         self,
+        scores: Array,
+        locations: Array,
+        priors: Array,
         truths: Array,
-        classes: int,
-        background: int,
-        any_class: bool,
-        difficult: bool,
-        bad_label: Array,
-        bad_box: Array,
+        matching: Matching,
+        rule: LocationLoss,
+        check: TruthCheck,
+        matches: Array,
+        overlaps: Array,
+        counts: Array,
+        labels: Array,
+        of_location: Array,
+        of_class: Array,
     ) -> None:
+        """`check_truths`, `match_boxes` of the priors (2, P, 4) with true boxes of any class, and
+        `box_losses`, but on the CPU only the first if a true box is wrong.
+        """
+
+    def check_truths(self, truths: Array, check: TruthCheck) -> None:
         """Set bad_label (2) = 1 and the largest class of true boxes of an image that is the
         background's or none, and bad_box (2) = 1 and the largest image of those that are not
         finite, float64, on the CPU unless bad_label is set; difficult ones count with `difficult`,

@@ -427,13 +427,15 @@ def test_priors_of_each_image(case):
         given_n = [bottoms[0][n : n + 1], bottoms[1][n : n + 1], np.stack([own, variances])]
         one = Single(plain, *given_n[:2], given_n[2].reshape(1, 2, -1), truths[None, None])
         if "NONE share" not in text and "mining_type" not in text:
-            match, unsure = one.layer.match, bottoms[4].reshape(3, 20, 2)[n, :, 1] < np.float32(0.6)
+            unsure = bottoms[4].reshape(3, 20, 2)[n, :, 1] < np.float32(0.6)
+            for name in ("match", "match_with_losses"):
+                match = getattr(one.layer, name)
 
-            def and_unsure(*given, one=one, match=match, unsure=unsure):
-                match(*given)
-                one.layer.overlaps.data[0, unsure] = 1
+                def and_unsure(*given, one=one, match=match, unsure=unsure):
+                    match(*given)
+                    one.layer.overlaps.data[0, unsure] = 1
 
-            one.layer.match = and_unsure
+                setattr(one.layer, name, and_unsure)
         total += one.forward()[0]
         (dl, dc, *_), _ = one.backward([np.array(1.0)], propagate_down=[True, True, False, False])
         np.testing.assert_allclose(dloc[n], dl[0], rtol=1e-4, atol=1e-5)

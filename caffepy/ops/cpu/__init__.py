@@ -15,6 +15,7 @@ from caffepy.ops.cpu.boxes import (
     location_gradients,
     location_losses,
     match_boxes,
+    match_with_losses,
     mine_negatives,
     multibox_loss,
 )

@@ -22,6 +22,7 @@ from caffepy.ops.boxes import (
     LocationLoss,
     Matching,
     Mining,
+    TruthCheck,
 )
 from caffepy.ops.cpu.compiler import inlined, kernel
 
@@ -330,15 +331,8 @@ def choose_largest(values: Array, allowed: Array, numbers: Array, chosen: Array)
     parallel(partial(_choose, values, allowed, numbers, chosen), len(values))
 
 
-def check_truths(
-    truths: Array,
-    classes: int,
-    background: int,
-    any_class: bool,
-    difficult: bool,
-    bad_label: Array,
-    bad_box: Array,
-) -> None:
+def check_truths(truths: Array, check: TruthCheck) -> None:
+    classes, background, any_class, difficult, bad_label, bad_box = check
     image, label = truths[:, 0], truths[:, 1]
     counts = (image >= 0) & (difficult | (truths[:, 7] == 0))
     inside = (label > -1) & ((label < classes) | any_class) & (label != background)
@@ -461,6 +455,29 @@ def box_losses(
     location_losses(locations, priors, truths, matches, rule, of_location)
     x = scores.reshape(-1, scores.shape[2])
     class_losses(x, labels.reshape(-1), of_class.reshape(-1))
+
+
+def match_with_losses(
+    scores: Array,
+    locations: Array,
+    priors: Array,
+    truths: Array,
+    matching: Matching,
+    rule: LocationLoss,
+    check: TruthCheck,
+    matches: Array,
+    overlaps: Array,
+    counts: Array,
+    labels: Array,
+    of_location: Array,
+    of_class: Array,
+) -> None:
+    check_truths(truths, check)
+    if check.bad_label[0] or check.bad_box[0]:
+        return
+    match_boxes(priors[:1], truths, -1, matching, matches, overlaps, counts)
+    kinds, losses = (check.background, check.any_class), (labels, of_location, of_class)
+    box_losses(scores, locations, priors, truths, matches[:, None], rule, *kinds, *losses)
 
 
 def box_gradients(

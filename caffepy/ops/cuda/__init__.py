@@ -34,6 +34,7 @@ from caffepy.ops.cuda.boxes import (
     location_gradients,
     location_losses,
     match_boxes,
+    match_with_losses,
     mine_negatives,
     multibox_loss,
 )

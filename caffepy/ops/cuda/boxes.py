@@ -5,7 +5,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from caffepy.ops.boxes import BoxCode, LocationLoss, Matching, Mining
+from caffepy.ops.boxes import BoxCode, LocationLoss, Matching, Mining, TruthCheck
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import (
@@ -30,6 +30,11 @@ SHARED = 1024
 EACH = 2
 """Boxes of a thread that matches them, as in boxes.cu."""
 
+FUSED, FUSED_STAGE = 128, 40 << 10
+"""Threads of a block that matches boxes and takes their losses, as in boxes.cu, and most bytes of
+their rows of scores in shared memory.
+"""
+
 LOSSES = 512
 """Boxes for which one more block pays."""
 
@@ -45,6 +50,28 @@ def decode_boxes(locations: Array, priors: Array, code: BoxCode, boxes: Array) -
     launch("boxes", "decode_boxes", boxes, boxes.size // 4, locations, priors, boxes, *sizes)
 
 
+def _matching(
+    boxes: Array,
+    truths: Array,
+    label: int,
+    rule: Matching,
+    images: int,
+    threads: int,
+    each: int,
+    check: TruthCheck | None,
+) -> tuple[tuple[int, int], tuple[Any, ...]]:
+    """Return the grid, with `each` boxes a thread, and what kernels that match take at the end."""
+    count, known = boxes.shape[1], len(truths)
+    tiles, memory = -(-count // (each * threads)), context().array
+    tops = memory("best pairs", (known, tiles * threads // 32), np.uint64)
+    matched = memory("matched", (images, tiles), np.int32)
+    pairs = memory("pairs", (images, known, 3), np.uint64) if known > threads else tops
+    blocks = tops, matched, pairs, arrivals(images)
+    sizes = int(len(boxes) > 1), count, known, label, int(rule.difficult), int(rule.inside)
+    numbers = float(rule.threshold), int(rule.every), *_rules(check)
+    return (tiles, images), (*blocks, *sizes, *numbers)
+
+
 def match_boxes(
     boxes: Array,
     truths: Array,
@@ -54,18 +81,41 @@ def match_boxes(
     overlaps: Array,
     counts: Array,
 ) -> None:
-    (images, count), known = matches.shape, len(truths)
     if not matches.size:
         return
-    tiles, memory = -(-count // (EACH * THREADS)), context().array
-    tops = memory("best pairs", (tiles, known), np.uint64)
-    matched = memory("matched", (images, tiles), np.int32)
-    pairs = memory("pairs", (images, known, 3), np.uint64) if known > THREADS else tops
-    blocks = tops, matched, pairs, arrivals(images)
-    sizes = int(len(boxes) > 1), count, known, label, int(rule.difficult), int(rule.inside)
-    arguments = boxes, truths, matches, overlaps, counts, *blocks, *sizes
+    grid, last = _matching(boxes, truths, label, rule, len(matches), THREADS, EACH, None)
     match = kernel("boxes", f"match_boxes<{c_type(boxes)}>")
-    match((tiles, images), (THREADS,), (*arguments, float(rule.threshold), int(rule.every)))
+    match(grid, (THREADS,), (boxes, truths, matches, overlaps, counts, *last))
+
+
+def match_with_losses(
+    scores: Array,
+    locations: Array,
+    priors: Array,
+    truths: Array,
+    matching: Matching,
+    rule: LocationLoss,
+    check: TruthCheck,
+    matches: Array,
+    overlaps: Array,
+    counts: Array,
+    labels: Array,
+    of_location: Array,
+    of_class: Array,
+) -> None:
+    images, classes = len(matches), scores.shape[2]
+    shared = 4 * FUSED * _row_words(classes)
+    if not matches.size or shared > FUSED_STAGE:
+        check_truths(truths, check)
+        match_boxes(priors[:1], truths, -1, matching, matches, overlaps, counts)
+        kinds, losses = (check.background, check.any_class), (labels, of_location, of_class)
+        box_losses(scores, locations, priors, truths, matches[:, None], rule, *kinds, *losses)
+        return
+    grid, last = _matching(priors[:1], truths, -1, matching, images, FUSED, 1, check)
+    arrays = scores, locations, priors, truths, matches, overlaps, counts
+    arguments = *arrays, labels, of_location, of_class, *last, divisor(classes), LEAST
+    match = kernel("boxes", f"match_with_losses<{c_type(scores)}>")
+    match(grid, (FUSED,), (*arguments, *_numbers(rule)), shared_mem=shared)
 
 
 def _numbers(rule: LocationLoss) -> tuple[int, ...]:
@@ -113,17 +163,15 @@ def choose_largest(values: Array, allowed: Array, numbers: Array, chosen: Array)
         )
 
 
-def check_truths(
-    truths: Array,
-    classes: int,
-    background: int,
-    any_class: bool,
-    difficult: bool,
-    bad_label: Array,
-    bad_box: Array,
-) -> None:
-    rules = len(truths), classes, background, int(any_class), int(difficult)
-    arguments = truths, bad_label, bad_box, *rules
+def _rules(check: TruthCheck | None) -> tuple[Any, ...]:
+    """Return what a kernel needs to check true boxes, but for whether difficult ones count."""
+    if check is None:
+        return 0, 0, 0, None, None
+    return check.classes, check.background, int(check.any_class), check.bad_label, check.bad_box
+
+
+def check_truths(truths: Array, check: TruthCheck) -> None:
+    arguments = truths, len(truths), int(check.difficult), *_rules(check)
     launch_blocks("boxes", "check_truths", truths, min(1, len(truths)), *arguments, threads=WIDE)
 
 

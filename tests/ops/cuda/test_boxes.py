@@ -13,6 +13,7 @@ from caffepy.ops.boxes import (
     LocationLoss,
     Matching,
     Mining,
+    TruthCheck,
 )
 from tests.ops.cuda.compare import EXACT, agree, data
 
@@ -125,6 +126,26 @@ def test_losses_and_gradients_of_boxes(count, classes):
     agree("box_gradients", *given, labels, rule, *factors, *diffs, tolerance=(1e-4, 1e-6))
 
 
+@pytest.mark.parametrize("classes", [2, 20, 21, 81, 90])
+@pytest.mark.parametrize(("count", "known"), [(1, 1), (300, 0), (1000, 40), (517, 400)])
+def test_matching_with_losses(count, known, classes):
+    """Also of images with more true boxes than a block has threads, and of wrong true boxes."""
+    scores, locations = data((2, count, classes)) * 3, data((2, count, 1, 4), seed=1)
+    priors = np.stack([some_boxes(count), np.full((count, 4), 0.1, "f")])
+    truths = some_truths(known, 2)
+    truths[:, 1], truths[:, 5:7] = 1, truths[:, 3:5] + 0.1
+    rule = LocationLoss(BoxCode(CENTER_SIZE), False, PRIORS)
+    shape = (2, count)
+    ints = [np.full(s, 7, np.int32) for s in (shape, (2, 2), shape)]
+    floats = [np.full(s, 7, np.float32) for s in (shape, (2, 1, count), shape)]
+    found = ints[0], floats[0], ints[1], ints[2], *floats[1:]
+    for inside, difficult in ((False, True), (True, False)):
+        matching = Matching(0.4, True, inside, difficult)
+        check = TruthCheck(classes, 0, difficult, difficult, np.zeros(2), np.zeros(2))
+        given = scores, locations, priors, truths, matching, rule, check
+        agree("match_with_losses", *given, *found, tolerance=(1e-4, 1e-5))
+
+
 @pytest.mark.parametrize("eta", [1.0, 0.9])
 @pytest.mark.parametrize(
     ("count", "most"), [(1, 1), (50, 50), (900, 40), (3000, 400), (1500, 1500), (40000, 33)]
@@ -172,8 +193,8 @@ def test_the_largest_wrong_class_is_put_down(wrong, count):
     if count and wrong is not None:
         truths[-2:, :2], truths[-2:, 7] = [[1, wrong], [2, 4]], 0
     for any_class, difficult in ((False, True), (True, False)):
-        given = truths, 4, 0, any_class, difficult, np.zeros(2), np.zeros(2)
-        agree("check_truths", *given, tolerance=EXACT)
+        check = TruthCheck(4, 0, any_class, difficult, np.zeros(2), np.zeros(2))
+        agree("check_truths", truths, check, tolerance=EXACT)
 
 
 def test_losses_and_gradients_of_locations():

@@ -3,6 +3,7 @@
 // location_losses.
 
 #include "pack.cuh"
+#include "ahead.cuh"
 #include "reduce.cuh"
 #include "block_reduce.cuh"
 #include "flags.cuh"
@@ -125,30 +126,32 @@ template <typename T> struct Truths {
   }
   __device__ bool wanted(i64 t) const { return label < 0 || i64(rows[8 * t + 1]) == label; }
   __device__ Box box(i64 t) const { return Box(rows + 8 * t + 3); }
+  // By a block: notes those that are of no class or of the background, and those that are not finite.
+  __device__ void check(i64 classes, i64 background, i64 any_class, double* bad_label, double* bad_box) const {
+    Bad labels, boxes;
+    for (i64 t = threadIdx.x; t < count; t += blockDim.x) {
+      const T* row = rows + 8 * t;
+      const float image = float(row[0]), label = float(row[1]);
+      const bool counts = image >= 0 && (difficult || float(row[7]) == 0);
+      const bool inside = label > -1 && (any_class || label < float(classes)) && label != float(background);
+      bool finite = true;
+      for (int k = 3; k < 7; ++k) finite &= fabsf(float(row[k])) < __uint_as_float(0x7f800000u);
+      labels.add(counts && !inside, label);
+      boxes.add(counts && !finite, image);
+    }
+    labels.put_down(bad_label);
+    boxes.put_down(bad_box);
+  }
 };
 
 // The larger of two pairs: overlap, then the earlier box, in one word; 0 is none.
 __device__ u64 pair(unsigned both, i64 place) { return u64(both) << 32 | (0xffffffffu - unsigned(place)); }
 __device__ i64 place_of(u64 found) { return i64(0xffffffffu - unsigned(found)); }
 
-// What match_boxes knows of the true boxes of an image: their rows, best pairs, and the pairs that they have got.
-struct Pairs {
-  u64 *best, *got;
-  int* row;
-  int count;
-  __device__ bool is_free(i64 place) const {
-    for (int k = 0; k < count; ++k)
-      if (got[k] && place_of(got[k]) == place) return false;
-    return true;
-  }
-};
-
-constexpr int TILE = 256, EACH = 2;  // threads of match_boxes, and true boxes that it takes at a time; boxes of a thread
-
-// The best pair of a true box with those boxes of a tile that are free, by the block.
-template <typename T>
-__device__ u64 best_pair(const T* boxes, const Box& truth, i64 tile, i64 count, bool inside, const Pairs& pairs) {
-  const i64 start = (tile * TILE + threadIdx.x) * EACH;
+// The best pair of a true box with the boxes of a line, EACH for each lane, of those below `limit`, by a warp.
+template <int EACH, typename T>
+__device__ u64 best_below(const T* boxes, const Box& truth, i64 line, i64 count, bool inside, u64 limit) {
+  const i64 start = (line * 32 + threadIdx.x % 32) * EACH;
   Box of[EACH];
 #pragma unroll
   for (int e = 0; e < EACH; ++e) of[e] = read_four(boxes + 4 * min(start + e, count - 1));
@@ -158,80 +161,75 @@ __device__ u64 best_pair(const T* boxes, const Box& truth, i64 tile, i64 count, 
     const i64 p = start + e;
     const float both = p >= count || (inside && of[e].crosses()) ? 0.0f : overlap(of[e], truth);
     const u64 next = both > LEAST ? pair(__float_as_uint(both), p) : 0;
-    if (next > found && pairs.is_free(p)) found = next;
+    if (next > found && next < limit) found = next;
   }
-  return block_max(found);
+  return warp_max(found);
 }
 
-// By the block: the best pair of those left, as long as there is one. `tops` (tiles, known): the best pair of each true box
-// with the boxes of a tile, one of which may be taken since. Each warp finds for itself what comes next.
-template <typename T>
-__device__ void take_pairs(const T* boxes, const Truths<T>& truths, u64* tops, i64 tiles, i64 count, bool inside,
-                           const Pairs& pairs) {
+// By the block: each of `count` true boxes, of these rows, keeps its best pair unless another's with that box is larger, or
+// as large and earlier; then it turns to the next one, until all pairs are of different boxes. That gives what taking the
+// best pair of those left in turn would give. `tops` (known, lines): the best pair of each true box with the boxes of a
+// line. `best` and `next` have room for a pair each.
+template <int TILE, int EACH, typename T>
+__device__ void settle(const T* boxes, const Truths<T>& truths, const u64* tops, i64 lines, i64 boxes_count, bool inside,
+                       u64* best, u64* next, const int* row, int count) {
   const int lane = threadIdx.x % 32;
-  while (true) {
-    u64 best = 0;
-    int at = 0;
-    for (int k = lane; k < pairs.count; k += 32)
-      if (pairs.best[k] > best) {
-        best = pairs.best[k];
-        at = k;
+  bool any;
+  do {
+    any = false;
+    for (int k = threadIdx.x / 32; k < count; k += TILE / 32) {
+      const u64 own = best[k];
+      bool lost = false;
+      for (int other = lane; own && other < count; other += 32) {
+        const u64 of_other = best[other];
+        lost |= other != k && of_other && place_of(of_other) == place_of(own) && (of_other > own || (of_other == own && other < k));
       }
-    const u64 most = warp_max(best);
-    if (!most) return;
-    const int first = int(0xffffffffu - warp_max(best == most ? 0xffffffffu - unsigned(at) : 0u));
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      pairs.got[first] = most;
-      pairs.best[first] = 0;
-    }
-    __syncthreads();
-    for (int start = 0; start < pairs.count; start += 32) {  // those whose best is gone look for another
-      const int k = start + lane;
-      const bool lost = k < pairs.count && pairs.best[k] && place_of(pairs.best[k]) == place_of(most);
-      for (unsigned left = __ballot_sync(0xffffffffu, lost); left; left &= left - 1) {
-        const int truth = start + __ffs(left) - 1, t = pairs.row[truth];
-        const Box box = truths.box(t);
-        u64 found = 0;
-        for (i64 base = 0; base < tiles; base += 32) {
-          u64* top = tops + (base + lane) * truths.count + t;
-          u64 own = base + lane < tiles ? __ldcg(top) : 0;
-          for (unsigned gone = __ballot_sync(0xffffffffu, own && !pairs.is_free(place_of(own))); gone; gone &= gone - 1) {
-            const int tile = __ffs(gone) - 1;
-            const u64 next = best_pair(boxes, box, base + tile, count, inside, pairs);
-            if (lane == tile) {
-              own = next;
-              if (threadIdx.x < 32) *top = next;
-            }
-          }
-          found = max(found, own);
+      u64 found = own;
+      if (__any_sync(0xffffffffu, lost)) {
+        any = true;
+        found = 0;
+        const Box truth = truths.box(row[k]);
+        for (i64 start = 0; start < lines; start += 32) {
+          const u64 top = start + lane < lines ? __ldcg(tops + row[k] * lines + start + lane) : 0;
+          if (top < own) found = max(found, top);
+          for (unsigned left = __ballot_sync(0xffffffffu, top >= own); left; left &= left - 1)
+            found = max(found, best_below<EACH>(boxes, truth, start + __ffs(left) - 1, boxes_count, inside, own));
         }
         found = warp_max(found);
-        __syncthreads();
-        if (threadIdx.x == 0) pairs.best[truth] = found;
-        __syncthreads();
       }
+      if (lane == 0) next[k] = found;
     }
-  }
+    any = __syncthreads_or(any);
+    u64* const before = best;
+    best = next;
+    next = before;
+  } while (any);
 }
 
-// Blocks (tiles of boxes, images), EACH boxes a thread: -2 where one crosses the edge and that leaves it out, with `every`
-// the true box of the image that it overlaps most, the threshold or more, else -1; and its largest overlap. The last
-// block of an image to finish then takes the best pairs, of those left, as long as there are any. `tops` (tiles, known) and
-// `matched` (images, tiles) are what blocks know; `pairs` (images, known, 3) is for images with more than TILE true boxes;
-// `arrived` (images) is 0 before and after.
-template <typename T>
-__global__ void __launch_bounds__(TILE)
-match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* counts, u64* tops, int* matched, u64* pairs,
-            u64* arrived, i64 own, i64 count, i64 known, i64 label, i64 difficult, i64 inside, double threshold,
-            i64 every) {
+// How true boxes are matched and checked, and what blocks know of each other: `tops` (known, lines of boxes), `matched`
+// (images, tiles); `pairs` (images, known, 3) for images with more true boxes than a block has threads; `arrived`
+// (images), 0 before and after. They are not checked if `bad_label` is null.
+#define MATCHING                                                                                                       \
+  u64 *tops, int *matched, u64 *pairs, u64 *arrived, i64 own, i64 count, i64 known, i64 label, i64 difficult, i64 inside, \
+      double threshold, i64 every, i64 classes, i64 background, i64 any_class, double *bad_label, double *bad_box
+#define BY_MATCHING                                                                                                    \
+  tops, matched, pairs, arrived, own, count, known, label, difficult, inside, threshold, every, classes, background,   \
+      any_class, bad_label, bad_box
+
+// Blocks (tiles of boxes, images) of TILE threads, EACH boxes a thread: -2 where one crosses the edge and that leaves it
+// out, with `every` the true box of the image that it overlaps most, the threshold or more, else -1; and its largest
+// overlap. visit(place, match, whether there is such a box) by the block. The last block of an image to finish then
+// takes the best pairs, of those left, as long as there are any: take(place, match) by a warp.
+template <int TILE, int EACH, typename T, typename V, typename F>
+__device__ void match_tile(const T* boxes, const T* rows, int* matches, T* overlaps, int* counts, V visit, F take, MATCHING) {
   __shared__ float corners[TILE][4];
   __shared__ int row_of[TILE];
-  __shared__ u64 top[TILE / 32][TILE];
+  __shared__ u64 shared_pairs[2][TILE];
   __shared__ bool last;
   const Truths<T> truths{rows, known, label, difficult};
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const i64 n = blockIdx.y, tiles = gridDim.x, first = (blockIdx.x * i64(TILE) + threadIdx.x) * EACH;
+  const i64 lines = tiles * (TILE / 32), line = blockIdx.x * i64(TILE / 32) + warp;
   boxes += own ? 4 * n * count : 0;
   matches += n * count;
   overlaps += n * count;
@@ -278,24 +276,20 @@ match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* count
       }
       const unsigned most = warp_max(bits);
       const int best = __ffs(__ballot_sync(0xffffffffu, bits == most)) - 1;
-      if (lane == best) top[warp][k] = most ? pair(most, place) : 0;
+      if (lane == best) tops[row_of[k] * lines + line] = most ? pair(most, place) : 0;
     }
     __syncthreads();
-    if (threadIdx.x < rank.all) {
-      u64 best = 0;
-#pragma unroll
-      for (int w = 0; w < TILE / 32; ++w) best = max(best, top[w][threadIdx.x]);
-      tops[blockIdx.x * known + row_of[threadIdx.x]] = best;
-    }
   }
   int found = 0;
 #pragma unroll
   for (int e = 0; e < EACH; ++e) {
     const bool is = every && at[e] >= 0 && largest[e] >= float(threshold);
+    const int match = crosses[e] && mine ? -2 : is ? at[e] : -1;
     if (first + e < count) {
-      matches[first + e] = crosses[e] && mine ? -2 : is ? at[e] : -1;
+      matches[first + e] = match;
       overlaps[first + e] = T(at[e] < 0 ? 0.0f : largest[e]);
     }
+    visit(first + e, match, first + e < count);
     found += __syncthreads_count(is);
   }
   if (threadIdx.x == 0) {
@@ -304,12 +298,15 @@ match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* count
     last = atomicAdd(arrived + n, 1ull) == gridDim.x - 1;
   }
   __syncthreads();
+  if (bad_label && blockIdx.x + blockIdx.y == 0) truths.check(classes, background, any_class, bad_label, bad_box);
   if (!last) return;
   __threadfence();
-  Pairs of{top[0], top[1], row_of, mine};
+  u64 *best = shared_pairs[0], *next = shared_pairs[1];
+  int* row = row_of;
   if (mine > TILE) {
-    pairs += 3 * n * known;
-    of = {pairs, pairs + known, reinterpret_cast<int*>(pairs + 2 * known), mine};
+    best = pairs + 3 * n * known;
+    next = best + known;
+    row = reinterpret_cast<int*>(next + known);
   }
   int any = mine;  // true boxes of any class
   if (known > TILE || label >= 0) {
@@ -319,22 +316,19 @@ match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* count
       const bool here = t < known && truths.of(t, n), wanted = here && truths.wanted(t);
       any += __syncthreads_count(here);
       const Rank rank(wanted);
-      if (wanted) of.row[listed + rank.before] = int(t);
+      if (wanted) row[listed + rank.before] = int(t);
       listed += rank.all;
     }
     __syncthreads();
   }
   for (int k = warp; k < mine; k += TILE / 32) {
-    u64 best = 0;
-    for (i64 tile = lane; tile < tiles; tile += 32) best = max(best, __ldcg(tops + tile * known + of.row[k]));
-    best = warp_max(best);
-    if (lane == 0) {
-      of.best[k] = best;
-      of.got[k] = 0;
-    }
+    u64 most = 0;
+    for (i64 of = lane; of < lines; of += 32) most = max(most, __ldcg(tops + row[k] * lines + of));
+    most = warp_max(most);
+    if (lane == 0) best[k] = most;
   }
   __syncthreads();
-  take_pairs(boxes, truths, tops, tiles, count, inside != 0, of);
+  settle<TILE, EACH>(boxes, truths, tops, lines, count, inside != 0, best, next, row, mine);
   if (warp == 0) {
     found = 0;
     for (i64 tile = lane; tile < tiles; tile += 32) found += __ldcg(matched + n * tiles + tile);
@@ -343,11 +337,11 @@ match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* count
   __syncthreads();
   for (int start = 0; start < mine; start += TILE) {
     const int k = start + int(threadIdx.x);
-    const u64 got = k < mine ? of.got[k] : 0;
+    const u64 got = k < mine ? best[k] : 0;
     const i64 place = got ? place_of(got) : 0;
     found += __syncthreads_count(got && __ldcg(matches + place) == -1);
     if (got) {
-      matches[place] = of.row[k];
+      matches[place] = row[k];
       overlaps[place] = T(__uint_as_float(unsigned(got >> 32)));
     }
   }
@@ -356,6 +350,14 @@ match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* count
     counts[2 * n + 1] = found;
     arrived[n] = 0;
   }
+  for (int k = warp; k < mine; k += TILE / 32)
+    if (best[k]) take(place_of(best[k]), row[k]);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(256)
+match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* counts, MATCHING) {
+  match_tile<256, 2>(boxes, rows, matches, overlaps, counts, [](i64, int, bool) {}, [](i64, int) {}, BY_MATCHING);
 }
 
 // How far four locations are from those of the true box; 0 where that costs nothing.
@@ -465,18 +467,21 @@ __device__ unsigned block_before(unsigned x) {
   return warp_sum(lane < warp ? parts[lane] : 0) + all - x;
 }
 
-// Keys of a row, of which element i of a thread is that at place i * blockDim.x + threadIdx.x; 0 for what cannot be chosen.
+// Keys of a row, four of a thread side by side, 0 for what cannot be chosen. HELD is a multiple of 4.
 template <int HELD> struct Keys {
   static constexpr int UNROLL = HELD <= 64 ? HELD : 4;
   unsigned of[HELD];
+  // The place of element i of this thread, which grows with i.
+  static __device__ i64 place(int i) { return (i / 4 * i64(blockDim.x) + threadIdx.x) * 4 + i % 4; }
+  Keys() = default;
   template <typename F> __device__ Keys(i64 count, F key) {
 #pragma unroll UNROLL
     for (int i = 0; i < HELD; ++i) {
-      const i64 p = i * i64(blockDim.x) + threadIdx.x;
+      const i64 p = place(i);
       of[i] = p < count ? key(p) : 0;
     }
   }
-  __device__ u64 pair_of(int i) const { return pair(of[i], i * i64(blockDim.x) + threadIdx.x); }
+  __device__ u64 pair_of(int i) const { return pair(of[i], place(i)); }
   __device__ unsigned largest() const {
     unsigned most = 0;
 #pragma unroll UNROLL
@@ -548,16 +553,22 @@ template <int HELD, typename F> __device__ void largest(const Keys<HELD>& keys, 
   __syncthreads();
   const unsigned left = found > wanted ? wanted - block_total(keys.above(least), 0) : 0;
   unsigned passed = 0;  // keys equal to `least` before
-#pragma unroll Keys<HELD>::UNROLL
-  for (int i = 0; i < HELD; ++i) {
-    bool chosen = wanted && keys.of[i] >= least;
+  constexpr int FOURS = Keys<HELD>::UNROLL / 4;
+#pragma unroll FOURS
+  for (int i = 0; i < HELD; i += 4) {
+    unsigned equal = 0, next = 0;
     if (wanted && found > wanted) {
-      const bool equal = keys.of[i] == least;
-      const Rank rank(equal);
-      chosen = keys.of[i] > least || (equal && passed + rank.before < left);
-      passed += rank.all;
+#pragma unroll
+      for (int k = i; k < i + 4; ++k) equal += keys.of[k] == least;
+      next = passed + block_before(equal);
+      passed += block_total(equal, 0);
     }
-    f(i, chosen);
+#pragma unroll
+    for (int k = i; k < i + 4; ++k) {
+      bool chosen = wanted && keys.of[k] >= least;
+      if (chosen && found > wanted && keys.of[k] == least) chosen = next++ < left;
+      f(k, chosen);
+    }
   }
 }
 
@@ -568,7 +579,7 @@ choose_largest(const T* values, const int* allowed, const int* numbers, int* cho
   const i64 n = blockIdx.x, start = n * count;
   const Keys<HELD> keys(count, [=](i64 p) { return allowed[start + p] ? ordered(float(values[start + p])) : 0; });
   largest(keys, numbers[n], [=](int i, bool is) {
-    const i64 p = i * i64(blockDim.x) + threadIdx.x;
+    const i64 p = keys.place(i);
     if (p < count) chosen[start + p] = is;
   });
 }
@@ -612,6 +623,13 @@ struct Rows {
           elements<V>(start + u * blockDim.x, [&](int v, unsigned, float& word) { word = float(got[u].v[v]); });
     }
   }
+  template <typename T> __device__ void read_all(const T* x, unsigned rows) const {
+    const auto all = [](unsigned) { return true; };
+    if (whole(x, rows))
+      read<PACK, 6>(x, rows, all);
+    else
+      read<1, 4>(x, rows, all);
+  }
   template <int V, typename T, typename F> __device__ void write(T* y, unsigned rows, F wanted) const {
     const unsigned packs = rows * count / V;
     for (unsigned p = threadIdx.x; p < packs; p += blockDim.x) {
@@ -620,11 +638,30 @@ struct Rows {
       reinterpret_cast<Pack<T, V>*>(y)[p] = pack;
     }
   }
+  // Begins to copy the rows, where the device can and they lie as they are to lie.
+  template <typename T> __device__ bool copy(const T* x, unsigned rows) const {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (PACK == 4) {
+      if (pitch != count || !whole(x, rows)) return false;
+      for (unsigned p = threadIdx.x; p < rows * count / PACK; p += blockDim.x) copy_ahead<16>(words + PACK * p, x + PACK * p, true);
+      close_group();
+      return true;
+    }
+#endif
+    return false;
+  }
   // Whether these rows are whole packs of 16 bytes.
   template <typename T> __device__ bool whole(const T* p, unsigned rows) const {
     return aligned(p, 16) && rows * count % PACK == 0;
   }
 };
+
+// Waits for what Rows::copy began.
+__device__ void await_copies(bool copied) {
+#if __CUDA_ARCH__ >= 800
+  if (copied) wait_for_groups<0>();
+#endif
+}
 
 __device__ float maximum(const float* row, unsigned count) {
   float most = row[0];
@@ -646,13 +683,8 @@ __device__ float class_loss(const float* row, unsigned count, int label, float l
 template <typename T, typename F> __device__ void each_row(const T* x, const Rows& scores, i64 rows, F f) {
   for (i64 first = blockIdx.x * i64(blockDim.x); first < rows; first += gridDim.x * i64(blockDim.x)) {
     const unsigned here = unsigned(min(rows - first, i64(blockDim.x)));
-    const auto all = [](unsigned) { return true; };
-    const T* from = x + first * scores.count;
     __syncthreads();
-    if (scores.whole(from, here))
-      scores.read<PACK, 6>(from, here, all);
-    else
-      scores.read<1, 4>(from, here, all);
+    scores.read_all(x + first * scores.count, here);
     __syncthreads();
     if (threadIdx.x < here) f(first + threadIdx.x, scores.row(threadIdx.x));
   }
@@ -688,40 +720,59 @@ __global__ void box_losses(const T* x, const T* locations, const T* priors, cons
   });
 }
 
-// Gradients of R rows of up to 32 scores, by a warp; a row below 0 is none.
-template <int R, typename T>
-__device__ void short_gradients(const T* x, T* gradients, const int (&rows)[R], int label, unsigned count, float by) {
-  const unsigned lane = threadIdx.x % 32;
-  float score[R], most[R], sum[R];
+// Up to four of the rows that learn, of up to 32 scores each, by a warp: read, then their gradients written.
+template <typename T> struct ShortRows {
+  int rows[4];  // below 0: none
+  float score[4];
+  __device__ ShortRows(const T* x, unsigned& left, unsigned count) {
+    const unsigned lane = threadIdx.x % 32;
 #pragma unroll
-  for (int r = 0; r < R; ++r)
-    score[r] = rows[r] >= 0 && lane < count ? float(x[rows[r] * count + lane]) : -__uint_as_float(0x7f800000u);
-#pragma unroll
-  for (int r = 0; r < R; ++r) most[r] = warp_max(score[r]);
-#pragma unroll
-  for (int r = 0; r < R; ++r) sum[r] = warp_sum(lane < count ? score[r] = expf(score[r] - most[r]) : 0.0f);
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-    const int own = __shfl_sync(0xffffffffu, label, max(rows[r], 0));
-    if (rows[r] >= 0 && lane < count) gradients[rows[r] * count + lane] = T(by * (score[r] / sum[r] - float(int(lane) == own)));
+    for (int r = 0; r < 4; ++r) {
+      rows[r] = __ffs(left) - 1;
+      left &= left - 1;
+      score[r] = rows[r] >= 0 && lane < count ? float(x[rows[r] * count + lane]) : -__uint_as_float(0x7f800000u);
+    }
   }
-}
+  __device__ void write(T* gradients, int label, unsigned count, float by) {
+    const unsigned lane = threadIdx.x % 32;
+    float most[4], sum[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) most[r] = warp_max(score[r]);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) sum[r] = warp_sum(lane < count ? score[r] = expf(score[r] - most[r]) : 0.0f);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int own = __shfl_sync(0xffffffffu, label, max(rows[r], 0));
+      if (rows[r] >= 0 && lane < count) gradients[rows[r] * count + lane] = T(by * (score[r] / sum[r] - float(int(lane) == own)));
+    }
+  }
+};
 
-// Gradients of up to 32 rows few of which learn, by a warp, whose lanes know the label of a row each: first the rows that
-// learn, four at a time if they are short, then zeros in packs around them.
+// Gradients of up to 32 rows few of which learn, by a warp, whose lanes know the label of a row each: those of the rows that
+// learn, and zeros in packs around them, which are written while the first rows are on their way.
 template <typename T>
 __device__ void few_gradients(const T* x, T* gradients, unsigned here, int label, unsigned count, const Divisor& by_count, float by) {
   const unsigned lane = threadIdx.x % 32, learn = __ballot_sync(0xffffffffu, label >= 0);
-  for (unsigned left = learn; left && count <= 32;) {
-    int rows[4];
-#pragma unroll
-    for (int& row : rows) {
-      row = __ffs(left) - 1;
-      left &= left - 1;
-    }
-    short_gradients(x, gradients, rows, label, count, by);
+  unsigned left = count <= 32 ? learn : 0;
+  ShortRows<T> first(x, left, count);
+  const unsigned all = here * count, whole = aligned(gradients, 16) ? all / PACK * PACK : 0;
+  for (unsigned i = lane * PACK; i < whole; i += 32 * PACK) {
+    const unsigned row = by_count.quotient(i), behind = by_count.quotient(i + PACK - 1) - row;
+    const unsigned rows = (2u << behind) - 1, of = learn >> row & rows;
+    if (!of)
+      *reinterpret_cast<Pack<T, PACK>*>(gradients + i) = {};
+    else if (of != rows)
+      for (unsigned v = i; v < i + PACK; ++v)
+        if (!(learn >> by_count.quotient(v) & 1)) gradients[v] = T(0);
   }
-  for (unsigned left = learn; left && count > 32; left &= left - 1) {
+  for (unsigned v = whole + lane; v < all; v += 32)
+    if (!(learn >> by_count.quotient(v) & 1)) gradients[v] = T(0);
+  if (count <= 32) {
+    if (learn) first.write(gradients, label, count, by);
+    while (left) ShortRows<T>(x, left, count).write(gradients, label, count, by);
+    return;
+  }
+  for (left = learn; left; left &= left - 1) {
     const int r = __ffs(left) - 1, own = __shfl_sync(0xffffffffu, label, r);
     const T* row = x + r * count;
     float most = -__uint_as_float(0x7f800000u), sum = 0;
@@ -732,18 +783,6 @@ __device__ void few_gradients(const T* x, T* gradients, unsigned here, int label
     for (unsigned k = lane; k < count; k += 32)
       gradients[r * count + k] = T(by * (expf(float(row[k]) - most) / sum - float(int(k) == own)));
   }
-  const unsigned all = here * count, whole = aligned(gradients, 16) ? all / PACK * PACK : 0;
-  for (unsigned i = lane * PACK; i < whole; i += 32 * PACK) {
-    const unsigned first = by_count.quotient(i), behind = by_count.quotient(i + PACK - 1) - first;
-    const unsigned rows = (2u << behind) - 1, of = learn >> first & rows;
-    if (!of)
-      *reinterpret_cast<Pack<T, PACK>*>(gradients + i) = {};
-    else if (of != rows)
-      for (unsigned v = i; v < i + PACK; ++v)
-        if (!(learn >> by_count.quotient(v) & 1)) gradients[v] = T(0);
-  }
-  for (unsigned v = whole + lane; v < all; v += 32)
-    if (!(learn >> by_count.quotient(v) & 1)) gradients[v] = T(0);
 }
 
 // Gradients of the rows of a block from x and `gradients` on, a thread a row with its label. If many learn, in shared memory:
@@ -798,10 +837,10 @@ __global__ void class_gradients(const T* x, const int* labels, const T* factor, 
 // location_gradients and class_gradients of boxes whose images share `boxes` priors; the factors are dloss / norm, that of
 // locations `weight` times as large.
 template <typename T>
-__global__ void box_gradients(const T* x, const T* locations, const T* priors, const T* truths, const int* matches,
-                              const int* labels, const T* dloss, const T* norm, T* to_locations, T* gradients, i64 rows,
-                              i64 count, i64 ready, double weight, i64 boxes, i64 kind, i64 scaled, i64 square,
-                              i64 crossing) {
+__global__ void __launch_bounds__(128, 10)
+box_gradients(const T* x, const T* locations, const T* priors, const T* truths, const int* matches, const int* labels,
+              const T* dloss, const T* norm, T* to_locations, T* gradients, i64 rows, i64 count, i64 ready, double weight,
+              i64 boxes, i64 kind, i64 scaled, i64 square, i64 crossing) {
   extern __shared__ float words[];
   const Rows scores(words, count, ready);
   const LocationRule rule(kind, scaled, square, crossing);
@@ -833,18 +872,55 @@ template <typename T> __device__ float long_total(const T* row, i64 count, float
   return warp_sum(sum);
 }
 
+template <typename T> __device__ float long_class_loss(const T* row, i64 count, i64 label, float least) {
+  if (label < 0 || label >= count) return 0;
+  const float most = long_maximum(row, count), sum = long_total(row, count, most);
+  const float share = expf(float(row[label]) - most) / sum;
+  return -logf(share > least || share != share ? share : least);
+}
+
 template <typename T>
 __global__ void long_class_losses(const T* x, const int* labels, T* losses, i64 rows, i64 count, double least) {
   for (i64 r = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / 32; r < rows; r += gridDim.x * i64(blockDim.x) / 32) {
-    float loss = 0;
-    if (labels[r] >= 0 && labels[r] < count) {
-      const T* row = x + r * count;
-      const float most = long_maximum(row, count), sum = long_total(row, count, most);
-      const float share = expf(float(row[labels[r]]) - most) / sum;
-      loss = -logf(share > float(least) || share != share ? share : float(least));
-    }
+    const float loss = long_class_loss(x + r * count, count, labels[r], float(least));
     if (threadIdx.x % 32 == 0) losses[r] = T(loss);
   }
+}
+
+// match_boxes of priors, and box_losses of what it finds: a thread for each box, whose scores are on their way meanwhile.
+template <typename T>
+__global__ void __launch_bounds__(128, 8)
+match_with_losses(const T* x, const T* locations, const T* priors, const T* rows, int* matches, T* overlaps, int* counts,
+                  int* labels, T* of_location, T* of_class, MATCHING, i64 ready, double least, i64 kind, i64 scaled,
+                  i64 square, i64 crossing) {
+  extern __shared__ int4 packs[];
+  const Rows scores(reinterpret_cast<float*>(packs), classes, ready);
+  const LocationRule rule(kind, scaled, square, crossing);
+  const i64 start = blockIdx.y * count, first = start + blockIdx.x * i64(blockDim.x);
+  const unsigned here = unsigned(min(start + count - first, i64(blockDim.x)));
+  const bool copied = scores.copy(x + first * classes, here);
+  if (!copied) scores.read_all(x + first * classes, here);
+  const auto of_place = [=](i64 p, int match) {
+    return T(match < 0 ? 0.0f : location_loss(locations + 4 * (start + p), priors, rows, match, p, count, rule));
+  };
+  const auto visit = [&](i64 p, int match, bool there) {
+    await_copies(copied);
+    __syncthreads();
+    if (!there) return;
+    const int own = label_of(rows, match, background, any_class);
+    labels[start + p] = own;
+    of_class[start + p] = T(class_loss(scores.row(threadIdx.x), scores.count, own, float(least)));
+    of_location[start + p] = of_place(p, match);
+  };
+  const auto take = [&](i64 p, int match) {
+    const int own = label_of(rows, match, background, any_class);
+    const float loss = long_class_loss(x + (start + p) * classes, classes, own, float(least));
+    if (threadIdx.x % 32) return;
+    labels[start + p] = own;
+    of_class[start + p] = T(loss);
+    of_location[start + p] = of_place(p, match);
+  };
+  match_tile<128, 1>(priors, rows, matches, overlaps, counts, visit, take, BY_MATCHING);
 }
 
 template <typename T>
@@ -861,24 +937,11 @@ __global__ void long_class_gradients(const T* x, const int* labels, const T* fac
   }
 }
 
-// A block: true boxes of images that are of no class or of the background, and those that are not finite.
 template <typename T>
 __global__ void __launch_bounds__(1024)
-check_truths(const T* rows, double* bad_label, double* bad_box, i64 known, i64 classes, i64 background, i64 any_class,
-             i64 difficult) {
-  Bad labels, boxes;
-  for (i64 t = threadIdx.x; t < known; t += blockDim.x) {
-    const T* row = rows + 8 * t;
-    const float image = float(row[0]), label = float(row[1]);
-    const bool counts = image >= 0 && (difficult || float(row[7]) == 0);
-    const bool inside = label > -1 && (any_class || label < float(classes)) && label != float(background);
-    bool finite = true;
-    for (int k = 3; k < 7; ++k) finite &= fabsf(float(row[k])) < __uint_as_float(0x7f800000u);
-    labels.add(counts && !inside, label);
-    boxes.add(counts && !finite, image);
-  }
-  labels.put_down(bad_label);
-  boxes.put_down(bad_box);
+check_truths(const T* rows, i64 known, i64 difficult, i64 classes, i64 background, i64 any_class, double* bad_label,
+             double* bad_box) {
+  Truths<T>{rows, known, -1, difficult}.check(classes, background, any_class, bad_label, bad_box);
 }
 
 // The class of each box: that of its true box in the last of `groups` that has one, or the background.
@@ -896,40 +959,95 @@ __global__ void label_matches(const T* rows, const int* matches, int* labels, i6
   }
 }
 
+// Four elements of an array from p on, of which those behind `count` are not read; WHOLE: all are there or none, in one pack.
+template <bool WHOLE, typename T> __device__ Pack<T, 4> read_up_to(const T* from, i64 p, i64 count) {
+  Pack<T, 4> four;
+  if constexpr (WHOLE) {
+    if (p < count) four = *reinterpret_cast<const Pack<T, 4>*>(from + p);
+  } else {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      if (p + k < count) four.v[k] = from[p + k];
+  }
+  return four;
+}
+
+template <bool V> struct Constant { static constexpr bool value = V; };
+
 // A block for each image: boxes without a match keep the label of the background if they are among those with the
 // largest losses, `ratio` as many as there are matches, of those that overlap less than `most`; else they get -1.
-// visit(place, whether it has a match, loss) of every box, taken(loss) of those that keep it.
+// visit(whether it has a match, loss, location loss unless there are none) of every box, taken(loss) of those that keep it.
 template <int HELD, typename T, typename V, typename F>
-__device__ void mine_image(const T* losses, const int* matches, const T* overlaps, const int* counts, int* labels, i64 count,
-                           double ratio, double most, V visit, F taken) {
-  constexpr bool FEW = HELD <= 32;  // which boxes have a match is kept
+__device__ void mine_image(const T* losses, const T* location, const int* matches, const T* overlaps, const int* counts,
+                           int* labels, i64 count, double ratio, double most, V visit, F taken) {
+  constexpr bool FEW = HELD <= 32;              // which boxes have a match is kept
+  constexpr int AHEAD = HELD <= 12 ? HELD : 4;  // on their way at once
   const i64 n = blockIdx.x, start = n * count;
   unsigned matched = 0;
-  int seen = 0;
-  const Keys<HELD> keys(count, [&](i64 p) {
-    const i64 i = start + p;
-    const float overlap = float(overlaps[i]), loss = float(losses[i]);  // all on their way at once
-    const int match = matches[i];
-    visit(i, match >= 0, loss);
-    if (FEW) matched |= unsigned(match >= 0) << seen++;
-    return (match == -1) & (overlap < float(most)) ? ordered(loss) : 0u;
-  });
+  Keys<HELD> keys;
+  const auto fill = [&](auto whole) {
+#pragma unroll Keys<HELD>::UNROLL
+    for (int i = 0; i < HELD; i += AHEAD) {
+      Pack<T, 4> loss[AHEAD / 4], overlap[AHEAD / 4], of_location[AHEAD / 4];
+      Pack<int, 4> match[AHEAD / 4];
+#pragma unroll
+      for (int g = 0; g < AHEAD / 4; ++g) {
+        const i64 p = keys.place(i + 4 * g);
+        match[g] = read_up_to<whole.value>(matches + start, p, count);
+        loss[g] = read_up_to<whole.value>(losses + start, p, count);
+        overlap[g] = read_up_to<whole.value>(overlaps + start, p, count);
+        if (location) of_location[g] = read_up_to<whole.value>(location + start, p, count);
+      }
+#pragma unroll
+      for (int k = 0; k < AHEAD; ++k) {
+        const int at = i + k, g = k / 4, e = k % 4;
+        const bool there = keys.place(at) < count, is = there && match[g].v[e] >= 0;
+        const float of_box = float(loss[g].v[e]);
+        if (location) visit(is, of_box, of_location[g].v[e]);
+        if (FEW) matched |= unsigned(is) << at % 32;
+        const bool may = there && match[g].v[e] == -1 && float(overlap[g].v[e]) < float(most);
+        keys.of[at] = may ? ordered(of_box) : 0u;
+      }
+    }
+  };
+  const bool packs = aligned(losses, sizeof(Pack<T, 4>)) && aligned(overlaps, sizeof(Pack<T, 4>)) &&
+                     aligned(location, sizeof(Pack<T, 4>)) && aligned(matches, 16);
+  if (packs && count % 4 == 0)
+    fill(Constant<true>());
+  else
+    fill(Constant<false>());
   const i64 number = counts[2 * n] > 0 ? i64(__fmul_rn(float(counts[2 * n + 1]), float(ratio))) : 0;
+  unsigned dropped = 0;
   largest(keys, number, [&](int i, bool is) {
-    const i64 p = i * i64(blockDim.x) + threadIdx.x;
-    if (p >= count) return;
+    const i64 p = keys.place(i);
     if (is)
       taken(value_of(keys.of[i]));
-    else if (FEW ? !(matched >> i & 1) : matches[start + p] < 0)
+    else if (FEW)
+      dropped |= unsigned(p < count) << i % 32;
+    else if (p < count && matches[start + p] < 0)
       labels[start + p] = -1;
   });
+  dropped &= ~matched;
+#pragma unroll
+  for (int i = 0; FEW && i < HELD; i += 4) {
+    const unsigned four = dropped >> i % 32 & 15;
+    int* to = labels + start + keys.place(i);
+    if (four == 15 && aligned(to, 16)) {
+      *reinterpret_cast<Pack<int, 4>*>(to) = {-1, -1, -1, -1};
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        if (four >> k & 1) to[k] = -1;
+    }
+  }
 }
 
 template <typename T, int HELD>
 __global__ void __launch_bounds__(1024)
 mine_negatives(const T* losses, const int* matches, const T* overlaps, const int* counts, int* labels, i64 count,
                double ratio, double most) {
-  mine_image<HELD>(losses, matches, overlaps, counts, labels, count, ratio, most, [](i64, bool, float) {}, [](float) {});
+  const T* none = nullptr;
+  mine_image<HELD>(losses, none, matches, overlaps, counts, labels, count, ratio, most, [](bool, float, T) {}, [](float) {});
 }
 
 // loss = (by_location * sum of location losses of matches + by_class * sum of class losses of labels) / norm, the norm
@@ -966,14 +1084,13 @@ mined_multibox_loss(const T* location, const int* matches, const T* of_class, in
   __shared__ unsigned numbers[32];
   double sum = 0;
   unsigned number = 0;
-  const auto visit = [&](i64 i, bool matched, float of_box) {
-    const double both = by_location * double(location[i]) + by_class * double(of_box);
+  const auto visit = [&](bool matched, float of_box, T of_location) {
     if (!matched) return;
-    sum += both;
+    sum += by_location * double(of_location) + by_class * double(of_box);
     ++number;
   };
   const auto taken = [&](float of_box) { sum += by_class * double(of_box); };
-  mine_image<HELD>(of_class, matches, overlaps, counts, labels, count, ratio, most, visit, taken);
+  mine_image<HELD>(of_class, location, matches, overlaps, counts, labels, count, ratio, most, visit, taken);
   const int lane = threadIdx.x % 32, images = gridDim.x;
   sum = warp_sum(sum);
   number = warp_sum(number);
@@ -1079,7 +1196,7 @@ detect(const T* boxes, const T* scores, T* found, int* counts, i64 groups, i64 c
     return score > float(least) ? ordered(score) : 0;
   });
   largest(keys, most, [&](int i, bool is) {
-    if (is) best[atomicAdd(&number, 1)] = pair(keys.of[i], i * i64(blockDim.x) + threadIdx.x);
+    if (is) best[atomicAdd(&number, 1)] = keys.pair_of(i);
   });
   __syncthreads();
   for (int c = threadIdx.x; c < number; c += blockDim.x) {
