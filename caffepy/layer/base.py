@@ -21,7 +21,7 @@ from caffepy.device.blob import PLAIN, Array, Blob, Layout, on_host, shape_strin
 from caffepy.device.device import Device, ErrorFlag
 from caffepy.device.recording import draw_seed
 from caffepy.layer.filler import fill, fill_beside
-from caffepy.ops.protocol import Seed
+from caffepy.ops.protocol.types import Seed
 from caffepy.proto.caffe_pb2 import TRAIN, FillerParameter, LayerParameter
 from caffepy.proto.forks import fork_of_layer, refused_setting
 from caffepy.proto.text import where

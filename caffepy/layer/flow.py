@@ -14,7 +14,7 @@ from caffepy.core.files import locate
 from caffepy.data.transformer import load_mean
 from caffepy.device.blob import Array, shape_string
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer
-from caffepy.ops.protocol import Displacements
+from caffepy.ops.protocol.flow import Displacements
 from caffepy.proto.caffe_pb2 import (
     CorrelationParameter,
     FlowWarpParameter,

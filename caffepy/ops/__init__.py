@@ -1,13 +1,13 @@
 """Arithmetic on one device.
 
-`protocol.py` is the contract and the place to start reading: every function with its shapes and
+`protocol` is the contract and the place to start reading: every function with its shapes and
 formula. The packages `cpu` (numba and BLAS) and `cuda` (cuDNN, cuBLAS and kernels) both fulfil it;
 `backend(device)` returns the one for a device. `shapes_only.py` serves nets that are never run.
 `objects.py` describes the classes in the contract, `update_state.py` the terms of an update.
 """
 
 import logging
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -15,7 +15,9 @@ from caffepy.core.errors import DeviceError
 from caffepy.device.blob import PLAIN, Layout
 from caffepy.device.device import Device
 from caffepy.device.math_mode import checked
-from caffepy.ops.protocol import Ops
+
+if TYPE_CHECKING:  # a start does without what only type checkers read
+    from caffepy.ops.protocol.contract import Ops
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +25,7 @@ STORAGE = {"tf32": "float32", "bf16": "uint16", "fp16": "float16"}
 """The element type of activations and gradients; uint16 stands for bfloat16, which numpy lacks."""
 
 
-def backend(device: Device) -> Ops:
+def backend(device: Device) -> "Ops":
     """Return the functions for the device's kind: a module that mypy holds to the contract."""
     if device.kind == "cpu":
         from caffepy.ops import cpu
@@ -36,7 +38,7 @@ def backend(device: Device) -> Ops:
     if device.kind == "shapes only":
         from caffepy.ops.shapes_only import ShapesOnly
 
-        return cast(Ops, ShapesOnly(device.is_cuda))
+        return cast("Ops", ShapesOnly(device.is_cuda))
     raise DeviceError(f'no arithmetic for devices of kind "{device.kind}"; choose cpu or cuda')
 
 

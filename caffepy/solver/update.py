@@ -8,12 +8,15 @@ in `Ops.update_params` of `caffepy.ops`.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import sqrt
+from typing import TYPE_CHECKING
 
 from caffepy.core.registry import Registry
 from caffepy.device.blob import Array
-from caffepy.ops.protocol import Ops
 from caffepy.ops.update_state import Number, Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
+
+if TYPE_CHECKING:
+    from caffepy.ops.protocol.contract import Ops
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Rule:
     never_negative: tuple[int, ...] = ()
     corrected: bool = False
 
-    def apply(self, ops: Ops, u: Update) -> None:
+    def apply(self, ops: "Ops", u: Update) -> None:
         """Update w and history in place."""
         numbers = self.all_numbers(u.param, u.correction)
         ops.update_params(self.name, (u.w, u.g, *u.history), u.segments, numbers)

@@ -7,7 +7,7 @@ from typing import Any
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import inlined, kernel
-from caffepy.ops.protocol import Maybe, Sizes
+from caffepy.ops.protocol.types import Maybe, Sizes
 
 _exact, _inside = partial(kernel, fastmath=set()), partial(inlined, fastmath=set())
 

@@ -6,7 +6,7 @@ from math import isnan, nan
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.protocol import Displacements
+from caffepy.ops.protocol.flow import Displacements
 
 
 @kernel

@@ -10,7 +10,7 @@ from caffepy.device.recording import call
 from caffepy.device.threads import parallel, parallel_calls
 from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
 from caffepy.ops.cpu.elementwise import GRAIN, dot, eltwise_sum, flatwise, scaled
-from caffepy.ops.protocol import Counting, Outcome, Room, Shares
+from caffepy.ops.protocol.loss import Counting, Outcome, Room, Shares
 
 # log(FLT_MIN) = -87.3365: no label can cost more than 87.3365, as in Caffe
 FLT_MIN = float(np.finfo(np.float32).tiny)

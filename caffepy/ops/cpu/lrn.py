@@ -17,7 +17,8 @@ from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.neuron import relu_bias_backward
 from caffepy.ops.cpu.pooling import max_pool_backward, max_pool_forward
 from caffepy.ops.objects import Windows
-from caffepy.ops.protocol import Maybe, Terms
+from caffepy.ops.protocol.normalization import Terms
+from caffepy.ops.protocol.types import Maybe
 
 PIXELS = 256  # computed at a time, for all channels, so that they stay in cache
 

@@ -12,7 +12,7 @@ from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.copies import cut
 from caffepy.ops.cpu.elementwise import GRAIN, blockwise, eltwise_sum, flatwise
 from caffepy.ops.cpu.random import mix, seed_array
-from caffepy.ops.protocol import Seed
+from caffepy.ops.protocol.types import Seed
 
 Maybe = Array | None
 

@@ -12,7 +12,8 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN
 from caffepy.ops.objects import Normalized, NormSums
-from caffepy.ops.protocol import Affine, Maybe, Sizes
+from caffepy.ops.protocol.normalization import Affine
+from caffepy.ops.protocol.types import Maybe, Sizes
 
 
 def _grain(x: Array) -> int:

@@ -17,7 +17,7 @@ from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.normalization import norm_backward
 from caffepy.ops.cpu.random import mix, seed_array
 from caffepy.ops.objects import Windows
-from caffepy.ops.protocol import Maybe, Pair, Seed
+from caffepy.ops.protocol.types import Maybe, Pair, Seed
 
 
 class _Layout(NamedTuple):

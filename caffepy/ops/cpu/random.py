@@ -10,7 +10,7 @@ import numpy as np
 
 from caffepy.device.blob import Array
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.protocol import Maybe, Seed
+from caffepy.ops.protocol.types import Maybe, Seed
 
 
 @kernel

@@ -8,7 +8,7 @@ import numpy as np
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.protocol import Crops
+from caffepy.ops.protocol.transform import Crops
 
 GRAIN = 1 << 16  # values for which one more thread pays
 

@@ -7,7 +7,7 @@ import numpy as np
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.protocol import Maybe
+from caffepy.ops.protocol.types import Maybe
 
 PIXELS = 256  # computed at a time, for all channels, so that they stay in cache
 

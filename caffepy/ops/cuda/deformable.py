@@ -6,7 +6,7 @@ import cupy
 import numpy as np
 
 from caffepy.ops.cuda.launch import Array, launch, scratch
-from caffepy.ops.protocol import Maybe, Sizes
+from caffepy.ops.protocol.types import Maybe, Sizes
 
 
 def _numbers(like: Array, offsets: Array, window: Sequence[Sizes]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import cupy
 import numpy as np
 
 from caffepy.ops.cuda.launch import Array, launch, scratch
-from caffepy.ops.protocol import Displacements
+from caffepy.ops.protocol.flow import Displacements
 
 CHUNK = 7
 """Displacements that a thread of the correlation takes, as in flow.cu."""

@@ -12,7 +12,7 @@ from caffepy.ops.cuda.launch import (
     number,
     packs,
 )
-from caffepy.ops.protocol import Counting, Outcome, Room, Shares
+from caffepy.ops.protocol.loss import Counting, Outcome, Room, Shares
 
 LABELS = 2048
 """Labels for which one more block pays."""

@@ -18,7 +18,7 @@ from caffepy.ops.cuda.launch import (
     launch_expression,
     packs,
 )
-from caffepy.ops.protocol import Terms
+from caffepy.ops.protocol.normalization import Terms
 
 RUN = 16
 """Channels of a thread, as in lrn.cu."""

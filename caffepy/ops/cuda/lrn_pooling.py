@@ -15,7 +15,8 @@ from caffepy.ops.cuda.lrn import WIDEST, lrn_backward, lrn_forward
 from caffepy.ops.cuda.pooling import max_pool_backward, max_pool_forward, suits_tiles
 from caffepy.ops.cuda.small_convolution import here
 from caffepy.ops.objects import Windows
-from caffepy.ops.protocol import Maybe, Terms
+from caffepy.ops.protocol.normalization import Terms
+from caffepy.ops.protocol.types import Maybe
 
 PACK, THREADS = 8, 128
 """Channels of a thread, and threads of a block, as in lrn_pooling.cu."""

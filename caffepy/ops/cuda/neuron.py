@@ -6,7 +6,7 @@ What only backward reads (a sigmoid, a mask) is flat.
 from caffepy.ops.cuda.bias_relu import add_bias, bias_gradient, over_columns
 from caffepy.ops.cuda.channels import finish, lying, sums
 from caffepy.ops.cuda.launch import Array, launch, launch_each, packs
-from caffepy.ops.protocol import Seed
+from caffepy.ops.protocol.types import Seed
 
 
 def relu_forward(x: Array, y: Array, slope: float) -> None:

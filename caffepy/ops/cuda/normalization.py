@@ -12,7 +12,8 @@ from caffepy.ops.cuda.compiler import kernel, prefetch
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import THREADS, Array, c_type, launch
 from caffepy.ops.objects import NormSums, Preparation
-from caffepy.ops.protocol import Affine, Maybe
+from caffepy.ops.protocol.normalization import Affine
+from caffepy.ops.protocol.types import Maybe
 
 NO_MASK, BY_X, BY_Y, BY_BITS = range(4)
 """As in rectify.cuh: what tells where the gradient of a ReLU is 0."""

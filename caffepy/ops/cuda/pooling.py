@@ -22,7 +22,7 @@ from caffepy.ops.cuda.launch import (
 from caffepy.ops.cuda.normalization import are_packs, maxima_gradient, norm_backward
 from caffepy.ops.cuda.small_convolution import here
 from caffepy.ops.objects import Windows
-from caffepy.ops.protocol import Maybe, Pair, Seed
+from caffepy.ops.protocol.types import Maybe, Pair, Seed
 
 WIDE = 32
 """A warp sums a window of this many elements or more, if planes are contiguous."""

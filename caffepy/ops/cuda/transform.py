@@ -7,7 +7,7 @@ import numpy as np
 
 from caffepy.core.errors import DeviceError
 from caffepy.ops.cuda.launch import Array, c_type, channels_last, launch_expression, packs
-from caffepy.ops.protocol import Crops
+from caffepy.ops.protocol.transform import Crops
 
 RECORDS = {"uint8": "unsigned char", "float32": "float", "float64": "double"}
 

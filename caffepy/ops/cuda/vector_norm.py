@@ -7,7 +7,7 @@ from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import MOST, THREADS, Array, c_type, launch_blocks
 from caffepy.ops.cuda.normalization import scale_backward, scale_forward
-from caffepy.ops.protocol import Maybe
+from caffepy.ops.protocol.types import Maybe
 
 MOST_PACKS, MOST_CHANNELS = 8, 1024
 """Most packs of 16 bytes of a vector that a lane holds, and most elements of a vector: sums of each
