@@ -210,7 +210,7 @@ def test_tensor_cores_in_the_order_of_the_axes(case):
 def test_the_other_way(case, kind, monkeypatch):
     """Groups as one, and images in blocks or not, for which there is no time to be taken here."""
 
-    def last(name, dtype, ways, arguments):
+    def last(name, dtype, ways, arguments, launches=1):
         found = [(i, run) for i, way in enumerate(ways) if (run := way()) is not None]
         return found[-1] if found else None
 
