@@ -1,4 +1,4 @@
-"""What bounds operations of detectors on one GPU: kernels that do one part of an operation alone.
+"""Bounds of operations of detectors on one GPU: kernels that do one part of an operation alone.
 
 usage: python benchmarks/detection_bounds.py [--rounds 7]
 
@@ -57,7 +57,7 @@ BYTES = {
 
 
 def moves(reads: int, writes: int) -> Callable[[], Work]:
-    """What makes a kernel that reads and writes so many bytes."""
+    """A function that makes a kernel which reads and writes so many bytes."""
     run = cupy.RawModule(code=MOVES).get_function("moves")
 
     def make() -> Work:

@@ -59,7 +59,7 @@ class Scores(Reporter):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a net trains: `batch` is a solver's, or 0 for the net's own; so is `rate`, the base_lr.
+    """Settings of a training: `batch` is a solver's, or 0 for the net's own; so is `rate`, the base_lr.
 
     data: folder of the images.
     """

@@ -40,7 +40,7 @@ class Scope:
         return key
 
     def weight(self, shape: tuple[int, ...], fan_in: int) -> Array:
-        """Of Gaussian values when it is made; zeros where `fan_in` is 0."""
+        """Return a weight: Gaussian when it is made; zeros where `fan_in` is 0."""
         if self.parameters is None:
             deviation = (2 / fan_in) ** 0.5 if fan_in else 0.0
             self.made.append(jax.random.normal(self.split(), shape) * deviation)

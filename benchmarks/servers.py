@@ -86,7 +86,7 @@ def since_start() -> float:
 
 
 class Journal:
-    """What a worker notes in a file: its process, and of each push when it was counted, and among
+    """Notes of a worker in a file: its process, and of each push when it was counted, and among
     how many members; with the first the seconds since the process began.
     """
 
@@ -116,7 +116,7 @@ SLOTS = 300
 """Most workers, the dead included."""
 
 UNIT = 12
-"""What a push is, times the members: 1, 2, 3, 4 or 6."""
+"""Value of a push, times the members: 1, 2, 3, 4 or 6."""
 
 
 def push_for(engine: RayEngine, worker: int, folder: Path, together: int) -> int:

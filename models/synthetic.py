@@ -93,7 +93,7 @@ _KEEP_CHANNELS = frozenset(
 
 
 class Guess(NamedTuple):
-    """What to take where a net does not say it: the shape of its images, and whether labels have
+    """Shapes to take where a net does not say them: that of its images, and whether labels have
     their less usual shape: images, too, or boxes of no class.
     """
 

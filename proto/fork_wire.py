@@ -165,7 +165,7 @@ def _values(fork: str, back: bool, enum: str) -> dict[int, int]:
 
 @dataclass
 class Findings:
-    """What of a message has no meaning in a fork: fields as "Message.field" or "Message 149"."""
+    """Parts of a message that mean nothing in a fork: as "Message.field" or "Message 149"."""
 
     strange: list[str] = field(default_factory=list)
 

@@ -111,7 +111,7 @@ class Layer:
 
 
 class Fault(NamedTuple):
-    """What a trial does to a run, and what must come of it.
+    """A fault that a trial causes in a run, and what must come of it.
 
     work: what the layer executes; VICTIM and ALL are nodes. codes: exit codes of mpirun; None: any
     but 0. says: pattern of the one message, with VICTIM in place of a node. snapshots: snapshots
@@ -148,7 +148,7 @@ TO_MISS = 5.0
 """Seconds that it may take longer to miss a process that died before MPI_Init was over."""
 
 SET_UP_WAIT = r"(?:made no progress|did not answer) for ([\d.]+) s"
-"""How a message tells the wait of the set-up, which has a deadline of its own."""
+"""Words by which a message tells the wait of the set-up, which has a deadline of its own."""
 
 DEADLINE = 3.0
 """Seconds without progress; one second is the least that --deadlines takes."""

@@ -206,7 +206,7 @@ class RankGroup:
             raise
 
     def check(self, rank: int | None = None) -> None:
-        """If a rank has failed, raise its error in the root, GroupStoppedError in other ranks."""
+        """Raise a failed rank's error in the root, GroupStoppedError in other ranks."""
         failure = self.wait_failure() if rank == 0 else self.failure
         if failure:
             failed, error = failure
@@ -255,11 +255,11 @@ class RankGroup:
 
     @contextmanager
     def among_nodes(
-        self, culprit: str = "another node", hint: Callable[[], str] = lambda: ""
+        self, blamed: str = "another node", hint: Callable[[], str] = lambda: ""
     ) -> Iterator[World]:
         """A block in which the root waits for other nodes: failures and the deadline end that.
 
-        Then the error names the nodes that do not wait, or `culprit` with a hint if all do.
+        Then the error names the nodes that do not wait, or `blamed` with a hint if all do.
         """
         wait, world = _Wait(self, 0), self.world
 
@@ -271,7 +271,7 @@ class RankGroup:
                 self.check(0)  # another node may have found it meanwhile
                 names, more = " and ".join(map(world.describe, hung)), ""
                 if not names:
-                    names, more = culprit, hint()
+                    names, more = blamed, hint()
                 error = self._no_progress(names, self.deadlines[self.phase], more)
                 log.info("%s", error)
                 world.dead.update(hung)

@@ -17,8 +17,8 @@ from caffepy.solver.snapshot import under
 
 log = logging.getLogger(__name__)
 
-MENDED = {DataError.exit_code, DeviceError.exit_code, SyncError.exit_code, 70}
-"""Exit codes after which a new start may help, as after a signal that killed the process."""
+RESTARTABLE = {DataError.exit_code, DeviceError.exit_code, SyncError.exit_code, 70}
+"""Exit codes after which a restart may help, as after a signal that killed the process."""
 
 
 class PassedOn:
@@ -100,7 +100,7 @@ def supervise(
                 code = process.wait()
             if -code in signals.asked:  # it came before the run listened
                 break
-            if code >= 0 and (code not in MENDED or signals.stops):
+            if code >= 0 and (code not in RESTARTABLE or signals.stops):
                 return code
             newest = _newest(prefix)
             if newest != before:

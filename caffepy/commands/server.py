@@ -361,7 +361,7 @@ def _tell_progress(client: Client, status: Status, last: Report) -> Report:
 
 
 def _end(engine: RayEngine, client: Client, options: ServerOptions) -> str | None:
-    """Let the trainer stop, write a snapshot and end the servers; return the snapshot's state."""
+    """Stop the trainer, write a snapshot and end the servers; return the snapshot's state."""
     client.ask("stop")
     _await_end(client, options.grace)
     held = client.ask("held")

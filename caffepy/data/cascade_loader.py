@@ -217,8 +217,8 @@ class DetectionLoader(CascadeLoader):
         return scene.image.transpose(2, 0, 1), (maps, found)
 
     def _factors(self, box: Array | None, rng: np.random.Generator) -> Array:
-        """By how much in x and y to scale, so that a box gets a size of min_scale to max_scale, and
-        maybe another aspect ratio. Without a box images become twice as large, as in the fork.
+        """Return the factors in x and y that give a box a size of min_scale to max_scale, and maybe
+        another aspect ratio. Without a box images become twice as large, as in the fork.
         """
         param, octaves = self.settings, self._octaves
         assert octaves

@@ -68,7 +68,7 @@ ENDED = "the processes that decode images were ended"
 File = str | memoryview | bytes
 """The path of an image file, or its content."""
 Take = Callable[[int, Array | None], None]
-"""Is called with a place in the batch and the images (k, C, H, W) from there on, which are gone
+"""Function of a place in the batch and the images (k, C, H, W) from there on, which are gone
 afterwards, or None if the image of this place could not be made.
 """
 
@@ -129,7 +129,7 @@ class _Process:
         self._known = -1  # the task that it has
 
     def make(self, job: _Job) -> None:
-        """Let it make the images of a job and hand them over; EOFError if it has ended."""
+        """Send a job, whose images the process makes and hands over; EOFError if it has ended."""
         task = job.task
         heads = [file if isinstance(file, str) else len(file) for file in job.files]
         make = task.make if task.number != self._known else None
@@ -309,7 +309,7 @@ class Decoders:
 
 
 def _how(process: _Process) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     process.hang_up()
     code = process.end()
     if code >= 0:
@@ -433,8 +433,8 @@ _decoders: ContextVar[AnyDecoders | None] = ContextVar("decoders", default=None)
 
 @contextmanager
 def decoding(way: str) -> Iterator[None]:
-    """Let the loaders that this thread makes in the block decode images this way, one of WAYS. They
-    must be closed before the block ends.
+    """Set the way, one of WAYS, in which loaders that this thread makes in the block decode images.
+    They must be closed before the block ends.
     """
     assert way in WAYS
     made: AnyDecoders | None = None

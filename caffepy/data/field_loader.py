@@ -153,8 +153,8 @@ class FieldLoader(JointLoader):
         return scene.image.transpose(2, 0, 1), (maps, found)
 
     def _factors(self, box: Array, rng: np.random.Generator) -> Array:
-        """By how much in x and y to scale so that a box gets another of the sizes, and maybe
-        another aspect ratio.
+        """Return the factors in x and y that give a box another of the sizes, and maybe another
+        aspect ratio.
         """
         param, (width, height) = self._param, box[2:] - box[:2]
         assert self._sizes is not None

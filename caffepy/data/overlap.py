@@ -1,4 +1,4 @@
-"""How much boxes have in common."""
+"""Overlap of boxes."""
 
 import numpy as np
 

@@ -62,7 +62,7 @@ def expand(first: int, last: int, half: Number, stretch: Number, size: int, crop
 
 
 def _round(x: Number) -> int:
-    """To the nearest integer, halves away from zero."""
+    """Round to the nearest integer, halves away from zero."""
     return int(math.copysign(math.floor(abs(x) + 0.5), x))
 
 
@@ -278,7 +278,7 @@ class WindowLoader(Loader):
     def _fill_elsewhere(
         self, decoders: AnyDecoders, places: list[int], drawn: Drawn, images: Array, labels: Array
     ) -> list[int]:
-        """Let other processes warp windows, or a GPU decode their images; return the numbers of
+        """Have other processes warp windows, or a GPU decode their images; return the numbers of
         those that they could not.
         """
         if self._task is None:

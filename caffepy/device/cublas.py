@@ -55,7 +55,7 @@ def create_handle() -> int:
 
 
 def set_stream(handle: int, stream: int, workspace: int, size: int) -> None:
-    """Let a handle's products run on a stream, with so many bytes at `workspace`."""
+    """Set the stream of a handle's products, and their workspace of `size` bytes."""
     _check(library().cublasSetStream_v2(_POINTER(handle), _POINTER(stream)))
     where = _POINTER(handle), _POINTER(workspace), ctypes.c_size_t(size)
     _check(library().cublasSetWorkspace_v2(*where))

@@ -112,7 +112,7 @@ def create_handle(stream: int) -> int:
 
 
 def set_stream(handle: int, stream: int) -> None:
-    """Let what is run with a handle run on this stream."""
+    """Set the stream on which a handle's work runs."""
     _check(library().short.cudnnSetStream(ctypes.c_void_p(handle), ctypes.c_void_p(stream)))
 
 

@@ -57,8 +57,8 @@ class RandomNumbers:
         return self._drawer is not None
 
     def beside(self, draw: Callable[[np.random.Generator], None]) -> None:
-        """Let a function draw, in a block of `drawing_beside` in another thread: after those that
-        were given before; whoever draws next waits for it.
+        """Call a function that draws, in another thread in a block of `drawing_beside`: after those
+        that were given before; whoever draws next waits for it.
         """
         if not self._may_draw_beside:
             draw(self.generator)

@@ -92,7 +92,7 @@ def _is(node: c_void_p, kind: int) -> bool:
 
 
 def replace_memsets(graph: int, gpu: int) -> int:
-    """Let kernels do what small memset nodes of a graph of this GPU do; return their number.
+    """Replace small memset nodes of a graph of this GPU by kernels; return their number.
 
     A node that the driver does not describe stays as it is.
     """
@@ -133,7 +133,7 @@ def _replace(graph: c_void_p, node: c_void_p, function: int) -> bool:
 
 
 def _take_place(graph: c_void_p, made: c_void_p, after: Any) -> None:
-    """Let nodes wait for a new one, which gets the priority of one of them."""
+    """Make nodes wait for a new one, which gets the priority of one of them."""
     many = (c_void_p * len(after))(*[made.value] * len(after))
     _call("cuGraphAddDependencies", graph, many, after, c_size_t(len(after)))
     for child in map(c_void_p, after):

@@ -19,7 +19,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 @dataclass
 class MathMode:
-    """How a device computes: in one of PRECISIONS; with `deterministic` only in fixed orders of
+    """Arithmetic of a device: in one of PRECISIONS; with `deterministic` only in fixed orders of
     sums, chosen without timing.
     """
 

@@ -124,7 +124,7 @@ def release(array: Array) -> None:
 
 @contextmanager
 def recording(keeps: Recorder | None) -> Iterator[None]:
-    """Let `keeps` keep what this thread calls in the block; None: nothing is kept."""
+    """Record what this thread calls in the block in `keeps`; None: nothing is recorded."""
     global _recorders
     before = getattr(_thread, "recorder", None)
     with _lock:

@@ -104,7 +104,7 @@ def share(part: int, parts: int) -> Iterator[None]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let the calling thread do its `parallel` calls in the block by itself."""
+    """Make the calling thread do its `parallel` calls in the block by itself."""
     before, _inside.yes = getattr(_inside, "yes", False), True
     try:
         yield

@@ -19,7 +19,7 @@ Dim = int | str
 
 
 class InexpressibleError(Exception):
-    """Why a layer has no counterpart in ONNX."""
+    """Reason why a layer has no counterpart in ONNX."""
 
 
 @dataclass

@@ -28,7 +28,7 @@ def lstm(site: Site) -> None:
 
 @writers("Lstm")
 def lstm_of_ctpn(site: Site) -> None:
-    """As LSTM, of bottoms (T, N, ...) or (T * N, ...)."""
+    """Write an LSTM of bottoms (T, N, ...) or (T * N, ...)."""
     layer = site.layer
     whole = layer.steps, layer.streams
     scan = _Scan(site, 2, weight=1)

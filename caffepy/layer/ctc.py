@@ -321,7 +321,7 @@ class CTCGreedyDecoder(Layer):
         y[0, :, 0, 0] = 1 - errors / self.items, right / self.items
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """There is no gradient: what is asked for is 0."""
+        """Write zeros: there is no gradient."""
         for blob, wanted in zip(bottom, propagate_down, strict=True):
             if wanted:
                 blob.diff.fill(0)

@@ -247,7 +247,7 @@ class BoxAnnotatorOHEM(Layer):
         np.multiply(weights.reshape(lying), of_box, out=top[1].data.reshape(lying))
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """There is no gradient: what is asked for is 0."""
+        """Write zeros: there is no gradient."""
         for blob, wanted in zip(bottom, propagate_down, strict=True):
             if wanted:
                 blob.diff.fill(0)

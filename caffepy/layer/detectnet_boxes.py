@@ -28,7 +28,7 @@ class BoxesOfMaps(RcnnLayer):
     """
 
     names: Sequence[str] = ()
-    """What param_str has before the number of classes, which is 1 if it does not stand there."""
+    """Text of param_str before the number of classes, which is 1 if it does not stand there."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         try:

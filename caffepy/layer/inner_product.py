@@ -182,8 +182,8 @@ class InnerProduct(Weighted):
 
 
 class _Margin(NamedTuple):
-    """Of the cosine c of each row and its label: the score for |x| = 1, and the shares of the
-    label's weight and of x / |x| in its gradient.
+    """Scores of cosines c of rows and their labels, for |x| = 1, and the shares of the label's
+    weight and of x / |x| in their gradients.
     """
 
     score: Array

@@ -198,7 +198,7 @@ class MultiBoxLoss(ClassLoss):
 
     @property
     def check(self) -> TruthCheck:
-        """What is wrong with true boxes."""
+        """Rules by which true boxes are wrong, and the flags that note it."""
         param, flags = self.settings, (self.bad_label.found, self.bad_box.found)
         rules = self.classes, self.background, self.agnostic, param.use_difficult_gt
         return TruthCheck(*rules, *flags)

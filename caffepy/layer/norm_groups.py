@@ -131,7 +131,7 @@ class NormGroup:
 
     @property
     def normalized(self) -> Normalized:
-        """What a reader needs to know, beside x, to compute y."""
+        """Numbers by which a reader computes y from x."""
         return Normalized(self.layer.numbers.data, self.ceiling)
 
     @property

@@ -84,10 +84,12 @@ def mirrored(image: Image) -> Image:
 
 
 class RoIDataLayer(RcnnLayer):
-    """With three tops an image (1, 3, H, W), its height, width and scale (1, 3), true boxes with
+    """Images with boxes (Fast R-CNN, R-FCN).
+
+    With three tops an image (1, 3, H, W), its height, width and scale (1, 3), true boxes with
     their class (G, 5). With more ims_per_batch images, drawn rois (R, 5), labels (R, 1, 1, 1), and
     for each class, with `agnostic` for two, targets, inside and outside weights (R, 4K) of the
-    deltas (Fast R-CNN, R-FCN).
+    deltas.
 
     Images, in an order drawn for each epoch, get a shorter side of one of `scales` pixels unless
     the longer one would be over max_size, and lose pixel_means. They are those of set_roidb, or of

@@ -84,7 +84,7 @@ class RcnnLayer:
         self.started = False
 
     def normalized(self) -> "Normalized | None":
-        """Which top has normalized deltas, if any."""
+        """Return which top has normalized deltas, if any."""
         return None
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

@@ -174,8 +174,8 @@ class BatchReindex(Layer):
 
 @layer("Gather")
 class Gather(Layer):
-    """Of an axis the places that gather_param.indices list: (outer, n, inner) -> (outer, *shape,
-    inner); `shape` is that of the indices, 0 for a single one without axes (Synopsys' Caffe).
+    """Places of an axis, listed by gather_param.indices: (outer, n, inner) -> (outer, *shape,
+    inner). `shape` is that of the indices, 0 for a single one without axes (Synopsys' Caffe).
 
     Without a gather_param each top is its bottom, as that of Temporal Segment Networks and PSPNet
     is in a process of its own.
@@ -238,8 +238,8 @@ class Gather(Layer):
 
 @layer("Filter")
 class Filter(Layer):
-    """Of each bottom but the last the items whose selector, in the last bottom (N), is not 0: (N,
-    ...) -> (M, ...).
+    """Items of each bottom but the last whose selector, in the last bottom (N), is not 0:
+    (N, ...) -> (M, ...).
 
     The tops have the bottoms' shapes until the first forward; M may be 0.
     """

@@ -267,8 +267,8 @@ class Net:
                 casts.after_forward(self.ops.convert)
 
     def compile_ahead(self, steps: Iterable[Step]) -> None:
-        """On a GPU begin to compile the kernels of those of the steps that only launch some: all at
-        a time, where each would be compiled at its first launch. No callback is called.
+        """Begin to compile, on a GPU, the kernels of those of the steps that only launch some: all
+        at a time, where each would be compiled at its first launch. No callback is called.
 
         Nothing is done if a script has reshaped blobs: layers would meet shapes of before.
         """

@@ -1,4 +1,4 @@
-"""Passes of a net, and updates, on the CPU, recorded and replayed: the twin of CUDA graphs.
+"""Passes of a net, and updates, on the CPU, recorded and replayed: what CUDA graphs are for GPUs.
 
     1st run    layer by layer; memory is allocated
     2nd run    layer by layer, and each call of compiled code is recorded: `caffepy.ops.cpu.graph`
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Replay:
-    """Does `work` by replay if that is possible. `parts` returns it in parts."""
+    """A runner of `work`, by replay if that is possible. `parts` returns it in parts."""
 
     def __init__(
         self, net: Net, work: Callable[[], object], parts: Callable[[], Sequence[Part]]

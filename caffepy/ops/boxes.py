@@ -18,7 +18,7 @@ class BoxCode(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """How boxes are matched to true boxes.
+    """Rules by which boxes are matched to true boxes.
 
     threshold: the least overlap of a match of `every` box, after each true box has got its best.
     inside: boxes that cross the edge of the image are not matched.
@@ -32,7 +32,7 @@ class Matching(NamedTuple):
 
 
 class TruthCheck(NamedTuple):
-    """Which true boxes are wrong, and what notes them: see `Ops.check_truths`."""
+    """Rules by which true boxes are wrong, and flags that note them: see `Ops.check_truths`."""
 
     classes: int
     background: int
@@ -55,7 +55,7 @@ class LocationLoss(NamedTuple):
 
 
 class Mining(NamedTuple):
-    """Which boxes without a match learn that they are background: see `Ops.mine_negatives`."""
+    """Rules by which unmatched boxes learn that they are background: see `Ops.mine_negatives`."""
 
     overlaps: Array
     counts: Array

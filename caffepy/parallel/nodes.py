@@ -94,7 +94,7 @@ def _quoted(line: str | None) -> str:
 
 
 def gather(group: RankGroup, values: Sequence[Any]) -> list[Any]:
-    """In the root's thread: return the values of all nodes' ranks, by universal rank."""
+    """Return the values of all nodes' ranks, by universal rank; called in the root's thread."""
     if group.world.nodes == 1:
         return list(values)
     phase = "step" if group.phase == "idle" else group.phase  # where nobody waits without end

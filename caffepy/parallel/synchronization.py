@@ -70,13 +70,13 @@ class Synchronization:
                 batch_norm.share_batches(solver.net, partial(self._group.all_gather, rank))
 
     def surround(self, rank: int, outer: Callable[[Synchronizer], SolversSynchronizer]) -> None:
-        """Let the rank's solver call what `outer` makes of its synchronizer, in its place."""
+        """Replace the synchronizer of the rank's solver by what `outer` makes of it."""
         solver, synchronizer = self._members[rank]
         with solver.device.scope():
             solver.synchronize(outer(synchronizer), self._way.root_updates)
 
     def bring_params(self) -> None:
-        """In the root's thread: give its parameters to the ranks that do not update theirs."""
+        """Give the root's parameters, in its thread, to the ranks that do not update theirs."""
         self._members[0][1].on_start()
 
     def leave(self, rank: int) -> None:

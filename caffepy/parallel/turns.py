@@ -134,8 +134,8 @@ class Turns:
                 layer.skip(self._tests[k].batches)
 
     def lease(self, turns: Callable[[int], Iterator[Turn]] | None) -> None:
-        """Let the layers of the train net give the batches of these turns, see `Layer.lease`; None:
-        those of their deal again. No rank may be at work.
+        """Make the layers of the train net give the batches of these turns, see `Layer.lease`, or,
+        with None, those of their deal again. No rank may be at work.
         """
         net, deal = self._nets[0]
         self._leased = turns is not None

@@ -138,7 +138,7 @@ class Loop:
                 self._calls += 1
 
     def finish(self, hold: Callable[[], object]) -> list[float]:
-        """Let layers go on after what `run` has used; return the losses of complete iterations.
+        """Move layers on past what `run` has used; return the losses of complete iterations.
         `hold` is called with the layers before one that was not completed.
         """
         count, self._count = self._count, 0

@@ -190,8 +190,8 @@ class Solver:
     def save_memory(
         self, recompute: Recompute = 1, room: int | None = None, solvers: int = 1
     ) -> None:
-        """Let the blobs of all nets share memory from now on, if they take so much that it is worth
-        it, or with `recompute`.
+        """Make the blobs of all nets share memory, if they take enough to be worth it, or with
+        `recompute`.
 
         The train net is cut into `recompute` segments, whose data, but for the last, are computed
         again before backward (`caffepy.net.recompute`). "auto": only if that is needed, and for as

@@ -154,8 +154,8 @@ class TrainingStep:
                 hooks.append(_LayerHook(self, synchronizer))
 
     def compile_ahead(self) -> None:
-        """On a GPU, before the first iteration: begin to read data and to compile kernels, many at
-        a time.
+        """Begin to read data and to compile kernels, many at a time, on a GPU before the first
+        iteration.
         """
         if self.device.is_cuda and not self._looked_ahead:
             self._looked_ahead = True
@@ -181,7 +181,7 @@ class TrainingStep:
         return self.param.iter_size == 1 and not (self.update_state.needs_norm or self.callbacks)
 
     def overwrite_gradients(self, update: bool = False) -> AbstractContextManager[None]:
-        """With iter_size 1, let layers overwrite (beta = 0) large gradients instead of adding.
+        """Make layers overwrite (beta = 0) large gradients instead of adding, with iter_size 1.
 
         With `update`, those that can update their weights at once, so that `apply_rule` leaves them
         out, if nobody can look at gradients: `check_and_scale` must come before backward.

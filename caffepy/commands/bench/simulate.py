@@ -64,7 +64,7 @@ CASTS = 5.0, 4e12
 """Bytes that casts read and write for each byte of gradients, and bytes a second of the memory."""
 
 KAPPA = {"CaffeNet": 0.5, "VGG16": 0.6, "ResNet-50": 0.15}
-"""By the name of the net, measured."""
+"""Measured, by the name of the net."""
 
 HOST = 2.75
 """Host's time for an iteration of a solver among others in a process, by that of one alone: lenet

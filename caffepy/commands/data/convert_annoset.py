@@ -98,7 +98,7 @@ class Annotator:
 
     @property
     def encode(self) -> str | None:
-        """As the recipe has it."""
+        """Encoding of the recipe."""
         return self.recipe.encode
 
     def record(self, path: str, label: Any) -> Made:

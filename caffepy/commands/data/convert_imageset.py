@@ -50,7 +50,7 @@ class Maker(Protocol):
 
     @property
     def encode(self) -> str | None:
-        """As `Recipe` has it."""
+        """Encoding, see `Recipe`."""
 
     def record(self, path: str, label: Any, /) -> Made:
         """The serialized record of the file; none if the file cannot be read or is no image."""

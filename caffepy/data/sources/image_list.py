@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 Entry = tuple[str, int]
 Listed = TypeVar("Listed")
-"""What stands behind the path of an image in a list."""
+"""Text behind the path of an image in a list."""
 
 # an integer at the start; twelve digits are enough to say that it has more than 32 bits
 LABEL = re.compile(r"\s*([+-]?)0*([0-9]{1,12})", re.ASCII)

@@ -45,7 +45,7 @@ def convert(x: Array, out: Array) -> None:
 
 @kernel
 def _to_bfloat16(x: Array, out: Array) -> None:
-    """To the nearest, of two the even one; NaN stays NaN."""
+    """Round to the nearest, of two the even one; NaN stays NaN."""
     one, half, infinity = np.uint32(1), np.uint32(0x7FFF), np.uint32(0x7F800000)
     sixteen, magnitude, nan = np.uint32(16), np.uint32(0x7FFFFFFF), np.uint32(0x7FC0)
     for i in range(x.size):

@@ -356,7 +356,7 @@ class Transposed:
         self.tile = tile, width
 
     def __call__(self, a: Array, b: Array, c: Array, adds: bool = True) -> None:
-        """With `adds` False c is overwritten."""
+        """Add the product to c; with `adds` False overwrite c."""
         a, b, c = a.reshape(-1), b.reshape(-1), c.reshape(-1)
         chunks = self.sizes.chunks
         parts = temporary((chunks, self.elements), c.dtype) if chunks > 1 else None

@@ -152,7 +152,7 @@ def _ave_backward(
     lo: int,
     hi: int,
 ) -> None:
-    """Of windows whose y, or for elements whose x, is above 0, if masked so."""
+    """Average backward, of windows whose y, or for elements whose x, is above 0, if masked so."""
     by_y, by_x = masked
     buffer, share = np.empty(layout.size, dy.dtype), np.zeros(layout.windows, dy.dtype)
     for n in range(lo, hi):

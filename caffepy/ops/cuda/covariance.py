@@ -44,7 +44,7 @@ def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
 
 
 class Covariance:
-    """What a convolution knows of its output: means and covariance of its input (C, C), and what
+    """Statistics of a convolution's output: means and covariance of its input (C, C), and what
     follows from them, until the gradient is computed.
     """
 

@@ -46,7 +46,7 @@ SECONDS_EACH = 0.05
 HEURISTICS = cudnn.HEURISTIC_A, cudnn.HEURISTIC_FALLBACK
 
 DECLINED = cudnn.CudnnError, cupy.cuda.memory.OutOfMemoryError
-"""What is raised for graphs and plans that are not supported."""
+"""Errors raised for graphs and plans that are not supported."""
 
 Build = Callable[[], Sequence[cudnn.Descriptor]]
 """Return the operations of a graph; the arguments of `Plan.run` are its tensors 0, 1, ..."""

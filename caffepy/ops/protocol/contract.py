@@ -1,4 +1,4 @@
-"""What a back end has: the functions of all families."""
+"""The contract of a back end: the functions of all families."""
 
 from typing import Protocol
 

@@ -95,7 +95,7 @@ class ClusterOptions:
 
     @property
     def told(self) -> str:
-        """Which servers, for the log."""
+        """Name of the servers for the log."""
         if self.name:
             return f'the servers "{self.name}"'
         return f"{self.servers} servers, replicas {self.replicas}"

@@ -115,7 +115,7 @@ class DetachedCoordinator(Coordinator):
         state: object = None,
         update_states: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """As `Coordinator.start`; `state` is an `Entrusted`."""
+        """Implement `Coordinator.start`; `state` is an `Entrusted`."""
         self._ended = False
         await super().start(ranges, values, rule, state, update_states)
 
@@ -146,14 +146,14 @@ class DetachedCoordinator(Coordinator):
         await self._entrust(self._state._replace(kept=kept))
 
     async def join(self, worker: int, share: int) -> tuple[View, object]:
-        """As `Coordinator.join`."""
+        """Implement `Coordinator.join`."""
         view, _ = await super().join(worker, share)
         if worker == 0:
             self._heard, self._promised = time.monotonic(), -inf
         return view, self._state.begin
 
     async def leave(self, worker: int) -> None:
-        """As `Coordinator.leave`; with worker 0 its trainer leaves."""
+        """Implement `Coordinator.leave`; with worker 0 its trainer leaves."""
         await super().leave(worker)
         if worker == 0:
             await self.release(self._state.trainer)
@@ -166,7 +166,7 @@ class DetachedCoordinator(Coordinator):
     async def beat(
         self, worker: int, share: int, leases: Mapping[int, Lease]
     ) -> tuple[bool, int, tuple[int, int]]:
-        """As `Coordinator.beat`; the run of worker 0 ends with the servers, too."""
+        """Implement `Coordinator.beat`; the run of worker 0 ends with the servers, too."""
         if worker == 0:
             self._heard = time.monotonic()
         ended, epoch, request = await super().beat(worker, share, leases)
@@ -276,7 +276,7 @@ class DetachedCoordinator(Coordinator):
         await self._servers.each(self.view.servers, "keep", state)
 
     async def recover(self) -> None:
-        """As `Coordinator.recover`."""
+        """Implement `Coordinator.recover`."""
         await super().recover()
         self._watching = self._tasks[0]
         if self.view.epoch and 0 not in self.view.members:

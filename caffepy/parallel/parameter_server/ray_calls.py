@@ -72,7 +72,7 @@ class ActorCalls:
             self._waiting.clear()
 
     def not_found(self) -> None:
-        """Let the calls fail that wait for the handle."""
+        """Fail the calls that wait for the handle."""
         with self._order:
             waiting, self._waiting = self._waiting, []
         for future, _, _ in waiting:

@@ -70,7 +70,7 @@ class RayEngine:
     # the Engine
 
     def call(self, actor: str, method: str, *arguments: object) -> "Future[Any]":
-        """As `messages.Engine.call`."""
+        """Implement `messages.Engine.call`."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # nobody can cancel it
         if self._closed:  # Ray would start another cluster for the call
@@ -103,7 +103,7 @@ class RayEngine:
         self._later(self._start, name, make, orphaned, options)
 
     def names(self) -> list[str]:
-        """As `messages.Engine.names`."""
+        """Implement `messages.Engine.names`."""
         found: list[str] = self._ray.util.list_named_actors()
         return found
 
@@ -336,7 +336,7 @@ class _Actor:
         return await call
 
     async def settle(self, caller: str, settled: int) -> None:
-        """Let the calls of a caller begin that wait for none but those below `settled`."""
+        """Begin the calls of a caller that wait for none but those below `settled`."""
         if self._next.setdefault(caller, 0) < settled:
             self._next[caller] = settled
             async with self._turns:

@@ -188,12 +188,12 @@ class ServedWorkers(OuterGroup):
             self._leave_behind(state, sidecar, ends=False)
 
     def iterate(self) -> None:
-        """As `WorkerGroup.iterate`."""
+        """Implement `WorkerGroup.iterate`."""
         self._before_last_pass = {}
         self.inner.iterate()
 
     def forward(self) -> None:
-        """As `WorkerGroup.forward`: the batch of this pass is not trained on."""
+        """Implement `WorkerGroup.forward`: the batch of this pass is not trained on."""
         iterations = self.solver.iterations
         positions = {**iterations.positions(), "workers": self.inner.positions()}
         shown = iterations.display.state(self.solver.iter)
@@ -322,7 +322,7 @@ class ServedWorkers(OuterGroup):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """In tests and snapshots the first worker has the values of a cut; in a snapshot its own,
+        """Give the first worker the values of a cut in tests and snapshots; in a snapshot its own,
         if there is none.
         """
         with self.inner.during(phase):
