@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from caffepy.layer import Layer
 from caffepy.layer.base import LossLayer
-from caffepy.layer.neuron import Dropout
+from caffepy.layer.dropout import Dropout
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import LayerParameter
 

@@ -15,6 +15,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     detection,
     detection_loss,
     detectnet,
+    dropout,
     eltwise,
     field_loss,
     flow,

@@ -19,10 +19,11 @@ from caffepy.layer.convolution_groups import (
     PooledConvolution,
     PoolingReLU,
 )
+from caffepy.layer.dropout import Dropout
 from caffepy.layer.eltwise import Eltwise
 from caffepy.layer.group import Member, kind_of
 from caffepy.layer.inner_product import InnerProduct
-from caffepy.layer.neuron import Dropout, ReLU, ReLU6
+from caffepy.layer.neuron import ReLU, ReLU6
 from caffepy.layer.norm_groups import NormGroup, NormPooling
 from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling

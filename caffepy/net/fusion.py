@@ -11,10 +11,11 @@ from caffepy.device.blob import Blob
 from caffepy.layer import Layer
 from caffepy.layer.convolution import Convolution
 from caffepy.layer.convolution_groups import ConcatReLUs, ConvolutionReLU
+from caffepy.layer.dropout import Dropout
 from caffepy.layer.eltwise import Eltwise
 from caffepy.layer.fused import PATTERNS, FusedGroup, ShuffledConcat, make_group
 from caffepy.layer.group import Member, kind_of
-from caffepy.layer.neuron import Dropout, ReLU, ReLU6
+from caffepy.layer.neuron import ReLU, ReLU6
 from caffepy.layer.norm_groups import NormGroup, NormPooling
 from caffepy.layer.normalization import LRN, BatchNorm
 from caffepy.layer.pooling import Pooling
