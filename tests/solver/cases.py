@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 from google.protobuf import text_format
 
 from caffepy.core.events import Displayed, Output, Reporter, Served
@@ -15,6 +17,8 @@ from caffepy.solver import Action, Solver
 from tests.nets import library
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+SOLVERS = GOLDEN / "solvers"
+FORMATS = {"binary": "", "hdf5": "snapshot_format: HDF5 "}
 ENVIRONMENT = os.environ | {  # for Python processes that tests start
     "PYTHONPATH": os.pathsep.join([str(GOLDEN.parent.parent), os.environ.get("PYTHONPATH", "")])
 }
@@ -22,6 +26,16 @@ ENVIRONMENT = os.environ | {  # for Python processes that tests start
 # x is random noise, y random zeros and ones
 NOISE = library.dummies("in", 'type: "gaussian"', 'type: "uniform"', x=(4, 3), y=(4, 2))
 NET = library.regression(NOISE)
+# x and y come from HDF5 files in the folder of `fed`, shuffled
+FED = library.regression(
+    library.layer(
+        "HDF5Data",
+        "in",
+        "",
+        'hdf5_data_param { source: "SOURCE" batch_size: 2 shuffle: true }',
+        top="x y",
+    )
+)
 SETTINGS = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 '
 
 
@@ -97,3 +111,41 @@ class AskAt:
     def __call__(self) -> Action:
         self.polls += 1
         return self.asked if self.polls == self.n else Action.NONE
+
+
+def trained(folder: Path, settings: str = "", steps: int = 3) -> Solver:
+    """A solver that wrote a snapshot after so many steps."""
+    solver = solver_of(f'snapshot_prefix: "{folder}/s" max_iter: 100 {settings}')
+    solver.step(steps)
+    solver.snapshot()
+    return solver
+
+
+def state_of(folder: Path, iteration: int, settings: str = "") -> str:
+    """The path of the state that such a solver wrote."""
+    return str(folder / f"s_iter_{iteration}.solverstate") + (".h5" if "HDF5" in settings else "")
+
+
+def fed(folder: Path, settings: str = "", net: str = FED) -> Solver:
+    """A solver of three HDF5 files, which are written anew."""
+    for i in range(3):
+        with h5py.File(folder / f"{i}.h5", "w") as file:
+            file["x"], file["y"] = np.random.default_rng(i).random((4, 3)), np.zeros((4, 2))
+    (folder / "list").write_text("".join(f"{folder}/{i}.h5\n" for i in range(3)))
+    return solver_of(
+        f'snapshot_prefix: "{folder}/s" max_iter: 8 {settings}',
+        net.replace("SOURCE", f"{folder}/list"),
+    )
+
+
+def damage(path: Path, how: str) -> None:
+    """Flip a bit of a file, truncate or empty it, or remove it ("gone")."""
+    content = bytearray(path.read_bytes())
+    if how == "gone":
+        path.unlink()
+        return
+    if how == "flipped":
+        content[len(content) // 2] ^= 1
+    path.write_bytes(
+        {"flipped": content, "truncated": content[: len(content) // 2], "empty": b""}[how]
+    )

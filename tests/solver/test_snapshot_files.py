@@ -1,0 +1,320 @@
+"""Files of snapshots: where they may be written, and that they are whole or absent."""
+
+import logging
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caffepy.core.errors import ConfigError, DivergenceError
+from caffepy.solver import check_folder, newest_good, sidecar, snapshot
+from tests.solver.cases import ENVIRONMENT, FORMATS, NET, solver_of, state_of
+
+
+def test_folder_is_checked(tmp_path: Path) -> None:
+    check_folder(f"{tmp_path}/s", total=1 << 10)
+    with pytest.raises(ConfigError, match=r"the folder .*/gone of snapshot_prefix does not exist"):
+        check_folder(f"{tmp_path}/gone/s")
+    with pytest.raises(ConfigError, match="a snapshot takes 1099511627776 MiB, but only"):
+        check_folder(f"{tmp_path}/s", total=1 << 60)
+
+
+def test_a_prefix_with_a_nul_is_refused() -> None:
+    with pytest.raises(ConfigError, match="snapshot_prefix holds a NUL"):
+        check_folder("s\0x")
+
+
+def test_last_names_are_checked_before_training(tmp_path: Path) -> None:
+    (tmp_path / "s_iter_5.caffepystate").mkdir()
+    with pytest.raises(ConfigError, match=r"s_iter_5.caffepystate, which is a folder"):
+        solver_of(f'max_iter: 5 snapshot_prefix: "{tmp_path}/s" ').solve()
+    long = solver_of(f'max_iter: 5 snapshot_prefix: "{tmp_path}/{"s" * 240}" ')
+    with pytest.raises(ConfigError, match="File name too long"):
+        long.solve()
+    assert long.iter == 0
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_names_as_long_as_the_system_allows(form: str, tmp_path: Path) -> None:
+    prefix = "s" * (255 - len("_iter_5.caffepystate.h5"))
+    solver_of(f'max_iter: 5 snapshot_prefix: "{tmp_path}/{prefix}" {FORMATS[form]}').solve()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_limit_of_file_sizes_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (30, 30))
+    solver = solver_of(f'max_iter: 5 snapshot_prefix: "{tmp_path}/s" ')
+    with pytest.raises(ConfigError, match="this process may write files of 30 bytes only"):
+        solver.solve()
+    assert solver.iter == 0
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_names_that_cannot_be_loaded_again_are_refused(form: str, tmp_path: Path) -> None:
+    settings = f'max_iter: 5 snapshot_prefix: "{tmp_path}/s" {FORMATS[form]}'
+    twice = NET.replace('name: "in"', 'name: "ip"')
+    with pytest.raises(ConfigError, match='several layers are named "ip"'):
+        solver_of(settings, twice).solve()
+    with pytest.raises(ConfigError, match='several layers are named "ip"'):
+        solver_of(f"{settings} snapshot: 3 ", twice)
+    (tmp_path / "net.prototxt").write_text(twice.replace("layer {", "\nlayer {").strip())
+    with pytest.raises(ConfigError, match=r"several layers are named .ip. \(lines 1, 3\), so"):
+        solver_of(f'net: "{tmp_path}/net.prototxt" {settings} snapshot: 3 ')
+    unnamed = solver_of(settings, NET.replace('name: "ip"', 'name: ""'))
+    if form == "hdf5":
+        with pytest.raises(ConfigError, match='HDF5 cannot hold layers of the names ""'):
+            unnamed.solve()
+    else:
+        unnamed.solve()
+
+
+def test_files_of_killed_runs_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stale = tmp_path / ".s_iter_7.caffemodel.0123456789abcdef.tmp"
+    of_others = tmp_path / ".s_best_iter_7.caffemodel.0123456789abcdef.tmp"
+    stale.touch()
+    of_others.touch()
+    with caplog.at_level(logging.INFO):
+        solver_of(f'max_iter: 1 snapshot_prefix: "{tmp_path}/s" ').solve()
+    assert not stale.exists()
+    assert of_others.exists()
+    assert f"Removed {stale}, which a killed run left unfinished" in caplog.messages
+
+
+def test_a_layer_that_changes_the_working_directory_moves_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in "here", "there":
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    solver = solver_of('max_iter: 4 snapshot: 2 snapshot_prefix: "s" ')
+    solver.net.before_forward.append(lambda layer: os.chdir(tmp_path / "there"))
+    solver.solve()
+    assert len(list((tmp_path / "here").iterdir())) == 6
+    assert not list((tmp_path / "there").iterdir())
+    assert solver.resume_state.saved_now == "s_iter_4.solverstate"
+
+
+def test_an_infinite_history_is_not_saved(tmp_path: Path) -> None:
+    solver = solver_of(f'type: "Adam" momentum: 0.9 snapshot_prefix: "{tmp_path}/s" max_iter: 2 ')
+    solver.step(1)
+    solver.params.split(solver.history[1])[1][0] = np.inf
+    with pytest.raises(DivergenceError) as caught:
+        solver.solve()
+    assert str(caught.value).startswith(
+        'iteration 2: the history of parameter 1 of layer "ip" (InnerProduct) is not finite, so no '
+        "snapshot is written; lower base_lr"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_folder_is_checked_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="snapshot_prefix: the folder"):
+        solver_of(f'snapshot: 5 snapshot_prefix: "{tmp_path}/gone/s" ')
+    solver = solver_of(f'max_iter: 5 snapshot_prefix: "{tmp_path}/gone/s" ')
+    with pytest.raises(ConfigError, match="does not exist"):
+        solver.solve()
+    assert solver.iter == 0
+
+
+def test_unwritable_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
+        check_folder(f"{tmp_path}/s")
+
+
+def test_failing_snapshot_costs_the_snapshot_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    solver = solver_of(f'max_iter: 6 snapshot: 2 snapshot_prefix: "{tmp_path}/s" ')
+    solver.step(2)
+    whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "_write_binary", full)
+        solver.step(2)
+    assert "No snapshot of iteration 4" in caplog.text
+    assert (
+        "s_iter_4.solverstate: this file of a snapshot cannot be written: No space left on device"
+        in caplog.text
+    )
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == whole
+    solver.step(2)
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_of_what_is_kept_the_newest_can_be_resumed(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever snapshots fail, and in whichever of their files: the last whole ones are there."""
+    draw = np.random.default_rng(seed)
+    keep = int(draw.integers(1, 4))
+    solver = solver_of(f'max_iter: 100 snapshot: 1 snapshot_prefix: "{tmp_path}/s" ')
+    solver.resume_state.keep = keep
+    whole = [1]
+    solver.step(1)
+    for _ in range(12):
+        fails = draw.random() < 0.5
+        writer = ("write_binary", "_write_binary", "replacing_all")[draw.integers(3)]
+
+        def full(*args: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(snapshot, writer, full)
+            solver.step(1)
+        if not fails:
+            whole.append(solver.iter)
+        assert newest_good(f"{tmp_path}/s") == state_of(tmp_path, whole[-1])
+        left = sorted(int(path.stem.rpartition("_")[2]) for path in tmp_path.glob("*.solverstate"))
+        assert left == whole[-keep:]
+        assert len(list(tmp_path.iterdir())) == 3 * len(left)
+    assert 1 < len(whole) < 13
+
+
+def test_failing_last_snapshot_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    solver = solver_of(f'max_iter: 2 snapshot: 2 snapshot_prefix: "{tmp_path}/s" ')
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot, "_write_binary", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        solver.solve()
+    assert not list(tmp_path.iterdir())
+
+
+FULL = """
+import resource, signal, sys
+from tests.solver.cases import solver_of
+from caffepy.core.errors import CaffeError, ConfigError, DataError
+solver = solver_of(sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
+try:
+    solver.snapshot()
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_full_disk_is_one_message(form: str, tmp_path: Path) -> None:
+    settings = f'snapshot_prefix: "{tmp_path}/s" {FORMATS[form]}'
+    command = [sys.executable, "-c", FULL, settings]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert run.returncode == 1
+    assert "this file of a snapshot cannot be written: " in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not list(tmp_path.iterdir())
+
+
+WRITER = """
+import sys
+from tests.solver.cases import solver_of
+solver = solver_of(sys.argv[1])
+print("ready", flush=True)
+while True:
+    solver.step(1)
+    solver.snapshot()
+"""
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from caffepy.solver import newest_good, snapshot
+from tests.solver.cases import solver_of
+
+folder = Path(sys.argv[1]).parent
+settings = f'snapshot_prefix: "{sys.argv[1]}" {sys.argv[2]}'
+files = lambda: {p.name: p.read_bytes() for p in folder.glob("s_iter*") if "caffepy" not in p.name}
+old, new = solver_of(settings), solver_of(settings + "random_seed: 8 ")
+new.snapshot()
+written = files()
+kinds = []
+for point in range(1, 100):
+    old.snapshot()
+    before = files()
+    if not (child := os.fork()):
+        calls = 0
+        def killing(call):
+            def count(*args):
+                global calls
+                calls += 1
+                if calls == point:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args)
+            return count
+        os.replace, os.fsync = killing(os.replace), killing(os.fsync)
+        new.snapshot()
+        os._exit(0)
+    if not os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        break
+    snapshot.clean(sys.argv[1])
+    left = files()
+    assert left in (before, written), point
+    assert newest_good(sys.argv[1]), "its sidecar has other checksums"
+    assert len(list(folder.iterdir())) == 3
+    kinds.append(left == written)
+print(*kinds)
+"""
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_snapshot_that_is_killed_while_it_replaces_another_leaves_one_of_both(
+    form: str, tmp_path: Path
+) -> None:
+    """Killed before each fsync and each rename."""
+    command = [sys.executable, "-c", KILLED, f"{tmp_path}/s", FORMATS[form]]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert not run.returncode, run.stderr
+    kinds = run.stdout.split()
+    assert sorted(kinds) == kinds, "first the old one, then the new one"
+    assert (kinds.count("False"), kinds.count("True")) == (4, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+def test_killed_snapshots_are_whole_or_absent(form: str, tmp_path: Path) -> None:
+    """After each of CAFFEPY_KILLS kills, every file under its final name must load."""
+    settings = f'snapshot_prefix: "{tmp_path}/s" snapshot_diff: true {FORMATS[form]}'
+    rng = np.random.default_rng()
+    for _ in range(int(os.environ.get("CAFFEPY_KILLS", "4"))):
+        command = [sys.executable, "-c", WRITER, settings]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            try:
+                writer.wait(rng.uniform(0.005, 0.3))
+            except subprocess.TimeoutExpired:
+                writer.kill()
+            assert writer.wait() == -9
+        _check_all(tmp_path, settings)
+
+
+def _check_all(folder: Path, settings: str) -> None:
+    solver = solver_of(settings)
+    for path in folder.glob("s_iter_*"):
+        if ".caffemodel" in path.name:
+            model = solver_of(f'{settings} weights: "{path}" ')
+            assert np.isfinite(model.params.data).all()
+        elif ".solverstate" in path.name:
+            solver.restore(str(path))
+            assert solver.iter == int(path.name.split("_")[2].split(".")[0])
+        else:
+            assert sidecar.read(str(path)) is not None
+    for path in folder.iterdir():
+        assert path.name.startswith("s_iter_") or path.name.endswith(".tmp"), path
+        path.unlink()
