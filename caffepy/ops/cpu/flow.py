@@ -11,79 +11,31 @@ from caffepy.ops.protocol.flow import Displacements
 
 @kernel
 def _correlate(
-    a: Array,
-    b: Array,
-    y: Array,
-    size: int,
-    stride: int,
-    step: int,
-    rows: int,
-    columns: int,
-    top: int,
-    left: int,
-    row: int,
-    column: int,
-    lo: int,
-    hi: int,
+    a: Array, b: Array, y: Array, how: Displacements, differ: bool, lo: int, hi: int
 ) -> None:
-    channels, most = a.shape[1], rows * columns
-    share = y.dtype.type(1) / y.dtype.type(size * size * channels)
+    channels, most, stride = a.shape[1], how.rows * how.columns, how.stride
+    share = y.dtype.type(1) / y.dtype.type(how.size * how.size * channels)
     for k in range(lo, hi):
         n, move = k // most, k % most
-        down = (move // columns + top) * step + row
-        right = (move % columns + left) * step + column
+        down = (move // how.columns + how.top) * how.step + how.row
+        right = (move % how.columns + how.left) * how.step + how.column
         out = y[n, move]
         out[:] = 0
         for c in range(channels):
-            for i in range(size):
-                for j in range(size):
+            for i in range(how.size):
+                for j in range(how.size):
                     for r in range(out.shape[0]):
-                        u, w = a[n, c, r * stride + row + i, column + j :], out[r]
+                        u, w = a[n, c, r * stride + how.row + i, how.column + j :], out[r]
                         v = b[n, c, r * stride + down + i, right + j :]
-                        if stride == 1:  # by itself, for the processor's vectors
+                        if differ:
+                            for q in range(w.size):
+                                w[q] += abs(u[q * stride] - v[q * stride])
+                        elif stride == 1:  # by itself, for the processor's vectors
                             for q in range(w.size):
                                 w[q] += u[q] * v[q]
                         else:
                             for q in range(w.size):
                                 w[q] += u[q * stride] * v[q * stride]
-        for r in range(out.shape[0]):
-            for q in range(out.shape[1]):
-                out[r, q] *= share
-
-
-@kernel
-def _differ(
-    a: Array,
-    b: Array,
-    y: Array,
-    size: int,
-    stride: int,
-    step: int,
-    rows: int,
-    columns: int,
-    top: int,
-    left: int,
-    row: int,
-    column: int,
-    lo: int,
-    hi: int,
-) -> None:
-    channels, most = a.shape[1], rows * columns
-    share = y.dtype.type(1) / y.dtype.type(size * size * channels)
-    for k in range(lo, hi):
-        n, move = k // most, k % most
-        down = (move // columns + top) * step + row
-        right = (move % columns + left) * step + column
-        out = y[n, move]
-        out[:] = 0
-        for c in range(channels):
-            for i in range(size):
-                for j in range(size):
-                    for r in range(out.shape[0]):
-                        u, w = a[n, c, r * stride + row + i, column + j :], out[r]
-                        v = b[n, c, r * stride + down + i, right + j :]
-                        for q in range(w.size):
-                            w[q] += abs(u[q * stride] - v[q * stride])
         for r in range(out.shape[0]):
             for q in range(out.shape[1]):
                 out[r, q] *= share
@@ -96,34 +48,27 @@ def _correlate_back(
     dy: Array,
     da: Array,
     db: Array,
-    size: int,
-    stride: int,
-    step: int,
-    rows: int,
-    columns: int,
-    top: int,
-    left: int,
-    row: int,
-    column: int,
+    how: Displacements,
     differ: bool,
     lo: int,
     hi: int,
 ) -> None:
-    channels = a.shape[1]
-    share = dy.dtype.type(1) / dy.dtype.type(size * size * channels)
+    channels, stride = a.shape[1], how.stride
+    share = dy.dtype.type(1) / dy.dtype.type(how.size * how.size * channels)
     for k in range(lo, hi):
         n, c = k // channels, k % channels
         da[n, c] = 0
         db[n, c] = 0
         for move in range(dy.shape[1]):
-            down = (move // columns + top) * step + row
-            right = (move % columns + left) * step + column
-            for i in range(size):
-                for j in range(size):
+            down = (move // how.columns + how.top) * how.step + how.row
+            right = (move % how.columns + how.left) * how.step + how.column
+            for i in range(how.size):
+                for j in range(how.size):
                     for r in range(dy.shape[2]):
-                        high, low = r * stride + row + i, r * stride + down + i
+                        high, low = r * stride + how.row + i, r * stride + down + i
                         w = dy[n, move, r]
-                        u, du = a[n, c, high, column + j :], da[n, c, high, column + j :]
+                        u = a[n, c, high, how.column + j :]
+                        du = da[n, c, high, how.column + j :]
                         v, dv = b[n, c, low, right + j :], db[n, c, low, right + j :]
                         if differ:
                             for q in range(w.size):
@@ -147,14 +92,13 @@ def _correlate_back(
 
 
 def correlation_forward(a: Array, b: Array, y: Array, how: Displacements, differ: bool) -> None:
-    loop = _differ if differ else _correlate
-    parallel(partial(loop, a, b, y, *how), y.shape[0] * y.shape[1])
+    parallel(partial(_correlate, a, b, y, how, differ), y.shape[0] * y.shape[1])
 
 
 def correlation_backward(
     a: Array, b: Array, dy: Array, da: Array, db: Array, how: Displacements, differ: bool
 ) -> None:
-    parallel(partial(_correlate_back, a, b, dy, da, db, *how, differ), a.shape[0] * a.shape[1])
+    parallel(partial(_correlate_back, a, b, dy, da, db, how, differ), a.shape[0] * a.shape[1])
 
 
 @partial(kernel, fastmath=set())
