@@ -15,7 +15,8 @@ two operations; the device's own counter tells later which iterations it has don
 
 Who owns what:
     Iterations    counters (iter, current_step), pending steps, positions before the one in progress
-    TrainingStep  parameters, history, gradients, the saved running statistics
+    TrainingStep  parameters, gradients, the saved running statistics
+    Optimizer     the update rule and its history
     UpdateState   the numbers of an update on the device; the results of pending iterations
     GraphRunner   the CUDA graphs, and the reasons why there are none
 
@@ -145,7 +146,7 @@ class Iterations:
         count = 0 if self.plateau.used else self.loop.prepare(most, self._seconds)
         if not count:
             return
-        step, rule, policy_step = self.step, self.step.rule, self.current_step
+        step, rule, policy_step = self.step, self.step.optimizer.rule, self.current_step
         self.release_positions()
         numbers = list[tuple[float, float]]()
         for iteration in range(self.iter, self.iter + count):

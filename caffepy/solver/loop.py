@@ -85,7 +85,7 @@ class Loop:
     def _hold(self) -> bool:
         """Keep what was recorded if it still holds; false if nothing can be recorded."""
         step = self._step
-        numbers = step.rule.numbers(step.param)
+        numbers = step.optimizer.rule.numbers(step.param)
         steady = Memory.version, id(step.graphs), step.param.iter_size, numbers
         if steady != self._steady:
             self._graph, self._steady = None, steady
@@ -192,7 +192,7 @@ class Loop:
             step.update_state.check_loss(self._check_loss)
             net.backward(steps=self._steps)
         step.whole = False
-        step.apply_rule()
+        step.optimizer.apply()
         step.whole = True
         series.end_iteration()
 

@@ -138,7 +138,9 @@ class ResumeState:
         workers, on_host = iterations.trainer.workers, step.device.on_host
         number, param = files.iteration, step.param
         check_params(step.net, number)
-        history = [part for flat in step.history for part in step.params.split(on_host(flat))]
+        history = [
+            part for flat in step.optimizer.history for part in step.params.split(on_host(flat))
+        ]
         check_history(step.net, number, history)
         state = snapshot.State(number, files.model, history, iterations.current_step)
         return state, {
@@ -191,7 +193,9 @@ class ResumeState:
                         "start anew from it",
                         path,
                     )
-            own: list[Array] = [part for flat in step.history for part in step.params.split(flat)]
+            own: list[Array] = [
+                part for flat in step.optimizer.history for part in step.params.split(flat)
+            ]
             iterations.recover()
             snapshot.check_histories(state, own, step.param.type, path)
             model = snapshot.find_model(state.learned_net, path)

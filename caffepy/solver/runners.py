@@ -129,7 +129,7 @@ class CapturedRunner:
     def _run(self, name: str, work: Callable[[], None]) -> None:
         step = self._step
         with step.phase_timer.issuing():
-            step.graphs.run(name, work, step.rule.numbers(step.param))
+            step.graphs.run(name, work, step.optimizer.rule.numbers(step.param))
 
     # what is captured
 
@@ -165,7 +165,7 @@ class CapturedRunner:
         step.gradients_ready()
         step.device.wait_stream("control")
         if step.checks_early:
-            step.apply_rule()
+            step.optimizer.apply()
         else:
             step.update()
 

@@ -139,7 +139,7 @@ class Solver:
     @property
     def history(self) -> list[Array]:
         """Arrays that the update rule keeps, each as long as those of `params`."""
-        return self._step.history
+        return self._step.optimizer.history
 
     @property
     def batch(self) -> int:

@@ -18,11 +18,11 @@ from caffepy.layer.convolution import Convolution
 from caffepy.net import Net
 from caffepy.net.gradients import large_products
 from caffepy.net.replay import Part, Replay
-from caffepy.ops.update_state import Limits, Segments
+from caffepy.ops.update_state import Limits
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.capture import GraphRunner
+from caffepy.solver.optimizer import Optimizer
 from caffepy.solver.params import Params
-from caffepy.solver.update import Update, rules
 
 WEIGHTS = "weights"
 """The side stream on which large weights are converted."""
@@ -103,31 +103,19 @@ class TrainingStep:
         self.begun = False  # an iteration is under way
         self.capture = True  # the CPU may replay passes
         self._statistics = [blob for layer in net.layers for blob in layer.statistics]
-        self.rule = rules[param.type]
         with device.scope():
             self.params = Params(net.learnable_params)
-            data = self.params.data
-            self.history: list[Array] = [np.zeros_like(data) for _ in range(self.rule.histories)]
             limits = Limits(param.clip_gradients, param.iter_size, first_loss_scale(net))
             self.update_state = ops.backend(device).UpdateState(limits, losses(net), device)
             self.phase_timer = ops.backend(device).PhaseTimer(device)
-        specs = [learnable.spec for learnable in net.learnable]
-        still = [0.0]  # of the one element that `params` has if the net learns nothing
-        self._segments = Segments(
-            device.on_device(self.params.ends),
-            device.on_device(np.array([s.lr_mult for s in specs] or still, np.float32)),
-            device.on_device(np.array([s.decay_mult for s in specs] or still, np.float32)),
-            scale=1.0,
-            l1=param.regularization_type == "L1",
-        )
+        self.optimizer = Optimizer(param, self.params, net.learnable, self.update_state, device)
         self._large = large_products(net)
         self._convolutions = [layer for layer in net.layers if isinstance(layer, Convolution)]
         self._added_to = self.params.without(self._large)
-        self._updated: list[int] = []  # numbers of parameters that layers update
-        self._parts: dict[tuple[int, int], tuple[slice, Segments]] = {}
         self.fused = device.is_cuda  # on the CPU a command asks for it
         self.graphs = self._new_graphs()
-        self._rule_replay = Replay(net, self.apply_rule, lambda: [Part(self.apply_rule, True)])
+        update = self.optimizer.apply
+        self._update_replay = Replay(net, update, lambda: [Part(update, True)])
         self._looked_ahead = False
 
     def fuse(self, fuse: bool) -> None:
@@ -164,7 +152,7 @@ class TrainingStep:
             with self.overwrite_gradients(update=self.checks_early):
                 self.net.compile_ahead(self.graphs.eager_steps)
             with self.device.scope(), ops.backend(self.device).compile_ahead():
-                self.apply_rule()
+                self.optimizer.apply()
 
     @property
     def gradients_untouched(self) -> bool:
@@ -183,8 +171,8 @@ class TrainingStep:
     def overwrite_gradients(self, update: bool = False) -> AbstractContextManager[None]:
         """Make layers overwrite (beta = 0) large gradients instead of adding, with iter_size 1.
 
-        With `update`, those that can update their weights at once, so that `apply_rule` leaves them
-        out, if nobody can look at gradients: `check_and_scale` must come before backward.
+        With `update`, those that can update their weights at once, so that `Optimizer.apply` leaves
+        them out, if nobody can look at gradients: `check_and_scale` must come before backward.
         """
         return self._overwriting(update) if self._large else nullcontext()
 
@@ -196,7 +184,7 @@ class TrainingStep:
             if update and self.overwrites and not seen:
                 self._let_layers_update()
             yield
-            self.whole = self.whole or bool(self._updated)
+            self.whole = self.whole or bool(self.optimizer.updated)
         except BaseException:
             with suppress(Exception):  # of a device that failed, say
                 for layer in self._large.values():
@@ -205,9 +193,9 @@ class TrainingStep:
             raise
         finally:
             self._set_overwrites(False)
-            for number in self._updated:
+            for number in self.optimizer.updated:
                 self._large[number].update = None
-            self._updated = []
+            self.optimizer.updated = []
 
     @contextmanager
     def narrowed_ahead(self) -> Iterator[None]:
@@ -235,34 +223,13 @@ class TrainingStep:
         for number, layer in sorted(self._large.items()):
             if layer.fuses_update:
                 layer.update = partial(self._update_with_product, number)
-                self._updated.append(number)
-        self.whole = not self._updated
+                self.optimizer.updated.append(number)
+        self.whole = not self.optimizer.updated
 
     def _update_with_product(self, number: int, a: Array, b: Array) -> None:
         """Update the parameter of this number, (R, C), with the gradient a.T @ b."""
         self.device.wait_stream("control")
-        arrays = [self.params.split(flat)[number] for flat in (self.params.data, *self.history)]
-        numbers = self.rule.all_numbers(self.param, self.update_state.correction)
-        segments = self._with_numbers(self._part(number, number + 1)[1])
-        ops.backend(self.device).product_update(self.rule.name, a, b, arrays, segments, numbers)
-
-    def _part(self, first: int, end: int) -> tuple[slice, Segments]:
-        """Return where consecutive parameters lie in the flat arrays, and their segments."""
-        if (first, end) not in self._parts:
-            start, ends = self.params.segments[first][0], self.params.ends[first:end]
-            every, part = self._segments, slice(first, end)
-            segments = every._replace(
-                ends=self.device.on_device(ends - start),
-                rates=every.rates[part],
-                decays=every.decays[part],
-            )
-            self._parts[first, end] = slice(start, int(ends[-1])), segments
-        return self._parts[first, end]
-
-    def _with_numbers(self, segments: Segments) -> Segments:
-        """Return segments with the numbers of this update."""
-        state = self.update_state
-        return segments._replace(scale=state.scale, rate=state.rate, decay=state.decay, go=state.go)
+        self.optimizer.apply_with_product(number, a, b)
 
     @property
     def overwrites(self) -> bool:
@@ -275,7 +242,7 @@ class TrainingStep:
 
     def set_hyperparams(self, learning_rate: float, iteration: int) -> None:
         """Upload learning rate, weight decay and bias correction for the next update."""
-        correction = self.rule.correction(self.param, iteration)
+        correction = self.optimizer.rule.correction(self.param, iteration)
         self.update_state.set_hyperparams(learning_rate, self.param.weight_decay, correction)
 
     def begin(self) -> None:
@@ -336,32 +303,12 @@ class TrainingStep:
         if self._updates:
             self.whole = False
             if self.capture and not self.device.is_cuda:
-                self._rule_replay.run(self.rule.numbers(self.param))
+                self._update_replay.run(self.optimizer.rule.numbers(self.param))
             else:
-                self.apply_rule()
+                self.optimizer.apply()
             self.whole = True
         self.begun = False
         self.phase_timer.mark("update")
-
-    def apply_rule(self) -> None:
-        """Run the update rule on all parameters but those that layers have updated; `go` of the
-        update state may forbid it.
-        """
-        flat = [self.params.data, self.params.diff, *self.history]
-        for arrays, segments in self._left(flat) if self._updated else [(flat, self._segments)]:
-            w, g, *history = arrays
-            numbered, correction = self._with_numbers(segments), self.update_state.correction
-            update = Update(self.param, w, g, history, numbered, correction)
-            self.rule.apply(ops.backend(self.device), update)
-
-    def _left(self, flat: Sequence[Array]) -> Iterator[tuple[list[Array], Segments]]:
-        """Yield parts of the flat arrays that layers have not updated."""
-        first = 0
-        for end in (*self._updated, len(self.params.blobs)):
-            if first < end:
-                place, segments = self._part(first, end)
-                yield [array[place] for array in flat], segments
-            first = end + 1
 
     def restore_stats(self) -> None:
         """Restore the running statistics saved before a failed iteration."""

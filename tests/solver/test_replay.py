@@ -168,7 +168,7 @@ def test_numbers_of_the_rule_that_python_changes_count(rule: str) -> None:
             if i == 6:
                 change_numbers(solver.param)
             solver.step(1)
-        assert solver.iterations.step._rule_replay.replays == capture
+        assert solver.iterations.step._update_replay.replays == capture
         ended.append(numbers(solver))
     np.testing.assert_array_equal(*ended)
 

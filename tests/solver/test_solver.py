@@ -368,7 +368,7 @@ def test_a_net_without_parameters_updates_nothing() -> None:
         "weight_decay: 1 ", NOISE + 'layer { name: "s" type: "Silence" bottom: "x" bottom: "y" }'
     )
     solver.step(2)
-    segments = solver.iterations.step._segments
+    segments = solver.iterations.step.optimizer._segments
     assert len(segments.rates) == len(segments.decays) == len(solver.params.ends), (
         "or updates read foreign memory"
     )

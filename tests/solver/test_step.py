@@ -82,7 +82,7 @@ def test_large_weights_are_updated_with_their_gradients(monkeypatch: pytest.Monk
             step.update_state.check_and_scale(step.params.diff)
             assert not step.whole
             net.backward(steps=net.steps)
-            step.apply_rule()
+            step.optimizer.apply()
         assert step.whole
         assert first.update is None
     assert np.isnan(first.blobs[0].diff).all()
