@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 
 from caffepy import ops
 from caffepy.core.errors import CaffeError, ConfigError
-from caffepy.device.blob import PLAIN, Array, Blob, Layout, behind, shape_string
+from caffepy.device.blob import PLAIN, Blob, Layout, behind, shape_string
 from caffepy.device.device import Device
 from caffepy.device.recording import Temporaries
 from caffepy.device.streams import BRANCH
@@ -31,6 +31,7 @@ from caffepy.net.build import (
     replace_python,
     tell_priors,
 )
+from caffepy.net.debug_info import log_backward, log_forward, log_norms
 from caffepy.net.fusion import Step, fused_steps
 from caffepy.net.layouts import set_layouts
 from caffepy.net.node import Node, Param
@@ -232,7 +233,7 @@ class Net:
         else:
             self._compute(step)
         if self.debug_info and not step.group:
-            _log_forward(node)
+            log_forward(node)
 
     def _after_forward(self, step: Step) -> None:
         if self.after_forward:
@@ -298,7 +299,7 @@ class Net:
         with self.device.scope():
             self.device.wait_stream()
         if self.debug_info:
-            _log_norms(self.learnable_params)
+            log_norms(self.learnable_params)
 
     def _recomputing(self, step: Step) -> None:
         """Run a step backward, after the steps that its backward needs forward again."""
@@ -325,7 +326,7 @@ class Net:
         if self.nodes[step.last].need_backward:
             self._differentiate(step)
             if self.debug_info and not step.group:
-                _log_backward(node)
+                log_backward(node)
 
     def _after_backward(self, step: Step) -> None:
         if self.after_backward:
@@ -426,40 +427,3 @@ class Net:
         """Stop the threads of data layers and release files."""
         for _, node in self.own_nodes:
             node.layer.close()
-
-
-# Log lines of `debug_info`: mean absolute values of data and gradients, layer by layer.
-
-
-def _log_forward(node: Node) -> None:
-    """Log the tops and parameters of a layer that just ran forward."""
-    for name, top in zip(node.top_names, node.tops, strict=True):
-        _log_mean("Forward", node, f"top blob {name} data", top.host_data)
-    for param in node.params:
-        _log_mean("Forward", node, f"param blob {param.name} data", param.blob.host_data)
-
-
-def _log_backward(node: Node) -> None:
-    """Log the propagated bottoms and the parameters of a layer that just ran backward."""
-    layer, down = node.layer, node.propagate_down
-    for name, bottom, wanted in zip(node.bottom_names, node.bottoms, down, strict=True):
-        if wanted:
-            _log_mean("Backward", node, f"bottom blob {name} diff", bottom.host_diff)
-    for i, (blob, wanted) in enumerate(zip(layer.blobs, layer.param_propagate_down, strict=True)):
-        if wanted:
-            _log_mean("Backward", node, f"param blob {i} diff", blob.host_diff)
-
-
-def _log_mean(direction: str, node: Node, what: str, array: Array) -> None:
-    mean = float(np.abs(array).mean()) if array.size else 0.0
-    log.info("    [%s] Layer %s, %s: %.6g", direction, node.name, what, mean)
-
-
-def _log_norms(params: Sequence[Blob]) -> None:
-    """Log the norms of all learnable parameters after a whole backward pass."""
-    both = [p.host_data for p in params], [p.host_diff for p in params]
-    with np.errstate(all="ignore"):  # as in passes
-        l1 = [sum(float(np.abs(a).sum()) for a in arrays) for arrays in both]
-        l2 = [sum(float(np.square(a).sum()) for a in arrays) ** 0.5 for arrays in both]
-    text = "L1 norm = (%.6g, %.6g); L2 norm = (%.6g, %.6g)"
-    log.error("    [Backward] All net params (data, diff): " + text, *l1, *l2)
