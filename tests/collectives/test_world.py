@@ -403,22 +403,20 @@ def test_another_nodes_error_ends_with_its_exit_code(kind: type[CaffeError]) -> 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_who_is_late_in_the_set_up_is_named_by_all(late: int) -> None:
-    over = threading.Event()
+    others = threading.Barrier(3)  # the late one goes on when all others have told it
 
     def work(world: World) -> object:
         world.join(1)
         world.set_up.deadline = 1.0
         if world.node == late:
-            over.wait(20)
-        try:
+            others.wait(20)
+            return None
+        with pytest.raises(SyncError) as caught:
             world.barrier()
-        except SyncError as error:
-            if world.node != late:
-                world.tell(error)
-            return str(error)
-        return None
+        world.tell(caught.value)
+        others.wait(20)
+        return str(caught.value)
 
-    threading.Timer(6, over.set).start()
     told = run_nodes(3, work)
     del told[late]
     name = f"node {late} (host host{late}, universal rank {late})"

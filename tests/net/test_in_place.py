@@ -12,6 +12,7 @@ from caffepy.device.blob import Layout
 from caffepy.device.device import Device
 from caffepy.models.synthetic import image_shape, synthetic
 from caffepy.net import Net
+from caffepy.ops.shapes_only import ShapesOnlyDevice
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
 from tests.nets import library
@@ -229,6 +230,8 @@ def test_a_net_that_does_not_learn_stays_as_it_is() -> None:
     chain = chain_of(CHAINS["Convolution ReLU BatchNorm Scale"])
     assert separated(net_of(chain)) == {"y0"}
     assert not separated(net_of(chain.replace("loss_weight: 1", "")))
+    shapes_only = Net(net_of(chain).param, device=ShapesOnlyDevice(seed=1))
+    assert separated(shapes_only) == {"y0"}
 
 
 @pytest.mark.parametrize("name", models.names())
@@ -237,11 +240,8 @@ def test_bundled_nets_stay_as_they_are(name: str) -> None:
     assert path
     param = text.read_net(path)
     param.state.phase = TRAIN
-    for layer in param.layer:
-        for field, settings in layer.ListFields():
-            if field.name in ("convolution_param", "inner_product_param"):
-                settings.ClearField("weight_filler")
-    assert not separated(Net(synthetic(param, 1, image_shape(name)), device=Device(seed=1)))
+    device = ShapesOnlyDevice(seed=1)
+    assert not separated(Net(synthetic(param, 1, image_shape(name)), device=device))
 
 
 @pytest.mark.gpu

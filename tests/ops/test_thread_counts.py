@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -130,10 +130,10 @@ def products() -> Iterator[tuple[str, str]]:
                     )
 
 
-def training(folder: Path) -> Iterator[tuple[str, str]]:
+def training(folder: Path, rules: Sequence[str]) -> Iterator[tuple[str, str]]:
     net = folder / "net.prototxt"
     net.write_text(LAYERS)
-    for rule in ("SGD", "Adam", "AdaDelta"):
+    for rule in rules:
         path = folder / "solver.prototxt"
         path.write_text(SOLVER % (net, rule))
         solver = caffe.get_solver(str(path))
@@ -187,8 +187,10 @@ def main() -> None:
             {sys.argv[1], "Haswell"} if sys.argv[1] == "Zen" else {sys.argv[1]}
         )  # builds may use one for both
         assert blas[0]["architecture"] in given, blas
+    # No rule computes by BLAS, so that one kind of its kernels is enough for all.
+    rules = ("SGD", "Adam", "AdaDelta") if sys.argv[1] == KERNELS[0] else ("SGD",)
     with tempfile.TemporaryDirectory() as folder:
-        found = [*differences(products), *differences(lambda: training(Path(folder)))]
+        found = [*differences(products), *differences(lambda: training(Path(folder), rules))]
     sys.stdout.write("\n".join(found or ["all the same"]) + "\n")
 
 

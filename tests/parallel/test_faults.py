@@ -183,9 +183,9 @@ def test_two_interrupts_end_at_once(folder: Path) -> None:
 @pytest.mark.usefixtures("compiled")
 def test_a_root_that_hangs_is_found_and_named(how: str, folder: Path) -> None:
     write(folder, {"what": how, "rank": 0, "at": 6})
-    run = caffepy("--deadlines", "step=8")
+    run = caffepy("--deadlines", "step=5")
     assert run.returncode == SyncError.exit_code
-    assert "rank 0 made no progress for 8 s (step)" in run.stderr
+    assert "rank 0 made no progress for 5 s (step)" in run.stderr
     assert "time.sleep(60)" in run.stderr, "the stacks of all threads"
     assert ("the main thread does not answer" in run.stderr) == (how == "deaf")
     assert Path("s_iter_5.solverstate").exists()
@@ -195,10 +195,10 @@ def test_a_root_that_hangs_is_found_and_named(how: str, folder: Path) -> None:
 @pytest.mark.usefixtures("compiled")
 def test_a_worker_that_hangs_is_found_and_named(folder: Path) -> None:
     write(folder, {"what": "hang", "rank": 2, "at": 6})
-    run = caffepy("--deadlines", "step=8")
+    run = caffepy("--deadlines", "step=5")
     assert run.returncode == SyncError.exit_code
     assert run.stderr.splitlines()[-1].startswith(
-        "caffepy: error: rank 2 made no progress for 8 s (step)"
+        "caffepy: error: rank 2 made no progress for 5 s (step)"
     )
     assert re.search(r"rank 2:\n(.*\n)*.*time\.sleep\(60\)", run.stderr)
     assert Path("s_iter_5.solverstate").exists()
@@ -405,10 +405,10 @@ SequentialLoader._next = hang
 @pytest.mark.usefixtures("compiled")
 def test_data_that_hangs_is_found_and_the_run_ends(folder: Path) -> None:
     write(folder, NOTHING)
-    run = caffepy("--deadlines", "step=8", code=HANGING_DATA)
+    run = caffepy("--deadlines", "step=5", code=HANGING_DATA)
     assert run.returncode == SyncError.exit_code
     assert (
-        "made no progress for 8 s (step)"
+        "made no progress for 5 s (step)"
         in run.stderr.splitlines()[-1] + run.stderr.splitlines()[-2]
     )
     assert "Reading data hangs" in run.stderr

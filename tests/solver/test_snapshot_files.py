@@ -3,8 +3,10 @@
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -221,14 +223,18 @@ def test_full_disk_is_one_message(form: str, tmp_path: Path) -> None:
 
 
 WRITER = """
-import sys
+import os, sys
 from tests.solver.cases import solver_of
 solver = solver_of(sys.argv[1])
-print("ready", flush=True)
-while True:
-    solver.step(1)
-    solver.snapshot()
+for _ in sys.stdin:
+    if not (child := os.fork()):
+        print(os.getpid(), flush=True)
+        while True:
+            solver.step(1)
+            solver.snapshot()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+"""For each line a process that trains and saves without an end, and how it ended."""
 
 
 KILLED = """
@@ -291,17 +297,17 @@ def test_killed_snapshots_are_whole_or_absent(form: str, tmp_path: Path) -> None
     """After each of CAFFEPY_KILLS kills, every file under its final name must load."""
     settings = f'snapshot_prefix: "{tmp_path}/s" snapshot_diff: true {FORMATS[form]}'
     rng = np.random.default_rng()
-    for _ in range(int(os.environ.get("CAFFEPY_KILLS", "4"))):
-        command = [sys.executable, "-c", WRITER, settings]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as writer:
-            assert writer.stdout is not None
-            writer.stdout.readline()
-            try:
-                writer.wait(rng.uniform(0.005, 0.3))
-            except subprocess.TimeoutExpired:
-                writer.kill()
-            assert writer.wait() == -9
-        _check_all(tmp_path, settings)
+    command, pipe = [sys.executable, "-c", WRITER, settings], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT) as writer:
+        assert writer.stdin
+        assert writer.stdout
+        for _ in range(int(os.environ.get("CAFFEPY_KILLS", "4"))):
+            print(file=writer.stdin, flush=True)
+            process = int(writer.stdout.readline())
+            time.sleep(rng.uniform(0.005, 0.3))
+            os.kill(process, signal.SIGKILL)
+            assert int(writer.stdout.readline()) == -signal.SIGKILL
+            _check_all(tmp_path, settings)
 
 
 def _check_all(folder: Path, settings: str) -> None:
