@@ -17,8 +17,8 @@ COLUMNS = 7
 
 
 MORE_PRIORS = (
-    "; for the PriorBox of FaceBoxes, which makes more priors, write faceboxes: true, for that of "
-    "TextBoxes denser_prior_boxes: true"
+    "; a PriorBox lacks an aspect_ratio, min_size or max_size, or is that of FaceBoxes, which "
+    "makes more priors: then write faceboxes: true; for that of TextBoxes denser_prior_boxes: true"
 )
 
 

@@ -4,6 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from caffepy.core.errors import CaffeError, ConfigError
@@ -127,12 +128,13 @@ def _drop_planes(layer: LayerParameter, settings: dict[str, Any]) -> None:
         layer.power_param.scale = 1 / (1 - ratio)
 
 
-def tell_priors(param: NetParameter) -> None:
+def tell_priors(param: NetParameter, path: str | None = None) -> None:
     """Set `faceboxes` or `denser_prior_boxes` of the PriorBox layers on whose map locations of as
-    many boxes as FaceBoxes' or TextBoxes' layer has are predicted: their files do not say whose
-    they are.
+    many boxes as FaceBoxes' or TextBoxes' layer has are predicted, with a warning: their files do
+    not say whose they are. TextBoxes' are all of a net, or none.
     """
     locations = _locations(param)
+    found = defaultdict[str, list[tuple[LayerParameter, int]]](list)  # by the field to be set
     for layer in param.layer:
         setting = layer.prior_box_param
         if layer.type != "PriorBox" or not layer.bottom or not setting.min_size:
@@ -147,13 +149,28 @@ def tell_priors(param: NetParameter) -> None:
         as_faceboxes = PriorBoxParameter()
         as_faceboxes.CopyFrom(setting)
         as_faceboxes.faceboxes = True
-        whose = None
         if len(boxes_of_place(as_faceboxes)) == predicted != boxes:
-            setting.faceboxes, whose = True, "FaceBoxes"
-        elif 2 * boxes == predicted:
-            setting.denser_prior_boxes, whose = True, "TextBoxes"
-        if whose:
-            log.info("%s makes the priors of %s: as many are predicted", layer.name, whose)
+            found["faceboxes"].append((layer, boxes))
+        else:
+            found["denser_prior_boxes" if 2 * boxes == predicted else ""].append((layer, boxes))
+    for field, whose in (("faceboxes", "FaceBoxes"), ("denser_prior_boxes", "TextBoxes")):
+        if not found[field] or (field == "denser_prior_boxes" and found[""]):
+            continue
+        first, boxes = found[field][0]
+        _warn_of_priors(where(path, first), boxes, locations[first.bottom[0]], field, whose)
+        for layer, _ in found[field]:
+            setattr(layer.prior_box_param, field, True)
+
+
+@cache
+def _warn_of_priors(place: str, boxes: int, predicted: float, field: str, whose: str) -> None:
+    """Say once whose the priors of a net are taken for: its train and test nets have one file."""
+    log.warning(
+        "%s: states %d boxes for each place, but locations of %g are predicted. Taken for the "
+        "layer of %s, which makes as many; if it is, write %s: true in each prior_box_param, else "
+        "add the aspect_ratio, min_size or max_size that is missing",
+        *(place, boxes, predicted, whose, field),
+    )
 
 
 def _locations(param: NetParameter) -> dict[str, float]:

@@ -81,7 +81,7 @@ class Net:
         self.ops = ops.backend(self.device)
         kept = filter_state(param, path)
         replace_python(kept, path)
-        tell_priors(kept)
+        tell_priors(kept, path)
         if batch_parts > 1:
             kept = divide_batches(kept, batch_parts, path)
         if log.isEnabledFor(logging.INFO):

@@ -160,8 +160,37 @@ def test_priors_are_those_of_which_the_net_predicts_locations(settings, boxes, t
     assert net.blobs["priors"].shape == (1, 2, 2 * 2 * boxes * 4)
 
 
+def test_whose_priors_are_taken_for_is_a_warning_once(caplog):
+    net = definition(SSD % (16, 8, "min_size: 30 max_size: 40"))
+    for _ in range(2):  # the train net and the test net
+        Net(net, path="whose.prototxt")
+    (record,) = (r for r in caplog.records if r.levelname == "WARNING")
+    told = record.getMessage()
+    assert told.startswith('whose.prototxt: layer "priors" (PriorBox): states 2 boxes')
+    for word in ("locations of 4", "TextBoxes", "denser_prior_boxes: true", "aspect_ratio"):
+        assert word in told
+
+
+def test_one_layer_without_its_aspect_ratio_is_not_taken_for_one_of_textboxes():
+    other = """
+layer { name: "loc2" type: "Convolution" bottom: "image" top: "loc2"
+  convolution_param { num_output: 8 kernel_size: 1 } }
+layer { name: "flat2" type: "Flatten" bottom: "loc2" top: "flat2" }
+layer { name: "priors2" type: "PriorBox" bottom: "image" bottom: "image" top: "priors2"
+  prior_box_param { min_size: 30 max_size: 40 } }
+layer { name: "locs" type: "Concat" bottom: "flat" bottom: "flat2" top: "locs"
+"""
+    text = (SSD % (16, 8, "min_size: 30 max_size: 40")).replace(
+        'layer { name: "locs" type: "Concat" bottom: "flat" top: "locs"', other.strip()
+    )
+    with pytest.raises(ConfigError, match="a PriorBox lacks an aspect_ratio, min_size or max_"):
+        Net(definition(text))
+
+
 def test_other_numbers_of_boxes_are_told_to_the_user():
-    with pytest.raises(ConfigError, match="FaceBoxes, which makes more priors, write faceboxes"):
+    with pytest.raises(
+        ConfigError, match="FaceBoxes, which makes more priors: then write faceboxes"
+    ):
         Net(definition(SSD % (20, 10, FACES)))
 
 
