@@ -24,7 +24,7 @@ OF_BOXES = ("labels", "threshold", "draw", "sides", "extensions")
 )
 @click.option(
     "--threshold",
-    type=options.Number(0, 1),
+    type=options.NumberRange(0, 1),
     default=0.5,
     show_default=True,
     help="Least score of a box.",
@@ -93,7 +93,8 @@ def detect(
 ) -> None:
     """Find boxes in images with a net of SSD or YOLO, whose layer DetectionOutput,
     YoloDetectionOutput or Yolov3DetectionOutput gives them, or of Faster R-CNN or R-FCN, with
-    cls_prob and bbox_pred of the regions that its layer proposes; write them to OUTPUT (.json).
+    cls_prob and bbox_pred of the regions that its layer proposes; print a table of them, and
+    write them to OUTPUT (.json).
 
     INPUT is an image or a folder. Images are prepared as by caffepy classify, and resized to the
     net's input or, for a net of regions, to --sides; boxes are in pixels of the image. Images that
@@ -144,7 +145,8 @@ def detect(
         result = of_windows.detect(source, net.path, weights, **values)
     if output:
         result.save(output)
-    if as_json or not output:
+    finds_boxes = isinstance(result, of_boxes.Found)
+    if as_json or finds_boxes or not output:
         click.echo(result.json() if as_json else result.table())
     if isinstance(result, of_boxes.Found):
         result.check()

@@ -30,10 +30,8 @@ SOLVERS = click.IntRange(1, 256)
 """Number of solvers on the CPU: each has a net of its own, and more are a typing error."""
 
 
-class Number(click.FloatRange):
-    """A finite number, perhaps in a range."""
-
-    name = "float"
+class Number(click.types.FloatParamType):
+    """A finite number."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -43,6 +41,12 @@ class Number(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not finite", param, ctx)
         return number
+
+
+class NumberRange(Number, click.FloatRange):
+    """A finite number in a range, which --help tells."""
+
+    name = "float"
 
 
 GLOGS_OTHERS = (

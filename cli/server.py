@@ -38,7 +38,7 @@ from caffepy.core.errors import INTERRUPTED
 )
 @click.option(
     "--snapshot-every",
-    type=options.Number(min=0),
+    type=options.NumberRange(min=0),
     default=0.0,
     metavar="S",
     help="Seconds between two snapshots of what the servers hold, while they learn. Default: one "
@@ -46,7 +46,7 @@ from caffepy.core.errors import INTERRUPTED
 )
 @click.option(
     "--display",
-    type=options.Number(min=0),
+    type=options.NumberRange(min=0),
     default=10.0,
     show_default=True,
     metavar="S",
@@ -54,7 +54,7 @@ from caffepy.core.errors import INTERRUPTED
 )
 @click.option(
     "--grace",
-    type=options.Number(min=0),
+    type=options.NumberRange(min=0),
     default=25.0,
     show_default=True,
     metavar="S",

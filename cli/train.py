@@ -111,7 +111,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 )
 @click.option(
     "--grace",
-    type=options.Number(min=0),
+    type=options.NumberRange(min=0),
     default=25.0,
     show_default=True,
     metavar="S",

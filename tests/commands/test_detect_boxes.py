@@ -238,7 +238,10 @@ def test_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--model ssd.prototxt --weights ssd.caffemodel --labels map.prototxt --draw drawn/all"
     assert main.run(["detect", "photos", "bad.png", "boxes.json", *line.split()]) == 4
     shown = capsys.readouterr()
-    assert shown.out == ""
+    table = shown.out.splitlines()
+    assert " ".join(table[0].split()) == "image label class score xmin ymin xmax ymax"
+    assert " ".join(table[4].split()) == "photos/c.png sky 2 0.999955 10.0 100.0 30.0 140.0"
+    assert table[5].split() == ["bad.png", "unreadable", *"-----"]
     assert shown.err == "caffepy: error: bad.png: not an image that can be decoded (3 bytes)\n"
     a, b, c, bad = json.loads(Path("boxes.json").read_text())
     assert (a["image"], a["width"], a["height"]) == ("photos/a.png", 200, 100)

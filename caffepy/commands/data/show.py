@@ -61,7 +61,7 @@ class DataInfo(Summary):
                 lines.append("a list of images has a file, a blank and a label in each line")
             lines.append("their names may be relative to another folder: name it with --root")
         if self.labels:
-            rows = [["label", "records", "share"]]
+            rows = [["label", "boxes" if "labels" in self.facts else "records", "share"]]
             total = self.labels.total()
             for label, count in sorted(self.labels.items())[:LABELS]:
                 rows.append([str(label), f"{count:,}", f"{count / total:.2%}"])
@@ -76,7 +76,7 @@ def _many(count: int, noun: str) -> str:
 
 
 class Look(NamedTuple):
-    """One record; `picture` if the contact sheet shows it, labels of its boxes if it has some."""
+    """One record; `picture` if the sheet shows it, labels of its boxes if it `has_boxes`."""
 
     name: str
     shape: tuple[int, ...] = ()
@@ -84,6 +84,7 @@ class Look(NamedTuple):
     labels: tuple[int, ...] = ()
     error: str = ""
     picture: Array | None = None
+    has_boxes: bool = False
 
 
 def show(
@@ -182,7 +183,7 @@ def _show_items(
                 info.shapes[shape_string(one.shape)] += 1
                 info.stored[one.stored] += 1
                 info.labels.update(one.labels)
-                if len(one.labels) > 1:
+                if one.has_boxes:
                     info.facts["labels"] = "of boxes"
                 if one.picture is not None:
                     pictures.append((one.picture, " ".join(map(str, one.labels))))
@@ -193,27 +194,26 @@ def _show_items(
 def _look(source: Source, item: Any, wants_picture: bool) -> Look:
     name = source.key(item)
     try:
-        image, labels = _decode(source, item)
+        image, labels, has_boxes = _decode(source, item)
         stored = source.stored(item, image)
     except DataError as error:
         return Look(name, error=error.message.removeprefix(f"{source.path}: "))
-    return Look(
-        name, image.shape, stored, labels, "", grid.thumbnail(image) if wants_picture else None
-    )
+    picture = grid.thumbnail(image) if wants_picture else None
+    return Look(name, image.shape, stored, labels, "", picture, has_boxes)
 
 
-def _decode(source: Source, item: Any) -> tuple[Array, tuple[int, ...]]:
-    """The image and its label, or those of its boxes."""
+def _decode(source: Source, item: Any) -> tuple[Array, tuple[int, ...], bool]:
+    """The image and its label, or those of its boxes; whether it is a record with boxes."""
     try:
         image, label = source.decode(item)
-        return image, (label,)
+        return image, (label,), False
     except DataError:
         if isinstance(source, Database):
             with suppress(DataError):
                 found = decode_annotated(item[1])
                 if found.type is None:
-                    return found.image, () if found.label is None else (found.label,)
-                return found.image, tuple(found.objects[:, 0].astype(int).tolist())
+                    return found.image, () if found.label is None else (found.label,), False
+                return found.image, tuple(found.objects[:, 0].astype(int).tolist()), True
         raise
 
 

@@ -1,6 +1,7 @@
 """data show: each kind of source, records that cannot be read, contact sheets."""
 
 import json
+import re
 from pathlib import Path
 
 import cv2
@@ -267,4 +268,6 @@ def test_boxes_of_annotated_records() -> None:
     assert info.stored == {"png": 150}
     assert sorted(info.labels) == list(range(1, 11))
     assert info.labels.total() > 300
-    assert "labels: of boxes" in info.table()
+    table = info.table()
+    assert "labels: of boxes" in table
+    assert re.search("^label  *boxes  *share$", table, re.MULTILINE)
