@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from functools import cache
 
@@ -20,6 +21,14 @@ gc.disable()  # while modules are imported and tests collected, which make no ga
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than there are cores, since tests of what hangs sleep until a deadline."""
     return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_configure() -> None:
+    """Let no process that a test starts ignore SIGHUP because pytest runs under nohup, which this
+    process goes on to outlive.
+    """
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,7 @@ def test_no_line_of_the_help_ends_within_a_word(
         assert main.run([*command, "--help"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert not [line for line in lines if line.endswith("-")]
+        assert not [line for line in lines if "None" in line], "a range without ends"
 
 
 def test_the_shape_for_an_export_is_that_of_its_input(capsys: Captured) -> None:
@@ -540,7 +542,7 @@ def test_images_of_too_many_pixels_take_no_memory(allowed: str) -> None:
 
 
 ENDED = """
-import os, signal, sys
+import os, signal, sys, time
 from caffepy.cli import main
 from caffepy.core.files import written
 
@@ -550,7 +552,8 @@ def work(**_):
     with written(path) as temporary:
         open(temporary, "w").close()
         os.kill(os.getpid(), getattr(signal, name))
-        signal.pause()
+        while signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
+            time.sleep(0.01)  # the signal may have come to another thread
 
 main.device_query.callback = work
 sys.argv = ["caffepy", "device-query"]
@@ -564,6 +567,13 @@ def test_what_ends_a_command_leaves_nothing_half_written(name: str, tmp_path: Pa
     command = [sys.executable, "-c", ENDED, str(tmp_path / "out.txt"), name]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=50, check=False)
     assert (done.returncode, done.stderr.strip(), list(tmp_path.iterdir())) == (130, "", [])
+
+
+@pytest.mark.skipif(not shutil.which("nohup"), reason="needs nohup")
+def test_a_hangup_does_not_end_a_command_under_nohup(tmp_path: Path) -> None:
+    command = ["nohup", sys.executable, "-c", ENDED, str(tmp_path / "out.txt"), "SIGHUP"]
+    subprocess.run(command, stdin=subprocess.DEVNULL, timeout=50, check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
 
 
 def test_help_lists_every_command_once_in_sections(capsys: Captured) -> None:
