@@ -13,7 +13,7 @@ import numpy as np
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.layer.detection_files import ResultFiles
+from caffepy.layer.detection_files import NOT_SAVED, ResultFiles, warn_of_unread
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
 NOTHING = [[0, 1, 1, 10, 10]]
@@ -387,6 +387,8 @@ class FrcnnOutput(Layer):
         if saved.output_directory and saved.label_map_file and saved.name_size_file:
             classes = prod(bottom[0].shape[1:])
             self.files = ResultFiles(saved, list(range(1, classes)), self.path)
+        else:
+            warn_of_unread(saved.label_map_file, self.path, NOT_SAVED)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         rows = {tuple(blob.shape[:1]) for blob in bottom[:3]}

@@ -13,6 +13,7 @@ from caffepy.data.sources.databases import Database
 from caffepy.data.sources.image_list import ImageList
 from caffepy.data.window_loader import WindowLoader
 from caffepy.layer.base import layer
+from caffepy.layer.detection_files import warn_of_unread
 from caffepy.layer.feed import Prefetching, check_fields
 from caffepy.proto.caffe_pb2 import DataParameter, VideoDataParameter
 
@@ -57,6 +58,8 @@ class AnnotatedData(Data):
         from caffepy.data.annotated_loader import AnnotatedLoader  # here, since it loads kernels
 
         assert isinstance(self._source, Database)
+        label_map = self.param.annotated_data_param.label_map_file
+        warn_of_unread(label_map, self.path, "as records have labels of their own")
         return AnnotatedLoader(self._source, self.param, self.phase, self.device, self.path)
 
 

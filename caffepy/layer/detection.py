@@ -9,7 +9,13 @@ from caffepy.core import coco
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.layer.detection_files import Images, ResultFiles, to_pixels
+from caffepy.layer.detection_files import (
+    NOT_SAVED,
+    Images,
+    ResultFiles,
+    to_pixels,
+    warn_of_unread,
+)
 from caffepy.ops.boxes import BoxCode
 
 COLUMNS = 7
@@ -32,13 +38,24 @@ def count_priors(bottom: Blobs, classes: int, groups: int) -> int:
         priors.shape[2] // 4 if len(priors.shape) > 2 else 0,
     )
     if priors.shape[:3] != (1, 2, 4 * count) or priors.count != 8 * count:
-        raise ConfigError(f"priors must have the shape (1, 2, P * 4), not {list(priors.shape)}")
+        raise ConfigError(
+            "bottom 2 must be priors (1, 2, P * 4), as PriorBox layers make them and a Concat "
+            f"with axis: 2 joins them, not {list(priors.shape)}"
+        )
     for what, blob, each in (("locations", locations, 4 * groups), ("scores", scores, classes)):
         if blob.count != n * count * each:
-            more = blob.count > n * count * each
+            of, rest = divmod(blob.count, n * count or blob.count + 1)
+            remedy = (
+                f"the convolutions that predict them need a num_output of {each} x the boxes that "
+                "the PriorBox layer of their map makes at a place"
+            )
+            if what == "scores" and not rest:
+                remedy = f"these are of {of} classes, but num_classes is {classes}: change one"
+            elif what == "locations" and blob.count > n * count * each:
+                remedy += MORE_PRIORS
             raise ConfigError(
                 f"{n} images with {count} priors need {n} x {count * each} {what}, not "
-                f"{list(blob.shape)}{MORE_PRIORS if more else ''}"
+                f"{list(blob.shape)}; {remedy}"
             )
     return count
 
@@ -106,6 +123,8 @@ class DetectionOutput(Layer):
         if saved.output_directory and saved.label_map_file and saved.name_size_file:
             labels = [c for c in range(self.classes) if c != param.background_label_id]
             self.files = ResultFiles(saved, labels, self.path)
+        else:
+            warn_of_unread(saved.label_map_file, self.path, NOT_SAVED)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         groups = 1 if self.settings.share_location else self.classes

@@ -1,6 +1,7 @@
 """Files around the detections of SSD: names and sizes of images, and results in three forms."""
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +14,17 @@ from caffepy.device.blob import Array
 from caffepy.proto.caffe_pb2 import LabelMap, ResizeParameter, SaveOutputParameter
 from caffepy.proto.text import read_message
 
+log = logging.getLogger(__name__)
+
 FORMATS = ("VOC", "COCO", "ILSVRC")
+
+NOT_SAVED = "since nothing is saved without output_directory, label_map_file and name_size_file"
+
+
+def warn_of_unread(label_map: str, beside: str | None, because: str) -> None:
+    """Warn of a label_map_file that is not there though a layer does not read it."""
+    if label_map and not os.path.exists(locate(label_map, beside)):
+        log.warning("label_map_file %s is not there; it is not read, %s", label_map, because)
 
 
 class Image(NamedTuple):

@@ -132,7 +132,8 @@ class MultiBoxLoss(ClassLoss):
         count, n = count_priors(bottom, self.classes, groups), bottom[0].shape[0]
         if truths.count % 8 or truths.shape[-1:] != (8,):
             raise ConfigError(
-                f"true boxes must have the shape (1, 1, G, 8), not {list(truths.shape)}"
+                "bottom 3 must be true boxes (1, 1, G, 8), as AnnotatedData's second top of "
+                f"records with boxes, not {list(truths.shape)}"
             )
         self.view = (n, count, groups, 4)
         check_refinement(bottom, 4, n, count)

@@ -346,16 +346,24 @@ class Reshape(View):
             if d == 0:
                 if start + i >= n:
                     raise ConfigError(
-                        f"reshape_param: dim {i} copies axis {start + i} of {shape_string(old)}"
+                        f"reshape_param: dim {i} is 0, which copies axis {start + i}, but the "
+                        f"bottom {shape_string(old)} has {n} axes; write the size"
                     )
                 dims[i] = old[start + i]
         if -1 in dims:
             known, count = prod(d for d in dims if d != -1), prod(old[start:end])
             if known == 0 or count % known:
                 raise ConfigError(
-                    f"reshape_param: {count} elements cannot be divided into the dims' {known}"
+                    f"reshape_param: {count} elements of the bottom {shape_string(old)} cannot be "
+                    f"divided into the dims' {shape_string([d for d in dims if d != -1])}; write "
+                    "dims beside -1 that divide them"
                 )
             dims[dims.index(-1)] = count // known
+        elif (made := prod(dims)) != (count := prod(old[start:end])):
+            raise ConfigError(
+                f"reshape_param: dims {shape_string(dims)} make {made} elements of {count} of the "
+                f"bottom {shape_string(old)}; one dim may be -1, which takes what is left"
+            )
         return [*old[:start], *dims, *old[end:]]
 
 

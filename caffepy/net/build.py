@@ -157,20 +157,39 @@ def tell_priors(param: NetParameter, path: str | None = None) -> None:
         if not found[field] or (field == "denser_prior_boxes" and found[""]):
             continue
         first, boxes = found[field][0]
-        _warn_of_priors(where(path, first), boxes, locations[first.bottom[0]], field, whose)
+        _warn_once(
+            f"{where(path, first)}: states {boxes} boxes for each place, but locations of "
+            f"{locations[first.bottom[0]]:g} are predicted. Taken for the layer of {whose}, which "
+            f"makes as many; if it is, write {field}: true in each prior_box_param, else add the "
+            "aspect_ratio, min_size or max_size that is missing"
+        )
         for layer, _ in found[field]:
             setattr(layer.prior_box_param, field, True)
 
 
 @cache
-def _warn_of_priors(place: str, boxes: int, predicted: float, field: str, whose: str) -> None:
-    """Say once whose the priors of a net are taken for: its train and test nets have one file."""
-    log.warning(
-        "%s: states %d boxes for each place, but locations of %g are predicted. Taken for the "
-        "layer of %s, which makes as many; if it is, write %s: true in each prior_box_param, else "
-        "add the aspect_ratio, min_size or max_size that is missing",
-        *(place, boxes, predicted, whose, field),
-    )
+def _warn_once(message: str) -> None:
+    """Warn, but not again of the same: the train and test nets of a solver have one file."""
+    log.warning("%s", message)
+
+
+def compare_classes(param: NetParameter, path: str | None = None) -> None:
+    """Warn of each DetectionEvaluate with another number of classes, or another background, than
+    the DetectionOutput that it judges.
+    """
+    makers = {top: layer for layer in param.layer for top in layer.top}
+    for layer in param.layer:
+        maker = makers.get(layer.bottom[0]) if layer.bottom else None
+        if layer.type != "DetectionEvaluate" or not maker or maker.type != "DetectionOutput":
+            continue
+        own, given = layer.detection_evaluate_param, maker.detection_output_param
+        for field in ("num_classes", "background_label_id"):
+            if (number := getattr(given, field)) != getattr(own, field):
+                _warn_once(
+                    f"{where(path, layer)}: {field} is {getattr(own, field)}, but that of layer "
+                    f'"{maker.name}" is {number}: the mean is over other classes than are found; '
+                    f"write {field}: {number}"
+                )
 
 
 def _locations(param: NetParameter) -> dict[str, float]:

@@ -24,6 +24,7 @@ from caffepy.device.streams import BRANCH
 from caffepy.layer import Layer
 from caffepy.net.branches import with_branches
 from caffepy.net.build import (
+    compare_classes,
     divide_batches,
     filter_state,
     insert_splits,
@@ -82,6 +83,7 @@ class Net:
         kept = filter_state(param, path)
         replace_python(kept, path)
         tell_priors(kept, path)
+        compare_classes(kept, path)
         if batch_parts > 1:
             kept = divide_batches(kept, batch_parts, path)
         if log.isEnabledFor(logging.INFO):

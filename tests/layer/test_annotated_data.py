@@ -155,6 +155,11 @@ SIZE = "resize_param { height: 16 width: 16 }"
 WHOLE = "batch_sampler { max_sample: 1 max_trials: 1 }"
 
 
+def test_a_label_map_that_is_not_there_is_told(folder, caplog):
+    feed(folder, annotated='label_map_file: "labelmap.prototxt"').layer.close()
+    assert "label_map_file labelmap.prototxt is not there; it is not read, as rec" in caplog.text
+
+
 def test_labels_of_mobilenet_yolo(folder):
     more = "yolo_data_type: 1 yolo_data_jitter: 0 "
     feeds = [feed(folder, SIZE, more), feed(folder, SIZE, more + "train_diffcult: false")]

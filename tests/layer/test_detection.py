@@ -164,6 +164,21 @@ def test_moved_priors_on_gpu(case):
     held_to_the_cpu(text, bottoms)
 
 
+def test_a_label_map_that_is_not_there_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    text, bottoms = given("ssd")
+    saved = f'save_output_param {{ label_map_file: "{tmp_path}/labels" %s }} keep_top_k'
+    Single(text.replace("keep_top_k", saved % ""), *bottoms)
+    assert f"{tmp_path}/labels is not there; it is not read, since" in caplog.text
+    (tmp_path / "sizes").write_text("one 100 200\n")
+    files = f'output_directory: "{tmp_path}/out" name_size_file: "{tmp_path}/sizes" output_format: "VOC"'
+    with pytest.raises(ConfigError, match=r"labels"):
+        Single(text.replace("keep_top_k", saved % files), *bottoms)
+    (tmp_path / "labels").touch()
+    caplog.clear()
+    Single(text.replace("keep_top_k", saved % ""), *bottoms)
+    assert not caplog.messages
+
+
 def test_results_are_written_when_all_images_are_done(tmp_path: Path):
     labels = enumerate(["bg", "7", "b", "c"])
     (tmp_path / "labels").write_text(

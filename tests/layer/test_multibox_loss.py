@@ -351,7 +351,11 @@ def test_a_true_box_that_is_not_finite_is_named(side):
         ("num_classes: 4 mining_type: HARD_EXAMPLE sample_size: 0", "sample_size must be above 0"),
         ("num_classes: 4 map_object_to_agnostic: true", "needs num_classes 2"),
         ("num_classes: 4 background_label_id: 4", "none of the 4 classes"),
-        ("num_classes: 5", "60 images with|need 3 x 100 scores"),
+        ("num_classes: 5", "need 3 x 100 scores.*; these are of 4 classes, but num_classes is 5"),
+        (
+            "num_classes: 4 share_location: false mining_type: NONE",
+            "need 3 x 320 locations.*a num_output of 16 x the boxes that the PriorBox",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):
@@ -362,7 +366,10 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 
 @pytest.mark.parametrize(
     ("bottom", "shape", "message"),
-    [(2, (1, 160), r"\(1, 2, P \* 4\)"), (3, (1, 1, 8, 6), r"\(1, 1, G, 8\)")],
+    [
+        (2, (1, 160), r"bottom 2 .*\(1, 2, P \* 4\), as Prior"),
+        (3, (1, 1, 8, 6), r"bottom 3 .*\(1, 1, G, 8\), as Anno"),
+    ],
 )
 def test_shapes_that_do_not_fit_are_refused(bottom, shape, message):
     text, bottoms = given("default")

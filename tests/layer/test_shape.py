@@ -273,19 +273,19 @@ def test_empty_blobs_pass():
             'type: "Reshape" reshape_param { shape { dim: 2 dim: 4 } }',
             [(2, 3)],
             1,
-            r"shape 2 4 \(8\) does not hold the bottom's 2 3 \(6\)",
+            r"dims 2 4 \(8\) make 8 elements of 6 of the bottom 2 3 \(6\); one dim may be -1",
         ),
         "reshape rest": (
             'type: "Reshape" reshape_param { shape { dim: 4 dim: -1 } }',
             [(2, 3)],
             1,
-            "6 elements cannot be divided into the dims' 4",
+            r"6 elements of the bottom 2 3 \(6\) cannot be divided .* dims' 4 \(4\); write dims",
         ),
         "reshape copy": (
             'type: "Reshape" reshape_param { shape { dim: 0 dim: 0 dim: 0 } }',
             [(2, 3)],
             1,
-            "copies axis 2",
+            r"dim 2 is 0, which copies axis 2, but the bottom 2 3 \(6\) has 2 axes; write the size",
         ),
         "reshape two -1": (
             'type: "Reshape" reshape_param { shape { dim: -1 dim: -1 } }',

@@ -171,6 +171,32 @@ def test_whose_priors_are_taken_for_is_a_warning_once(caplog):
         assert word in told
 
 
+EVALUATED = """
+layer { name: "true" type: "Input" top: "true" input_param { shape { dim: [1, 1, 3, 8] } } }
+layer { name: "judge" type: "DetectionEvaluate" bottom: "found" bottom: "true" top: "judged"
+  detection_evaluate_param { %s } }
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ("num_classes: 2 background_label_id: 0", None),
+        ("num_classes: 21 background_label_id: 0", "num_classes: 2"),
+        ("num_classes: 2 background_label_id: 1", "background_label_id: 0"),
+    ],
+)
+def test_other_classes_than_are_found_are_a_warning(settings, told, caplog):
+    text = SSD % (8, 4, "min_size: 30 max_size: 40") + EVALUATED % settings
+    for _ in range(2):
+        Net(definition(text), path=f"{told}.prototxt")
+    messages = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(messages) == (told is not None)
+    for message in messages:
+        assert 'layer "judge" (DetectionEvaluate)' in message
+        assert message.endswith(f"write {told}")
+
+
 def test_one_layer_without_its_aspect_ratio_is_not_taken_for_one_of_textboxes():
     other = """
 layer { name: "loc2" type: "Convolution" bottom: "image" top: "loc2"
