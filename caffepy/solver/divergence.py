@@ -1,6 +1,7 @@
 """Errors of a run that diverged: they name the first blob or parameter that is not finite."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -32,10 +33,21 @@ class LostBlobsError(DivergenceError):
         return "; ".join([self._begin, *filter(None, found), HINT])
 
 
-def diverged(net: Net, iteration: int, loss: float) -> DivergenceError:
-    """Return the error for a loss that is not finite; names the first such blob and parameter."""
-    blobs = (_blob_of(net, Step(i)) for i in range(len(net.nodes)))
-    found = [part for part in (next(filter(None, blobs), None), _first_param(net)) if part]
+def diverged(net: Net, steps: Sequence[Step], iteration: int, loss: float) -> DivergenceError:
+    """Return the error for a loss that is not finite; names the first such blob and parameter.
+
+    A pass of the net's `steps` has just run. It runs again from the data that are there, since
+    layers in place overwrite what others made, groups do not write what lies within them, and blobs
+    may share memory; but code of the user does not.
+    """
+    blob = None
+    if any(layer.may_modify_gradients for layer in net.layers):
+        blobs = (_blob_of(net, Step(i)) for i in range(len(net.nodes)))
+        blob = next(filter(None, blobs), None)
+    else:
+        with suppress(Exception), _unchanged(net):  # the error that counts is the divergence
+            blob = first_blob(net, steps, again=True)
+    found = [part for part in (blob, _first_param(net)) if part]
     where = "; ".join(found) or "all blobs are finite, their weighted sum is not"
     return DivergenceError(f"iteration {iteration}: the loss is {loss:g}; {where}; {HINT}")
 
@@ -49,15 +61,60 @@ def diverged_before(net: Net, iteration: int, loss: float) -> DivergenceError:
     return LostBlobsError(net, iteration, loss)
 
 
-def first_blob(net: Net, steps: Sequence[Step]) -> str | None:
+def first_blob(net: Net, steps: Sequence[Step], again: bool = False) -> str | None:
     """Run a forward pass, one of the net's `steps` after the other, up to the first that writes
-    what is not finite; return the name of that blob and of its layers.
+    what is not finite; return the name of that blob and of its layer. `again`: with the data that
+    the last pass had.
     """
     for step in steps:
-        net.forward(steps=[step])
+        if not again or net.nodes[step.last].bottoms:
+            net.forward(steps=[step])
         if found := _blob_of(net, step):
+            return _first_within(net, step) or found
+    return None
+
+
+def _first_within(net: Net, step: Step) -> str | None:
+    """Run the layers of a group one by one, and return what `_blob_of` finds; None if the group has
+    overwritten what it reads.
+    """
+    nodes = [net.nodes[i] for i in step.layers]
+    written = {top.data_memory for node in nodes for top in node.tops}
+    made = set[str]()
+    for node in nodes:
+        read = zip(node.bottom_names, node.bottoms, strict=True)
+        if any(blob.data_memory in written and name not in made for name, blob in read):
+            return None
+        made.update(node.top_names)
+    for i in step.layers:
+        net.forward(steps=[Step(i)])
+        if found := _blob_of(net, Step(i)):
             return found
     return None
+
+
+@contextmanager
+def _unchanged(net: Net) -> Iterator[None]:
+    """Leave no trace of a block that runs layers again: in their states but for data layers, in
+    statistics, random numbers and files. Callbacks do not hear of it.
+    """
+    device, own = net.device, [node.layer for _, node in net.own_nodes if node.bottoms]
+    writes_files, random, debug_info = device.writes_files, device.random.state, net.debug_info
+    statistics = [(blob, blob.host_data.copy()) for layer in own for blob in layer.statistics]
+    states = [(layer, state) for layer in own if (state := layer.state())]
+    callbacks = net.before_forward, net.after_forward
+    device.writes_files = net.debug_info = False
+    net.before_forward, net.after_forward = [], []
+    try:
+        yield
+    finally:
+        device.writes_files, device.random.state = writes_files, random
+        net.debug_info = debug_info
+        net.before_forward, net.after_forward = callbacks
+        for blob, values in statistics:
+            blob.host_data[...] = values
+        for layer, state in states:
+            layer.set_state(state)
 
 
 def check_params(net: Net, iteration: int) -> None:

@@ -25,7 +25,7 @@ from math import isfinite
 from typing import Any
 
 from caffepy.net import Net
-from caffepy.solver.divergence import diverged, diverged_before
+from caffepy.solver.divergence import diverged
 from caffepy.solver.positions import data_layers, take_data_positions, take_positions
 from caffepy.solver.step import TrainingStep
 
@@ -82,8 +82,7 @@ class EagerRunner:
         step = self._step
         loss = step.update_state.loss()
         if not isfinite(loss):
-            error = diverged_before if step.saves_memory else diverged
-            raise error(step.net, iteration, loss)
+            raise diverged(step.net, step.graphs.eager_steps, iteration, loss)
         return loss
 
     def forward(self, iteration: int) -> float:
