@@ -85,6 +85,12 @@ def pooled_size(
     return out - 1 if any_pad and (out - 1) * stride >= size + pad else out
 
 
+def check_sides(size: Sequence[int]) -> None:
+    """ConfigError for a plane, or a volume, without elements."""
+    if min(size) < 1:
+        raise ConfigError(f"there is nothing to pool in a {_by(size)} input")
+
+
 def check_padded(size: Sequence[int], pad: Sequence[int], what: str = "inputs") -> None:
     """ConfigError for a plane, or a volume, that is too large with its padding."""
     padded = [s + 2 * p for s, p in zip(size, pad, strict=True)]
@@ -176,6 +182,7 @@ class Pooling(Drawing):
                 f"pooling needs an input with 4 axes (N, C, H, W), not {len(bottom[0].shape)}"
             )
         n, c, *size = bottom[0].shape
+        check_sides(size)
         if self.whole:
             self.kernel = size[0], size[1]
         if self.same:
@@ -330,6 +337,7 @@ class Pooling3D(Layer):
         if len(shape) != 5:
             raise ConfigError(f"Pooling3D needs (N, C, L, H, W), not {list(shape)}")
         n, c, *size = shape
+        check_sides(size)
         if self.whole:
             self.window = (size[0], size[1], size[2]), (1, 1, 1), (0, 0, 0)
         clips = self.by_length and any(self.window[2])

@@ -219,6 +219,13 @@ def test_what_does_not_fit_is_refused(case):
         Single(text(param), random(2, 3, 4, 4))
 
 
+@pytest.mark.parametrize("size", [(0, 4), (4, 0)])
+@pytest.mark.parametrize("param", ["kernel_size: 3 pad: 1", "global_pooling: true"])
+def test_an_image_without_pixels_is_refused(param, size):
+    with pytest.raises(ConfigError, match=f"nothing to pool in a {size[0]}x{size[1]} input"):
+        Single(text(param), random(2, 3, *size))
+
+
 def test_four_axes_are_needed():
     with pytest.raises(ConfigError, match="pooling needs an input with 4 axes"):
         Single(text("kernel_size: 2"), random(2, 3, 4))
