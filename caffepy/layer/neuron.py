@@ -459,7 +459,8 @@ class Exp(Neuron):
         param = self.param.exp_param
         natural = _log_of_base(param.base)
         self.rate = natural * param.scale
-        self.factor = float(np.exp(natural * param.shift))
+        with np.errstate(over="ignore"):
+            self.factor = float(np.exp(natural * param.shift))
 
     def function(self, x: Array, y: Array) -> None:
         np.multiply(x, self.rate, out=y)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
-from caffepy.device.blob import Array, Blob
+from caffepy.device.blob import MAX_COUNT, Array, Blob
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.proto.caffe_pb2 import ResizingParameter, UnpoolingParameter
 
@@ -390,7 +390,10 @@ class _Resizing(Layer):
         self.axes = (1, 2) if param.data_format == "NHWC" else (2, 3)
         out = list(shape)
         for axis, name in zip(self.axes, ("height", "width"), strict=True):
-            scaled = int(np.float32(shape[axis]) * np.float32(getattr(param, f"scale_{name}")))
+            scale = getattr(param, f"scale_{name}")
+            if not abs(scale) < MAX_COUNT:
+                raise ConfigError(f"scale_{name} {scale:g} is too large")
+            scaled = int(np.float32(shape[axis]) * np.float32(scale))
             given = param.HasField(f"output_{name}")
             out[axis] = getattr(param, f"output_{name}") if given else scaled
         if min(out) < 1:

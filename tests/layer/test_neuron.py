@@ -1,4 +1,4 @@
-from math import e
+from math import e, inf
 
 import numpy as np
 import pytest
@@ -157,6 +157,11 @@ def test_impossible_numbers_are_refused(prototxt, message):
 def test_base_e_is_the_default():
     (y,) = Single('type: "Exp"', np.ones((1, 1))).forward()
     assert y[0, 0] == pytest.approx(e)
+
+
+def test_a_factor_of_exp_beyond_all_numbers_is_infinite_without_a_warning():
+    (y,) = Single('type: "Exp" exp_param { shift: 1e30 }', np.ones((1, 1))).forward()
+    assert y[0, 0] == inf
 
 
 def test_threshold_has_no_gradient():

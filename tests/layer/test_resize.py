@@ -305,6 +305,13 @@ def test_resizing_of_tensorflow_against_a_loop(type_, param, setting, last):
     check_gradient(text, x)
 
 
+@pytest.mark.parametrize("scale", ["inf", "-inf", "nan", "1e30"])
+def test_a_scale_that_is_no_number_is_refused(scale):
+    text = f'type: "ResizeBilinear" resize_bilinear_param {{ scale_width: {scale} }}'
+    with pytest.raises(ConfigError, match="is too large"):
+        Single(text, random(2, 3, 5, 4))
+
+
 def test_upsample_darknet():
     text = 'type: "UpsampleDarknet" upsample_darknet_param { stride: 2 }'
     x = random(2, 3, 2, 3)
