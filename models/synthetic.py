@@ -77,7 +77,7 @@ _READ_YOLO_BOXES = frozenset({"RegionLoss", "Yolov3"})
 """Layers whose second bottom has true boxes: SSD's and Intel's, and YOLO's."""
 
 _READ_IMAGES = frozenset({"Convolution", "ConvolutionDepthwise", "DepthwiseConvolution", "Pooling"})
-_READ_REGIONS = frozenset({"PSROIAlign", "PSROIPooling", "ROIAlign", "ROIPooling"})
+_READ_REGIONS = frozenset({"PSROIAlign", "PSROIPooling", "ROIAlign", "ROIPooling", "ROIWarping"})
 _READ_SEQUENCES = frozenset({"CTCGreedyDecoder", "CtcLoss", "WarpCTCLoss"})
 _COMPARE = frozenset({"EuclideanLoss", "L1Loss", "SigmoidCrossEntropyLoss", "SmoothL1Loss"})
 """Layers that say what a further top of data is: images, regions, or as many numbers as others."""

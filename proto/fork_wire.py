@@ -86,6 +86,7 @@ _TYPES = {
     "PSROIPooling ROIAlign ROIPooling ScaleRoute SmoothL1Loss",
     "deformable": "DeformableConvolution ROIPooling SmoothL1Loss",
     "hwgq": "BinaryConvolution BinaryInnerProduct Quant",
+    "mnc": "MaskPooling MaskResize ROIPooling ROIWarping SmoothL1Loss",
     "l-softmax": "BN LargeMarginInnerProduct",
 }
 """Layer types that a fork has beside Caffe's."""

@@ -73,9 +73,6 @@ _FIELDS = {
         "LayerParameter": "cos_data_param",
         "MemoryDataParameter": "source dataframe_format dataframe_column_select image_encoded",
     },
-    "MNC": {
-        "LayerParameter": "mask_pooling_param roi_warping_param",
-    },
     "PSANet": {
         "LayerParameter": "pointwise_spatial_attention_param",
     },
@@ -110,7 +107,7 @@ _FIELDS = {
     },
     "caffe-tvg": {
         "LayerParameter": "image_label_data_param box_term_param shape_term_param "
-        "instance_id_param transfer_param iou_accuracy_param mask_resize_param",
+        "instance_id_param transfer_param iou_accuracy_param",
         "MultiStageMeanfieldParameter": "detection_potentials_enabled detection_dat_input_dir "
         "train_dataset_size detection_dat_check_enabled detection_potentials_max_score "
         "detection_potentials_epsilon detection_x_weights_str detection_y_weights_str "
@@ -208,7 +205,6 @@ _LAYERS = {
     "FlowNet": "BlackAugmentation CustomData DataAugmentation FlowAugmentation "
     "GenerateAugmentationParameters",
     "MobileNet-YOLO": "AssistedExcitation",
-    "MNC": "MaskPooling ROIWarping",
     "caffe-tvg": "BoxFeatures ChannelSelect ImageLabelData ImageLabelDataClass "
     "ImageLabelDataIndex ImageLabelDataIndexDet",
     "Deformable ConvNets": "DeformablePSROIPooling",

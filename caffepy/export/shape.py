@@ -121,11 +121,11 @@ def interp(site: Site) -> None:
     site.finish("Resize", x, "", "", _sizes(site, x, size), **how)
 
 
-@writers("ResizeBilinear", "ResizeNearestNeighbor")
+@writers("MaskResize", "ResizeBilinear", "ResizeNearestNeighbor")
 def converted_resize(site: Site) -> None:
     """Resize of the axes behind the channels, which come second."""
     layer, x = site.layer, site.bottoms[0]
-    param, bilinear = layer.settings(), site.layer.type == "ResizeBilinear"
+    param, bilinear = layer.settings(), site.layer.type != "ResizeNearestNeighbor"
     half, nearest = "half_pixel", "floor"
     if param.align_corners:
         how, nearest = "align_corners", "round_prefer_ceil"
@@ -143,6 +143,12 @@ def converted_resize(site: Site) -> None:
         x = site.node("Transpose", x, perm=[0, 3, 1, 2])
     y = site.node("Resize", x, "", "", _sizes(site, x, size), **given)
     site.finish("Transpose", y, perm=[0, 2, 3, 1]) if last else site.finish("Identity", y)
+
+
+@writers("MaskPooling")
+def mask_pooling(site: Site) -> None:
+    """Mul."""
+    site.finish("Mul", *site.bottoms)
 
 
 @writers("Upsample", "UpsampleDarknet")

@@ -39,6 +39,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     recurrent,
     resize,
     roi,
+    roi_warping,
     sampling,
     scale,
     selection,

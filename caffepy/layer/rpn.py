@@ -27,10 +27,13 @@ OWN = {
     "rpn.proposal_layer": "caffepy.layer.rpn",
     "rpn.proposal_target_layer": "caffepy.layer.rpn",
     "roi_data_layer.layer": "caffepy.layer.roi_data",
+    "pylayer.proposal_layer": "caffepy.layer.mnc",
+    "pylayer.mask_layer": "caffepy.layer.mnc",
+    "pylayer.stage_bridge_layer": "caffepy.layer.mnc",
     "caffe.layers.detectnet.clustering": "caffepy.layer.detectnet_boxes",
     "caffe.layers.detectnet.mean_ap": "caffepy.layer.detectnet_boxes",
 }
-"""Modules of py-faster-rcnn and DetectNet and ours, whose classes have the same names."""
+"""Modules of py-faster-rcnn, MNC and DetectNet and ours, whose classes have the same names."""
 
 Blobs = Sequence[Blob]
 

@@ -57,6 +57,7 @@ OTHERWISE = {
     "ROIAlign": "has a test of its own, for its boxes",
     "Resample": "has no operator with its weights at borders",
     "ROIPooling": "has a test of its own, for its boxes",
+    "ROIWarping": "has no operator",
     "ScaleRoute": "gives as many boxes as its data say",
     "SegmentationEvaluate": "judges what was found",
     "SpatialTransformer": "has a test of its own, for its places",

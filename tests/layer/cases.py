@@ -137,6 +137,11 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE], 1, "resize_nearest_neighbor_param { scale_width: 3 half_pixel_onnx: true }"),
     ],
     "UpsampleDarknet": [([IMAGE], 1, "upsample_darknet_param { stride: 2 }")],
+    "MaskPooling": [([IMAGE, (2, 1, 7, 5)], 1, "")],
+    "MaskResize": [
+        ([IMAGE], 1, "mask_resize_param { output_height: 4 output_width: 3 }"),
+        ([IMAGE], 1, "mask_resize_param { output_height: 9 factor_width: 0.5 }"),
+    ],
     "Convolution3D": [
         (
             [(2, 3, 4, 5, 6)],

@@ -197,6 +197,19 @@ UNTABLED = {
         "clip_thr 3, optional float negative_slope 4, repeated float thrs 5, repeated float "
         "centers 6",
     },
+    "mnc": {
+        "LayerParameter": "optional ROIPoolingParameter roi_pooling_param 8266711, optional "
+        "ROIWarpingParameter roi_warping_param 11870, optional MaskResizeParameter "
+        "mask_resize_param 11890, optional SmoothL1LossParameter smooth_l1_loss_param "
+        "8266712",
+        "ROIPoolingParameter": "optional uint32 pooled_h 1, optional uint32 pooled_w 2, optional float "
+        "spatial_scale 3",
+        "ROIWarpingParameter": "optional uint32 pooled_h 1, optional uint32 pooled_w 2, optional float "
+        "spatial_scale 3",
+        "MaskResizeParameter": "optional uint32 output_height 1, optional uint32 output_width 2",
+        "SmoothL1LossParameter": "optional float sigma 1",
+        "DropoutParameter": "optional bool scale_train 2",
+    },
 }
 """What forks have that the tables lack, beside Caffe's or those of their NAMES."""
 TABLED = [fork for fork in FORKS if fork not in (CAFFE, OWN, C3D1)]
@@ -399,6 +412,7 @@ TYPICAL = {
         {"deformable_group": 2},
     ),
     "hwgq": ("Quant", "quant_param", {"centers": [0.5, 1.5]}),
+    "mnc": ("ROIWarping", "roi_warping_param", {"pooled_h": 7}),
     "l-softmax": ("LargeMarginInnerProduct", "largemargin_inner_product_param", {"num_output": 9}),
 }
 

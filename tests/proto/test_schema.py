@@ -382,6 +382,16 @@ OWN |= {("ParameterParameter", "filler")}
 """TextBoxes++'s, Synopsys' and OpenVINO's."""
 OWN |= {(f"{name}Parameter", "objectness_score") for name in ("DetectionOutput", "MultiBoxLoss")}
 """RefineDet's."""
+OWN |= {
+    (message, name)
+    for message, names in {
+        "LayerParameter": "roi_warping_param mask_resize_param",
+        "ROIWarpingParameter": "pooled_h pooled_w spatial_scale",
+        "MaskResizeParameter": "output_height output_width factor_height factor_width",
+    }.items()
+    for name in names.split()
+}
+"""Those of MNC."""
 OWN |= {("LayerParameter", "target_units"), ("TargetUnits", "mean"), ("TargetUnits", "std")}
 """Those that only caffepy writes."""
 OTHER_TYPE = {("UpsampleParameter", "scale"): "int32"}

@@ -145,6 +145,7 @@ from caffepy.ops.cpu.roi import (
     roi_pool_forward,
     take_rois,
 )
+from caffepy.ops.cpu.roi_warping import roi_warp_backward, roi_warp_forward
 from caffepy.ops.cpu.sampling import (
     affine_sample_backward,
     affine_sample_forward,

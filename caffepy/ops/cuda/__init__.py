@@ -150,6 +150,7 @@ from caffepy.ops.cuda.roi import (
     roi_pool_forward,
     take_rois,
 )
+from caffepy.ops.cuda.roi_warping import roi_warp_backward, roi_warp_forward
 from caffepy.ops.cuda.sampling import (
     affine_sample_backward,
     affine_sample_forward,

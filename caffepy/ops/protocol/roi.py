@@ -6,6 +6,7 @@ from typing import Protocol
 
 from caffepy.device.blob import Array
 from caffepy.ops.boxes import Rois
+from caffepy.ops.protocol.types import Maybe
 
 
 class RoIOps(Protocol):
@@ -60,6 +61,22 @@ class RoIOps(Protocol):
     ) -> None:
         """Write dx, the transpose of `roi_align_forward`; if `sensitive` without what lies behind a
         part.
+        """
+
+    def roi_warp_forward(self, x: Array, boxes: Rois, y: Array, scale: float) -> None:
+        """Take the boxes; write the value, bilinear, at the first corner of each part of each, from
+        the rounded start of the box on, y (R, C, h, w); 0 more than half a pixel outside the map.
+        """
+
+    def roi_warp_backward(
+        self, dy: Array, x: Array, rois: Array, dx: Maybe, drois: Maybe, scale: float
+    ) -> None:
+        """Write dx and drois (R, 5), as MNC does it.
+
+        A pixel k pixels behind the start of a box of length l = end - start + 1 takes from corners
+        floor((k - 1) / (l / parts) - 1) to (k + 1) / (l / parts) alone, along each axis; a corner p
+        pixels behind the start moves by 1 - p / l with the start and by p / l with the end, times
+        scale, unless it lies in the last row or column.
         """
 
     def decode_proposals(
