@@ -12,10 +12,10 @@ from typing import ClassVar
 import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer
 from caffepy.layer.detection import overlaps
-from caffepy.ops.overlap import MSE, YoloWeights
+from caffepy.ops.overlap import MSE, PLAIN, RESCORE, SMOOTH, YoloWeights
 
 log = logging.getLogger(__name__)
 
@@ -127,14 +127,20 @@ class YoloLoss(LossLayer):
         1: "{type} cannot differentiate its true boxes; the layer that makes them needs no gradient"
     }
 
-    def prepare(self, boxes: int, classes: int) -> None:
-        """Take the numbers of boxes of a cell and of classes."""
+    takes_ssds = False
+    """Whether true boxes may be SSD's, (1, 1, G, 8), whose first class is 1."""
+
+    def prepare(self, boxes: int, classes: int, truths: Blob) -> None:
+        """Take the numbers of boxes of a cell and of classes, and the kind of true boxes."""
         self.boxes, self.classes = boxes, classes
+        self.of_ssd = self.takes_ssds and len(truths.shape) == 4 and truths.shape[3] == 8
+        first = int(self.of_ssd)
         if min(boxes, classes) < 1:
             raise ConfigError("num and num_class must be 1 or more")
         self.wrong = self.error_flag(
             lambda label: DataError(
-                f"a true box has class {label:g}, which is not one of 0 to {classes - 1}"
+                f"a true box has class {label + first:g}, which is not one of {first} to "
+                f"{classes - 1 + first}"
             )
         )
         log.info(
@@ -149,18 +155,18 @@ class YoloLoss(LossLayer):
                 f"{self.boxes} boxes of {self.classes} classes need (N, {self.boxes * length}, H, "
                 f"W), not {list(x)}"
             )
-        if len(truths) == 4 and truths[3] == 8:
+        ssds = truths[:2] == (1, 1) and truths[3:] == (8,)
+        if not (ssds if self.of_ssd else truths and truths[0] == x[0] and truths[-1] == 5):
+            also = " or (1, 1, G, 8)" if self.takes_ssds else ""
+            hint = ", as AnnotatedData gives them with yolo_data_type: 1" if ssds else ""
             raise ConfigError(
-                f"true boxes (1, 1, G, 8), as SSD's, are for {self.type} of Intel Caffe, which has "
-                "other gradients and which caffepy does not have; darknet's takes (N, ..., 5), as "
-                "AnnotatedData gives them with yolo_data_type: 1"
+                f"true boxes must have shape ({x[0]}, ..., 5){also}{hint}, not {list(truths)}"
             )
-        if not truths or truths[0] != x[0] or truths[-1] != 5:
-            raise ConfigError(f"true boxes must have shape ({x[0]}, ..., 5), not {list(truths)}")
         top[0].reshape(())
         self.view = (x[0], self.boxes, length, *x[2:])
         self.p, self.delta = self.buffer(self.view), self.buffer(self.view)
-        self.truths = self.buffer((x[0], bottom[1].count // (5 * x[0]), 5))
+        most = truths[2] if self.of_ssd else bottom[1].count // (5 * x[0])
+        self.truths = self.buffer((x[0], most, 5))
 
     def sizes(self, biases: Sequence[float], height: float, width: float) -> Array:
         """Return a buffer of sizes of anchors (A, 2), width and height, in units of the image."""
@@ -171,7 +177,10 @@ class YoloLoss(LossLayer):
     def take_truths(self, bottom: Blobs) -> Array:
         """Return the true boxes (N, T, 5), after a look at their classes."""
         truths = self.truths.data
-        self.ops.copy(bottom[1].data.reshape(truths.shape), truths)
+        if self.of_ssd:
+            self.ops.sort_truths(bottom[1].data.reshape(-1, 8), truths)
+        else:
+            self.ops.copy(bottom[1].data.reshape(truths.shape), truths)
         label = truths[:, :, 0]
         bad = (truths[:, :, 3] != 0) & ~((label > -1) & (label < self.classes))
         self.wrong.note(bad, label)
@@ -196,11 +205,20 @@ class RegionLoss(YoloLoss):
 
     biases: width and height of the anchor of each box in cells. Anchors without any size, from
     fewer than ten numbers, are refused, where the fork goes on with zeros.
+
+    With SSD's true boxes it is Intel Caffe's: a box and its object learn by other rules, and the
+    loss is the sum of squares, not divided by N.
     """
+
+    takes_ssds = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.region_loss_param
-        self.prepare(param.num, param.num_class)
+        for name in ("softmax_tree", "class_map"):
+            if getattr(param, name):
+                raise ConfigError(f"region_loss_param: {name} of YOLO 9000 is not there")
+        self.prepare(param.num, param.num_class, bottom[1])
+        self.rule = SMOOTH if self.of_ssd else RESCORE if param.rescore else PLAIN
         if len(param.biases) < max(10, 2 * param.num) or min(param.biases) <= 0:
             raise ConfigError(
                 f"region_loss_param needs biases above 0, two for each of num {param.num} boxes "
@@ -219,11 +237,12 @@ class RegionLoss(YoloLoss):
         x, p, delta = bottom[0].data.reshape(self.view), self.p.data, self.delta.data
         given = x, truths, self.anchors, True, MSE, param.noobject_scale, param.thresh
         self.ops.yolo_scores(*given, p, delta)
-        choice = bool(param.bias_match), bool(param.rescore)
+        choice = bool(param.bias_match), self.rule
         scales = param.object_scale, param.class_scale, param.coord_scale
         self.ops.region_truths(p, truths, self.anchors, *choice, *scales, delta)
         np.sum(delta * delta, out=top[0].data)
-        np.multiply(top[0].data, 1 / self.view[0], out=top[0].data)
+        if not self.of_ssd:
+            np.multiply(top[0].data, 1 / self.view[0], out=top[0].data)
 
 
 @layer("Yolov3")
@@ -239,7 +258,7 @@ class Yolov3(YoloLoss):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.yolov3_param
-        self.prepare(param.num, param.num_class)
+        self.prepare(param.num, param.num_class, bottom[1])
         known = len(param.biases) // 2
         if not param.biases or len(param.biases) % 2 or min(param.biases) <= 0:
             raise ConfigError("yolov3_param needs biases above 0, two for each anchor")

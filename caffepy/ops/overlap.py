@@ -8,6 +8,11 @@ share of the hull that neither box fills (Rezatofighi et al. 2019), less a power
 distance and difference of the ratios of the sides (Zheng et al. 2020).
 """
 
+PLAIN, RESCORE, SMOOTH = range(3)
+"""Rules by which RegionLoss learns true boxes: objects are to be 1, or the overlap; SMOOTH is Intel
+Caffe's, whose objects learn the less the nearer they are to 1, and moves of at most 1.
+"""
+
 
 class YoloWeights(NamedTuple):
     """The settings of Yolov3."""

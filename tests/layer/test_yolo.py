@@ -147,6 +147,56 @@ def test_region_loss_against_a_loop(rescore):
     np.testing.assert_allclose(dx.reshape(x.shape), delta * 3 / 2, 1e-6, 1e-8)
 
 
+def ssds_rows():
+    """SSD's true boxes (1, 1, G, 8) of TRUTHS: those of the images mixed, one row of none, those of
+    an image in their order.
+    """
+    rows = [
+        [n, label + 1, 0, x - w / 2, y - h / 2, x + w / 2, y + h / 2, 0]
+        for n in range(2)
+        for label, x, y, w, h in known(n)
+    ]
+    mixed = [rows[0], rows[4], [-1] * 8, rows[1], rows[2], rows[5], rows[3]]
+    return np.array(mixed, float)[None, None]
+
+
+def test_intels_region_loss_against_a_loop():
+    """Objects learn by 2 (1 - o)^3 o (1 - o), boxes by moves of 1 at most; the loss is no mean."""
+    text = REGION % "thresh: 0.3 object_scale: 5 rescore: 0 coord_scale: 2 noobject_scale: 0.5"
+    wide = X * 3
+    single = Single(text + " loss_weight: 3", wide, ssds_rows())
+    x = wide.reshape(2, 2, 8, 4, 4)
+    delta, sizes = np.zeros(x.shape), np.array([[0.7, 0.9], [2.4, 2.6]]) / 4
+    for n, a, i, j in np.ndindex(2, 2, 4, 4):
+        v, o = x[n, a, :, i, j], sigmoid(x[n, a, 4, i, j])
+        box = box_of(v, i, j, 4, 4, sizes[a])
+        if max(share(box, row[1:]) for row in known(n)) <= 0.3:
+            delta[n, a, 4, i, j] = 0.5 * o * o * (1 - o)
+    far = 0
+    for n in range(2):
+        for label, *truth in known(n):
+            i, j = int(truth[1] * 4), int(truth[0] * 4)
+            a = int(np.argmax([share((0, 0, *s), (0, 0, *truth[2:])) for s in sizes]))
+            v, d, size = x[n, a, :, i, j], delta[n, a, :, i, j], sizes[a]
+            sx, sy, o = sigmoid(v[[0, 1, 4]])
+            moves = np.array([truth[0] * 4 - j - sx, truth[1] * 4 - i - sy, 0, 0])
+            moves[2:] = np.log(truth[2:] / size) - v[2:4]
+            far += np.sum(np.abs(moves) > 1)
+            d[:4] = -2 * np.clip(moves, -1, 1) * [sx * (1 - sx), sy * (1 - sy), 1, 1]
+            d[4] = -5 * 2 * (1 - o) ** 3 * o * (1 - o)
+            p = np.exp(v[5:]) / np.exp(v[5:]).sum()
+            d[5:] = p - (np.arange(3) == label)
+    assert far > 2
+    (loss,) = single.forward()
+    assert loss == pytest.approx((delta**2).sum(), rel=1e-5)
+    (dx, _), _ = single.backward(propagate_down=[True, False])
+    np.testing.assert_allclose(dx.reshape(x.shape), delta * 3 / 2, 1e-5, 1e-6)
+    wrong = ssds_rows()
+    wrong[0, 0, 1, 1] = 4
+    with pytest.raises(DataError, match="class 4, which is not one of 1 to 3"):
+        Single(text, wide, wrong).forward()
+
+
 @pytest.mark.parametrize("smooth", [0.1, 0])
 def test_yolov3_against_a_loop(smooth):
     text = YOLO3.format(f"thresh: 0.5 iou_thresh: 0.4 label_smooth_eps: {smooth} coord_scale: 2")
@@ -366,8 +416,10 @@ def test_a_number_behind_the_anchors_is_not_read():
         ('type: "RegionLoss"', [(1, 125, 2, 2), (1, 1, 3, 5)], "ten or more, not 0"),
         (REGION % "", [(1, 15, 2, 2), (1, 1, 3, 5)], r"3 classes need \(N, 16, H, W\)"),
         (REGION % "", [(1, 16, 2, 3), (1, 1, 3, 5)], "as many rows as columns"),
+        (REGION % 'class_map: "map"', [(1, 16, 2, 2), (1, 1, 3, 5)], "class_map of YOLO 9000"),
+        (YOLO3.format(""), [(1, 16, 3, 2), (1, 1, 3, 8)], "with yolo_data_type: 1"),
         (YOLO3.format(""), [(1, 16, 0, 2), (1, 1, 3, 5)], r"3 classes need \(N, 16, H, W\)"),
-        (REGION % "", [(2, 16, 2, 2), (1, 1, 3, 5)], r"shape \(2, ..., 5\), not \[1, 1, 3, 5\]"),
+        (REGION % "", [(2, 16, 2, 2), (1, 1, 3, 5)], r"shape \(2, ..., 5\) or \(1, 1, G, 8\), not"),
         (YOLO3.format("").replace("mask: 1", ""), [(1, 16, 2, 2), (1, 1, 3, 5)], "mask must name"),
         (YOLO3.format("biases: 1"), [(1, 16, 2, 2), (1, 1, 3, 5)], "two for each anchor"),
         (yolo2(0.1), [(1, 15, 2, 2)], r"needs \(N, 16, H, W\)"),
@@ -389,6 +441,18 @@ def test_what_does_not_fit_is_refused(text, shapes, message):
 def test_losses_on_gpu(case):
     text, x = LOSSES[case]
     check_plain_on_gpu(text, x, TRUTHS, propagate_down=[True, False])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("images", [2, 1])
+def test_intels_region_loss_on_gpu(images):
+    """Also with more rows than a warp has lanes."""
+    few = ssds_rows()
+    many = np.concatenate([few] * 11, axis=2)
+    for rows in (few, many):
+        rows = np.where(rows[..., :1] < images, rows, -1)
+        text = REGION % "thresh: 0.3 object_scale: 5 coord_scale: 2"
+        check_plain_on_gpu(text, X[:images] * 3, rows, propagate_down=[True, False])
 
 
 @pytest.mark.gpu

@@ -169,4 +169,4 @@ from caffepy.ops.cpu.volumes import (
     max_pool_volumes_backward,
     max_pool_volumes_forward,
 )
-from caffepy.ops.cpu.yolo import region_truths, yolo_scores, yolo_truths
+from caffepy.ops.cpu.yolo import region_truths, sort_truths, yolo_scores, yolo_truths

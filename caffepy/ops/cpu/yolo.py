@@ -3,12 +3,12 @@ centre and the size, all in units of the image. Reckoned in double precision.
 """
 
 from functools import partial
-from math import atan, exp, isfinite, log, pi
+from math import atan, exp, inf, isfinite, log, pi
 
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import inlined, kernel
-from caffepy.ops.overlap import CIOU, DIOU, GIOU, MSE, YoloWeights
+from caffepy.ops.overlap import CIOU, DIOU, GIOU, MSE, PLAIN, RESCORE, SMOOTH, YoloWeights
 
 Box = tuple[float, float, float, float]
 
@@ -129,13 +129,18 @@ def _cell(place: float, size: int) -> int:
     return min(max(int(place * size), 0), size - 1)
 
 
+@inlined
+def _bounded_move(value: float, most: float) -> float:
+    return min(max(value, -most), most)
+
+
 @kernel
 def _region_truths(
     p: Array,
     truths: Array,
     sizes: Array,
     by_bias: bool,
-    rescore: bool,
+    rule: int,
     object_scale: float,
     class_scale: float,
     coord_scale: float,
@@ -163,13 +168,15 @@ def _region_truths(
             sx, sy = _sigmoid(q[0]), _sigmoid(q[1])
             bw, bh = sizes[chosen]
             box = (j + sx) / w, (i + sy) / h, exp(q[2]) * bw, exp(q[3]) * bh
-            c = coord_scale if rescore else coord_scale * (2 - wide * high)
-            d[0] = -c * (x * w - j - sx) * sx * (1 - sx)
-            d[1] = -c * (y * h - i - sy) * sy * (1 - sy)
-            d[2] = -c * (log(wide / bw) - q[2])
-            d[3] = -c * (log(high / bh) - q[3])
-            goal = _overlap(box, (x, y, wide, high), MSE) if rescore else 1.0
-            d[4] = -object_scale * (goal - q[4]) * q[4] * (1 - q[4])
+            c = coord_scale * (2 - wide * high) if rule == PLAIN else coord_scale
+            most = 1.0 if rule == SMOOTH else inf
+            d[0] = -c * _bounded_move(x * w - j - sx, most) * sx * (1 - sx)
+            d[1] = -c * _bounded_move(y * h - i - sy, most) * sy * (1 - sy)
+            d[2] = -c * _bounded_move(log(wide / bw) - q[2], most)
+            d[3] = -c * _bounded_move(log(high / bh) - q[3], most)
+            goal = _overlap(box, (x, y, wide, high), MSE) if rule == RESCORE else 1.0
+            away = 2 * (1 - q[4]) ** 3 if rule == SMOOTH else goal - q[4]
+            d[4] = -object_scale * away * q[4] * (1 - q[4])
             for k in range(5, length):
                 d[k] = -class_scale * ((1.0 if k - 5 == int(kind) else 0.0) - q[k])
 
@@ -179,14 +186,34 @@ def region_truths(
     truths: Array,
     sizes: Array,
     by_bias: bool,
-    rescore: bool,
+    rule: int,
     object_scale: float,
     class_scale: float,
     coord_scale: float,
     delta: Array,
 ) -> None:
-    given = p, truths, sizes, by_bias, rescore, object_scale, class_scale, coord_scale, delta
+    given = p, truths, sizes, by_bias, rule, object_scale, class_scale, coord_scale, delta
     parallel(partial(_region_truths, *given), len(p))
+
+
+@kernel
+def _sort_truths(rows: Array, truths: Array, lo: int, hi: int) -> None:
+    for n in range(lo, hi):
+        truths[n] = 0
+        count = 0
+        for g in range(rows.shape[0]):
+            if int(rows[g, 0]) != n or rows[g, 0] < 0:
+                continue
+            left, top, right, bottom = rows[g, 3], rows[g, 4], rows[g, 5], rows[g, 6]
+            row = truths[n, count]
+            row[0] = rows[g, 1] - 1
+            row[1], row[2] = (left + right) / 2, (top + bottom) / 2
+            row[3], row[4] = right - left, bottom - top
+            count += 1
+
+
+def sort_truths(rows: Array, truths: Array) -> None:
+    parallel(partial(_sort_truths, rows, truths), len(truths))
 
 
 @inlined

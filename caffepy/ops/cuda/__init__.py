@@ -174,5 +174,5 @@ from caffepy.ops.cuda.volumes import (
     max_pool_volumes_backward,
     max_pool_volumes_forward,
 )
-from caffepy.ops.cuda.yolo import region_truths, yolo_scores, yolo_truths
+from caffepy.ops.cuda.yolo import region_truths, sort_truths, yolo_scores, yolo_truths
 from caffepy.ops.masks import mask_size

@@ -26,7 +26,7 @@ def region_truths(
     truths: Array,
     sizes: Array,
     by_bias: bool,
-    rescore: bool,
+    rule: int,
     object_scale: float,
     class_scale: float,
     coord_scale: float,
@@ -34,8 +34,12 @@ def region_truths(
 ) -> None:
     scales = float(object_scale), float(class_scale), float(coord_scale)
     shape = (*p.shape[1:], truths.shape[1])
-    arguments = (p, truths, sizes, delta, *shape, int(by_bias), int(rescore), *scales)
+    arguments = (p, truths, sizes, delta, *shape, int(by_bias), rule, *scales)
     launch_blocks("yolo", "region_truths", p, len(p), *arguments, threads=32)
+
+
+def sort_truths(rows: Array, truths: Array) -> None:
+    launch_blocks("yolo", "sort_truths", rows, len(truths), rows, truths, len(rows), threads=32)
 
 
 def yolo_truths(

@@ -37,7 +37,7 @@ class YoloOps(Protocol):
         truths: Array,
         sizes: Array,
         by_bias: bool,
-        rescore: bool,
+        rule: int,
         object_scale: float,
         class_scale: float,
         coord_scale: float,
@@ -45,7 +45,12 @@ class YoloOps(Protocol):
     ) -> None:
         """Write delta for the box in the cell of each truth, up to the first without a width, whose
         size is most like it, with by_bias the size of its anchor; p as `yolo_scores` writes it with
-        `softmax` (Redmon and Farhadi 2017).
+        `softmax` (Redmon and Farhadi 2017). Rules are those of `ops.overlap`.
+        """
+
+    def sort_truths(self, rows: Array, truths: Array) -> None:
+        """Write truths (N, G, 5) = class, x, y, w, h, of SSD's rows (G, 8) = image, class + 1, _,
+        corners: those of each image first, in their order, then zeros; rows of image -1 are none.
         """
 
     def yolo_truths(

@@ -4,6 +4,7 @@
 #include "pack.cuh"
 
 enum { IOU, GIOU, MSE, DIOU, CIOU };  // as in ops/overlap.py
+enum { PLAIN, RESCORE, SMOOTH };
 constexpr float PI = 3.14159265358979f;
 
 struct Box {
@@ -129,7 +130,7 @@ __device__ i64 cell(float place, i64 size) { return min(max(i64(place * size), i
 // A warp for each image: its truths come one after the other, its lanes share the classes.
 template <typename T>
 __global__ void region_truths(const T* p, const T* truths, const float* sizes, T* delta, i64 anchors, i64 length, i64 h,
-                              i64 w, i64 most, i64 by_bias, i64 rescore, double object_scale, double class_scale,
+                              i64 w, i64 most, i64 by_bias, i64 rule, double object_scale, double class_scale,
                               double coord_scale) {
   const i64 n = blockIdx.x, plane = h * w, whole = anchors * length * plane;
   for (i64 t = 0; t < most; ++t) {
@@ -160,19 +161,43 @@ __global__ void region_truths(const T* p, const T* truths, const float* sizes, T
       const float sx = sigmoid(float(q[0])), sy = sigmoid(float(q[plane]));
       const float tw = float(q[2 * plane]), th = float(q[3 * plane]), o = float(q[4 * plane]);
       const float bw = sizes[2 * chosen], bh = sizes[2 * chosen + 1];
-      const float c = float(coord_scale) * (rescore ? 1 : 2 - truth.w * truth.h);
-      d[0] = T(-c * (truth.x * w - j - sx) * sx * (1 - sx));
-      d[plane] = T(-c * (truth.y * h - i - sy) * sy * (1 - sy));
-      d[2 * plane] = T(-c * (logf(truth.w / bw) - tw));
-      d[3 * plane] = T(-c * (logf(truth.h / bh) - th));
+      const float c = float(coord_scale) * (rule == PLAIN ? 2 - truth.w * truth.h : 1);
+      const auto move = [=](float x) { return rule == SMOOTH ? fminf(fmaxf(x, -1), 1) : x; };
+      d[0] = T(-c * move(truth.x * w - j - sx) * sx * (1 - sx));
+      d[plane] = T(-c * move(truth.y * h - i - sy) * sy * (1 - sy));
+      d[2 * plane] = T(-c * move(logf(truth.w / bw) - tw));
+      d[3 * plane] = T(-c * move(logf(truth.h / bh) - th));
       const Box box{(j + sx) / w, (i + sy) / h, expf(tw) * bw, expf(th) * bh};
-      const float goal = rescore ? overlap(box, truth, MSE) : 1;
-      d[4 * plane] = T(-float(object_scale) * (goal - o) * o * (1 - o));
+      const float goal = rule == RESCORE ? overlap(box, truth, MSE) : 1;
+      const float away = rule == SMOOTH ? 2 * (1 - o) * (1 - o) * (1 - o) : goal - o;
+      d[4 * plane] = T(-float(object_scale) * away * o * (1 - o));
     }
     for (i64 k = 5 + threadIdx.x; k < length; k += blockDim.x)
       d[k * plane] = T(-float(class_scale) * ((k - 5 == i64(float(b[0]))) - float(q[k * plane])));
     __syncwarp();
   }
+}
+
+// A warp for each image: its lanes look at 32 rows at a time.
+template <typename T> __global__ void sort_truths(const T* rows, T* truths, i64 count) {
+  T* out = truths + blockIdx.x * count * 5;
+  i64 known = 0;
+  for (i64 first = 0; first < count; first += 32) {
+    const i64 g = first + threadIdx.x;
+    const T* row = rows + 8 * g;
+    const bool mine = g < count && float(row[0]) >= 0 && i64(float(row[0])) == blockIdx.x;
+    const unsigned lanes = __ballot_sync(0xffffffffu, mine);
+    if (mine) {
+      T* b = out + 5 * (known + __popc(lanes & ((1u << threadIdx.x) - 1)));
+      b[0] = T(row[1] - 1);
+      b[1] = T((row[3] + row[5]) / 2);
+      b[2] = T((row[4] + row[6]) / 2);
+      b[3] = T(row[5] - row[3]);
+      b[4] = T(row[6] - row[4]);
+    }
+    known += __popc(lanes);
+  }
+  for (i64 k = 5 * known + threadIdx.x; k < 5 * count; k += 32) out[k] = T(0);
 }
 
 __device__ float bounded(float value, float most) { return isfinite(value) ? fminf(fmaxf(value, -most), most) : 0; }
