@@ -3,7 +3,9 @@ benchmarks and tests.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from math import prod
 from typing import NamedTuple
 
 from caffepy.core.errors import ConfigError
@@ -119,6 +121,7 @@ def synthetic(
     """
     copy = NetParameter()
     copy.CopyFrom(net)
+    compared = _compared(net)
     for layer in copy.layer:
         where = _SOURCES.get(layer.type, _MEMORY if layer.memory_data_param.source else "")
         reads = where or _is_python_source(layer, guess)
@@ -140,10 +143,12 @@ def synthetic(
         for i, top in enumerate(layer.top):
             own = layer.type in ("AnnotatedData", "EvalData", *_FIELDS)
             dims = _boxes(net, top, size) if i and not own else None
+            if guess and not own and not dims:
+                dims = _reshaped(net, top, _top_shape(layer, i, size, shape, guess))
             if guess and i and not own and not dims and layer.type not in _SHAPED:
                 named = layer.type == "Python" and _region_top(top, "", False)
-                if not named or _compared(net, top):
-                    dims = _read_as(net, layer, top, size, shape)
+                if not named or compared.get(top):
+                    dims = _read_as(net, layer, top, size, shape, compared)
             dims = dims or _top_shape(layer, i, size, shape, guess)
             if layer.type == "AnnotatedData" and i == 2:
                 dims[1] = _pixel_classes(net, top)
@@ -293,7 +298,12 @@ def _boxes(net: NetParameter, name: str, batch: int) -> list[int] | None:
 
 
 def _read_as(
-    net: NetParameter, source: LayerParameter, top: str, batch: int, image: list[int]
+    net: NetParameter,
+    source: LayerParameter,
+    top: str,
+    batch: int,
+    image: list[int],
+    compared: Mapping[str, int],
 ) -> list[int] | None:
     """The shape of a further top by a layer that reads it: images, regions, parts of a label, or as
     many numbers as are compared with it; None if none says it.
@@ -315,14 +325,35 @@ def _read_as(
         if layer.type == "InnerProduct":
             return [rows, *image] if len(image) > 1 else None
         if layer.type == "Slice" and layer.slice_param.axis == 1:
-            parts = [_compared(net, part) for part in layer.top]
+            parts = [compared.get(part, 0) for part in layer.top]
             if all(parts) or not layer.slice_param.slice_point:
                 return [rows, sum(part or 1 for part in parts)]
             return [rows, layer.slice_param.slice_point[-1] + (parts[-1] or 1)]
         if layer.type in _READ_SEQUENCES and place == 1 and len(layer.bottom) == 2:
             return [rows, _LENGTH]
-        if number := _compared(net, top):
+        if number := compared.get(top, 0):
             return [rows, number]
+    return None
+
+
+def _reshaped(net: NetParameter, top: str, shape: list[int]) -> list[int] | None:
+    """The shape of a top by a Reshape that reads it, if it states one that the elements of `shape`
+    do not fill; zeros stand for what `shape` has there.
+    """
+    for layer in net.layer:
+        param = layer.reshape_param
+        if (
+            layer.type != "Reshape"
+            or layer.bottom[:1] != [top]
+            or param.axis
+            or not param.shape.dim
+        ):
+            continue
+        dims = [d or s for d, s in zip_longest(param.shape.dim, shape[: len(param.shape.dim)])]
+        stated = prod(d for d in dims if d > 0)
+        if None in dims or param.num_axes != -1 or prod(shape) % stated == 0:
+            return None
+        return [d if d > 0 else 1 for d in dims]
     return None
 
 
@@ -343,14 +374,18 @@ def _pixel_classes(net: NetParameter, label: str) -> int:
         scores |= more
 
 
-def _compared(net: NetParameter, blob: str) -> int:
-    """The number of outputs that a loss compares with this blob; 0 if it is not known."""
+def _compared(net: NetParameter) -> dict[str, int]:
+    """The numbers of outputs that losses compare with each blob, where they are known."""
     outputs = {
         top: layer.inner_product_param.num_output for layer in net.layer for top in layer.top
     }
-    losses = (layer for layer in net.layer if layer.type in _COMPARE and blob in layer.bottom)
-    found = (outputs.get(other, 0) for loss in losses for other in loss.bottom if other != blob)
-    return max(found, default=0)
+    found: dict[str, int] = {}
+    for loss in net.layer:
+        if loss.type in _COMPARE:
+            for blob in loss.bottom:
+                counts = [outputs.get(other, 0) for other in loss.bottom if other != blob]
+                found[blob] = max([found.get(blob, 0), *counts])
+    return found
 
 
 def _truths(batch: int) -> list[int]:

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final, NoReturn, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -165,6 +165,12 @@ def _reread(path: str) -> "_Parser | None":
         text = _read_text(path)
     except (OSError, ValueError):
         return None
+    return _parsed(text, path)
+
+
+@lru_cache(maxsize=1)
+def _parsed(text: str, path: str) -> "_Parser | None":
+    """The parser of the file that was read last: several errors of a large net may be located."""
     for message in (NetParameter(), SolverParameter()):
         parser = _Parser(text, path)
         try:

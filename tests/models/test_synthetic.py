@@ -5,6 +5,7 @@ import pytest
 
 from caffepy import models
 from caffepy.core.errors import ConfigError
+from caffepy.models import synthetic as synthetic_module
 from caffepy.models.synthetic import Guess, image_shape, synthetic
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
@@ -195,6 +196,42 @@ def test_arrays_with_two_kinds_of_labels() -> None:
         ConfigError, match='layer "d" has no crop_size: give the shape of its images, --image'
     ):
         synthetic(param)
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        ("dim: 0 dim: 0 dim: 77 dim: 1", [3, 3, 77, 1]),
+        ("dim: 0 dim: -1 dim: 11 dim: 1", [3, 1, 11, 1]),
+        ("dim: 0 dim: -1 dim: 9", [3, 3, 9, 9]),  # as it is
+    ],
+)
+def test_a_reshape_states_the_shape_of_data(dims: str, shape: list[int]) -> None:
+    text = f"""
+        layer {{ name: "d" type: "HDF5Data" top: "x" hdf5_data_param {{ batch_size: 3 }} }}
+        layer {{ name: "r" type: "Reshape" bottom: "x" top: "y"
+          reshape_param {{ shape {{ {dims} }} }} }}"""
+    param = parse(text, NetParameter(), "net.prototxt")
+    assert data_shapes(synthetic(param, guess=Guess((3, 9, 9)))) == [shape]
+
+
+def test_losses_of_large_nets_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label that is cut to 6,006 parts took over a minute."""
+    calls = []
+    search = synthetic_module._compared
+    monkeypatch.setattr(
+        synthetic_module, "_compared", lambda net: (calls.append(net), search(net))[1]
+    )
+    param = parse(
+        'layer { name: "d" type: "HDF5Data" top: "x" top: "z" hdf5_data_param { batch_size: 3 } }',
+        NetParameter(),
+        "net.prototxt",
+    )
+    slice_ = param.layer.add(name="s", type="Slice", bottom=["z"])
+    slice_.slice_param.axis = 1
+    slice_.top.extend(f"z{k}" for k in range(50))
+    assert data_shapes(synthetic(param, guess=Guess((3, 9, 9)))) == [[3, 3, 9, 9], [3, 50]]
+    assert len(calls) == 1
 
 
 def test_shape_that_nobody_tells() -> None:

@@ -6,6 +6,10 @@
 #include "pack.cuh"
 #include "reduce.cuh"
 
+// a + b * c, each operation rounded by itself, as on the CPU: whether a corner lies in the map must not depend on it.
+__device__ float placed(float a, float b, float c) { return __fadd_rn(a, __fmul_rn(b, c)); }
+__device__ double placed(double a, double b, double c) { return __dadd_rn(a, __dmul_rn(b, c)); }
+
 // A box along an axis.
 template <typename A> struct Side {
   A start, end, step, length;
@@ -30,7 +34,7 @@ template <typename A> struct Corner {
   i64 low, high;
   A share;
   __device__ Corner(const Side<A>& side, i64 k) {
-    const A place = side.start + A(k) * side.step, at = max(place, A(0));
+    const A place = placed(side.start, A(k), side.step), at = max(place, A(0));
     inside = !(place < A(-0.5) || place > A(side.size) - A(0.5));
     low = inside ? min(i64(at), side.size - 1) : 0;
     high = min(low + 1, side.size - 1);
