@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import prod
 from operator import attrgetter
 from time import monotonic
 from typing import Literal
@@ -21,7 +22,7 @@ from caffepy.device.math_mode import checked, default
 from caffepy.models.synthetic import Guess
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
-from caffepy.net.build import is_included, with_batch
+from caffepy.net.build import filter_state, is_included, with_batch
 from caffepy.net.memory import Usage, taken
 from caffepy.net.node import Node
 from caffepy.net.recompute import in_segments, recomputed_layers
@@ -343,10 +344,67 @@ def _without_data(
             return build(made)
         except ConfigError as error:
             first = first or error
+        try:
+            if (fitted := _with_fitting_labels(made, build)) is not None:
+                return build(fitted)
+        except ConfigError:
+            pass  # the shapes of the labels are not all that is wrong
         if monotonic() - begun > PATIENCE:
             break
     assert first is not None
     raise first
+
+
+_COMPARE = frozenset(
+    {"EuclideanLoss", "HingeLoss", "L1Loss", "SigmoidCrossEntropyLoss", "SmoothL1Loss"}
+)
+"""Layers whose labels have the shape of their predictions; of SoftmaxWithLoss without classes."""
+_KEEP_SHAPE = frozenset({"AbsVal", "Exp", "Log", "Power", "Scale", "Sigmoid", "Threshold"})
+"""Layers that labels may pass on their way."""
+
+
+def _with_fitting_labels(
+    param: NetParameter, build: Callable[[NetParameter], Net]
+) -> NetParameter | None:
+    """Return a net without data whose labels have the shapes of the predictions that losses compare
+    them with, by the net before these losses; None if there are none, or they have these shapes.
+    """
+    state = filter_state(param)
+    source = {top: top for layer in state.layer if layer.type == "DummyData" for top in layer.top}
+    pairs = []  # type of loss, what it predicts, the top of data that it compares this with
+    for layer in state.layer:
+        if layer.type in _KEEP_SHAPE and layer.bottom[0] in source:
+            source[layer.top[0]] = source[layer.bottom[0]]
+        elif layer.type in {*_COMPARE, "SoftmaxWithLoss"} and len(layer.bottom) > 1:
+            x, label = layer.bottom[:2]
+            if x in source and layer.type in _COMPARE:
+                x, label = label, x
+            if label in source:
+                pairs.append((layer.type, x, source[label]))
+    behind = {label for _, _, label in pairs}
+    if not behind:
+        return None
+    before = NetParameter()
+    before.CopyFrom(state)
+    del before.layer[:]
+    for layer in state.layer:
+        if behind.intersection(layer.bottom):
+            behind.update(layer.top)
+        else:
+            before.layer.add().CopyFrom(layer)
+    with closing(build(before)) as net:
+        shapes = {name: list(blob.shape) for name, blob in net.blobs.items()}
+    fitting = {}
+    for kind, x, label in pairs:
+        if shape := shapes.get(x):
+            fitting[label] = shape if kind in _COMPARE else [*shape[:1], 1, *shape[2:]]
+    fitted = NetParameter()
+    fitted.CopyFrom(param)
+    for layer in fitted.layer:
+        for top, given in zip(layer.top, layer.dummy_data_param.shape, strict=False):
+            if (dims := fitting.get(top)) and prod(dims) != prod(given.dim):
+                given.dim[:] = dims
+    return fitted if fitted != param else None
 
 
 class ImaginedGpu(ShapesOnlyDevice):

@@ -487,3 +487,30 @@ def test_the_largest_batch_on_the_command_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(check, [path, "--gpu", "--batch", "auto", "--memory", "2.5 GiB"])
     assert "the largest batch that fits into 2.50 GiB: " in result.output
     assert "--recompute" not in result.output  # a net that does not learn
+
+
+LABELS = {
+    "maps": ("EuclideanLoss", "p", "z", [2, 6, 8, 8]),
+    "maps that a layer changes": ("EuclideanLoss", "p", "log", [2, 6, 8, 8]),
+    "first": ("SmoothL1Loss", "z", "p", [2, 6, 8, 8]),
+    "classes of pixels": ("SoftmaxWithLoss", "p", "z", [2, 1, 8, 8]),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_labels_take_the_shape_of_what_they_are_compared_with(case: str, tmp_path: Path) -> None:
+    loss, first, second, shape = LABELS[case]
+    path = write(
+        tmp_path,
+        f"""
+        layer {{ name: "d" type: "HDF5Data" top: "x" hdf5_data_param {{ batch_size: 2 }} }}
+        layer {{ name: "l" type: "HDF5Data" top: "z" hdf5_data_param {{ batch_size: 2 }} }}
+        layer {{ name: "p" type: "Convolution" bottom: "x" top: "p"
+          convolution_param {{ num_output: 6 kernel_size: 3 }} }}
+        layer {{ name: "log" type: "Power" bottom: "z" top: "log" power_param {{ power: 2 }} }}
+        layer {{ name: "loss" type: "{loss}" bottom: "{first}" bottom: "{second}" top: "loss" }}
+        """,
+    )
+    (net,) = inspect(path, synthetic=True, image=(3, 10, 10))
+    (label,) = (one for one in net.layers if one.name == "l")
+    assert list(label.tops["z"]) == shape
