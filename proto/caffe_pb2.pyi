@@ -131,7 +131,7 @@ class NetStateRule(_message.Message):
     def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., min_level: _Optional[int] = ..., max_level: _Optional[int] = ..., stage: _Optional[_Iterable[str]] = ..., not_stage: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NetParameter(_message.Message):
-    __slots__ = ("name", "layers", "input", "input_dim", "force_backward", "state", "debug_info", "input_shape", "layer", "default_forward_type", "default_backward_type", "default_forward_math", "default_backward_math", "global_grad_scale", "global_grad_scale_adaptive", "default_conv_algos_override", "reduce_buckets", "default_cudnn_math_override", "eltwise_mem_sharing", "compile_net_state", "engine", "bn_stats_batch_size", "multinode", "mem_param")
+    __slots__ = ("name", "layers", "input", "input_dim", "force_backward", "state", "debug_info", "input_shape", "layer", "default_forward_type", "default_backward_type", "default_forward_math", "default_backward_math", "global_grad_scale", "global_grad_scale_adaptive", "default_conv_algos_override", "reduce_buckets", "default_cudnn_math_override", "eltwise_mem_sharing", "compile_net_state", "engine", "bn_stats_batch_size", "multinode", "mem_param", "richness")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,7 @@ class NetParameter(_message.Message):
     BN_STATS_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     MULTINODE_FIELD_NUMBER: _ClassVar[int]
     MEM_PARAM_FIELD_NUMBER: _ClassVar[int]
+    RICHNESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     layers: _containers.RepeatedCompositeFieldContainer[V1LayerParameter]
     input: _containers.RepeatedScalarFieldContainer[str]
@@ -180,7 +181,8 @@ class NetParameter(_message.Message):
     bn_stats_batch_size: int
     multinode: MultinodeParameter
     mem_param: MemoryOptimizationParameter
-    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[V1LayerParameter, _Mapping]]] = ..., input: _Optional[_Iterable[str]] = ..., input_dim: _Optional[_Iterable[int]] = ..., force_backward: bool = ..., state: _Optional[_Union[NetState, _Mapping]] = ..., debug_info: bool = ..., input_shape: _Optional[_Iterable[_Union[BlobShape, _Mapping]]] = ..., layer: _Optional[_Iterable[_Union[LayerParameter, _Mapping]]] = ..., default_forward_type: _Optional[_Union[Type, str]] = ..., default_backward_type: _Optional[_Union[Type, str]] = ..., default_forward_math: _Optional[_Union[Type, str]] = ..., default_backward_math: _Optional[_Union[Type, str]] = ..., global_grad_scale: _Optional[float] = ..., global_grad_scale_adaptive: bool = ..., default_conv_algos_override: _Optional[str] = ..., reduce_buckets: _Optional[int] = ..., default_cudnn_math_override: _Optional[int] = ..., eltwise_mem_sharing: bool = ..., compile_net_state: _Optional[_Union[CompileNetState, _Mapping]] = ..., engine: _Optional[str] = ..., bn_stats_batch_size: _Optional[int] = ..., multinode: _Optional[_Union[MultinodeParameter, _Mapping]] = ..., mem_param: _Optional[_Union[MemoryOptimizationParameter, _Mapping]] = ...) -> None: ...
+    richness: int
+    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[V1LayerParameter, _Mapping]]] = ..., input: _Optional[_Iterable[str]] = ..., input_dim: _Optional[_Iterable[int]] = ..., force_backward: bool = ..., state: _Optional[_Union[NetState, _Mapping]] = ..., debug_info: bool = ..., input_shape: _Optional[_Iterable[_Union[BlobShape, _Mapping]]] = ..., layer: _Optional[_Iterable[_Union[LayerParameter, _Mapping]]] = ..., default_forward_type: _Optional[_Union[Type, str]] = ..., default_backward_type: _Optional[_Union[Type, str]] = ..., default_forward_math: _Optional[_Union[Type, str]] = ..., default_backward_math: _Optional[_Union[Type, str]] = ..., global_grad_scale: _Optional[float] = ..., global_grad_scale_adaptive: bool = ..., default_conv_algos_override: _Optional[str] = ..., reduce_buckets: _Optional[int] = ..., default_cudnn_math_override: _Optional[int] = ..., eltwise_mem_sharing: bool = ..., compile_net_state: _Optional[_Union[CompileNetState, _Mapping]] = ..., engine: _Optional[str] = ..., bn_stats_batch_size: _Optional[int] = ..., multinode: _Optional[_Union[MultinodeParameter, _Mapping]] = ..., mem_param: _Optional[_Union[MemoryOptimizationParameter, _Mapping]] = ..., richness: _Optional[int] = ...) -> None: ...
 
 class ParamSpec(_message.Message):
     __slots__ = ("name", "share_mode", "lr_mult", "decay_mult", "regularization_type", "breadth_decay_mult", "kernel_shape_decay_mult", "block_group_lasso", "force_mult", "force_regularize")
@@ -1761,7 +1763,7 @@ class TransformationParameter(_message.Message):
     def __init__(self, scale: _Optional[float] = ..., mirror: bool = ..., crop_size: _Optional[int] = ..., mean_file: _Optional[str] = ..., mean_value: _Optional[_Iterable[float]] = ..., force_color: bool = ..., force_gray: bool = ..., use_gpu_transform: bool = ..., random_seed: _Optional[int] = ..., img_rand_resize_lower: _Optional[int] = ..., img_rand_resize_upper: _Optional[int] = ..., rand_resize_ratio_lower: _Optional[float] = ..., rand_resize_ratio_upper: _Optional[float] = ..., vertical_stretch_lower: _Optional[float] = ..., vertical_stretch_upper: _Optional[float] = ..., horizontal_stretch_lower: _Optional[float] = ..., horizontal_stretch_upper: _Optional[float] = ..., interpolation_algo_down: _Optional[_Union[TransformationParameter.InterpolationAlgo, str]] = ..., interpolation_algo_up: _Optional[_Union[TransformationParameter.InterpolationAlgo, str]] = ..., allow_upscale: bool = ..., forward_packing: _Optional[_Union[Packing, str]] = ..., display: bool = ..., num_labels: _Optional[int] = ..., resize_param: _Optional[_Union[ResizeParameter, _Mapping]] = ..., noise_param: _Optional[_Union[NoiseParameter, _Mapping]] = ..., emit_constraint: _Optional[_Union[EmitConstraint, _Mapping]] = ..., crop_h: _Optional[int] = ..., crop_w: _Optional[int] = ..., distort_param: _Optional[_Union[DistortionParameter, _Mapping]] = ..., expand_param: _Optional[_Union[ExpansionParameter, _Mapping]] = ..., enable_classf_aug: bool = ..., min_scaling_factor: _Optional[float] = ..., max_scaling_factor: _Optional[float] = ..., max_rotation_angle: _Optional[int] = ..., contrast_brightness_adjustment: bool = ..., smooth_filtering: bool = ..., min_contrast: _Optional[float] = ..., max_contrast: _Optional[float] = ..., max_brightness_shift: _Optional[int] = ..., max_smooth: _Optional[float] = ..., max_color_shift: _Optional[int] = ..., min_side_min: _Optional[int] = ..., min_side_max: _Optional[int] = ..., min_side: _Optional[int] = ..., apply_probability: _Optional[float] = ..., debug_params: bool = ..., cvt_bgr2rgb: bool = ..., random_resize_param: _Optional[_Union[RandomResizeParameter, _Mapping]] = ..., random_aspect_ratio_param: _Optional[_Union[RandomAspectRatioParameter, _Mapping]] = ..., flow: bool = ..., bgr2rgb: bool = ..., pad: _Optional[int] = ..., scale_factors: _Optional[_Iterable[float]] = ..., crop_width: _Optional[int] = ..., crop_height: _Optional[int] = ..., center_crop: bool = ..., erase_ratio: _Optional[float] = ..., scale_min: _Optional[float] = ..., scale_max: _Optional[float] = ..., aspect_min: _Optional[float] = ..., aspect_max: _Optional[float] = ..., further_resize_param: _Optional[_Iterable[_Union[ResizeParameter, _Mapping]]] = ..., fix_crop: bool = ..., more_fix_crop: bool = ..., multi_scale: bool = ..., scale_ratios: _Optional[_Iterable[float]] = ..., max_distort: _Optional[int] = ..., is_flow: bool = ...) -> None: ...
 
 class DataParameter(_message.Message):
-    __slots__ = ("source", "scale", "mean_file", "batch_size", "crop_size", "mirror", "rand_skip", "backend", "force_encoded_color", "prefetch", "threads", "parser_threads", "cache", "shuffle", "precache", "side", "disk_reader_threads", "huge_video_dataset", "limit_samples", "preselection_file", "preselection_label", "range_start", "range_end", "rand_permute", "rand_permute_order", "rand_permute_seed", "slice_point", "encoding", "verbose", "subtract", "permute_every_iter", "block_size")
+    __slots__ = ("source", "scale", "mean_file", "batch_size", "crop_size", "mirror", "rand_skip", "backend", "force_encoded_color", "prefetch", "threads", "parser_threads", "cache", "shuffle", "precache", "side", "shuffle_pool_size", "shared_file_system", "disk_reader_threads", "huge_video_dataset", "limit_samples", "preselection_file", "preselection_label", "range_start", "range_end", "rand_permute", "rand_permute_order", "rand_permute_seed", "slice_point", "encoding", "verbose", "subtract", "permute_every_iter", "block_size")
     class DB(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         LEVELDB: _ClassVar[DataParameter.DB]
@@ -1798,6 +1800,8 @@ class DataParameter(_message.Message):
     SHUFFLE_FIELD_NUMBER: _ClassVar[int]
     PRECACHE_FIELD_NUMBER: _ClassVar[int]
     SIDE_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLE_POOL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FILE_SYSTEM_FIELD_NUMBER: _ClassVar[int]
     DISK_READER_THREADS_FIELD_NUMBER: _ClassVar[int]
     HUGE_VIDEO_DATASET_FIELD_NUMBER: _ClassVar[int]
     LIMIT_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -1830,6 +1834,8 @@ class DataParameter(_message.Message):
     shuffle: bool
     precache: bool
     side: _containers.RepeatedScalarFieldContainer[int]
+    shuffle_pool_size: int
+    shared_file_system: bool
     disk_reader_threads: int
     huge_video_dataset: bool
     limit_samples: int
@@ -1846,10 +1852,10 @@ class DataParameter(_message.Message):
     subtract: _containers.RepeatedScalarFieldContainer[float]
     permute_every_iter: int
     block_size: int
-    def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., rand_skip: _Optional[int] = ..., backend: _Optional[_Union[DataParameter.DB, str]] = ..., force_encoded_color: bool = ..., prefetch: _Optional[int] = ..., threads: _Optional[int] = ..., parser_threads: _Optional[int] = ..., cache: bool = ..., shuffle: bool = ..., precache: bool = ..., side: _Optional[_Iterable[int]] = ..., disk_reader_threads: _Optional[int] = ..., huge_video_dataset: bool = ..., limit_samples: _Optional[int] = ..., preselection_file: _Optional[str] = ..., preselection_label: _Optional[int] = ..., range_start: _Optional[int] = ..., range_end: _Optional[int] = ..., rand_permute: bool = ..., rand_permute_order: _Optional[_Union[DataParameter.RANDPERMORDER, str]] = ..., rand_permute_seed: _Optional[int] = ..., slice_point: _Optional[_Iterable[int]] = ..., encoding: _Optional[_Iterable[_Union[DataParameter.CHANNELENCODING, str]]] = ..., verbose: bool = ..., subtract: _Optional[_Iterable[float]] = ..., permute_every_iter: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., rand_skip: _Optional[int] = ..., backend: _Optional[_Union[DataParameter.DB, str]] = ..., force_encoded_color: bool = ..., prefetch: _Optional[int] = ..., threads: _Optional[int] = ..., parser_threads: _Optional[int] = ..., cache: bool = ..., shuffle: bool = ..., precache: bool = ..., side: _Optional[_Iterable[int]] = ..., shuffle_pool_size: _Optional[int] = ..., shared_file_system: bool = ..., disk_reader_threads: _Optional[int] = ..., huge_video_dataset: bool = ..., limit_samples: _Optional[int] = ..., preselection_file: _Optional[str] = ..., preselection_label: _Optional[int] = ..., range_start: _Optional[int] = ..., range_end: _Optional[int] = ..., rand_permute: bool = ..., rand_permute_order: _Optional[_Union[DataParameter.RANDPERMORDER, str]] = ..., rand_permute_seed: _Optional[int] = ..., slice_point: _Optional[_Iterable[int]] = ..., encoding: _Optional[_Iterable[_Union[DataParameter.CHANNELENCODING, str]]] = ..., verbose: bool = ..., subtract: _Optional[_Iterable[float]] = ..., permute_every_iter: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class ImageDataParameter(_message.Message):
-    __slots__ = ("source", "scale", "mean_file", "batch_size", "crop_size", "mirror", "rand_skip", "shuffle", "new_height", "new_width", "is_color", "root_folder", "short_side", "threads", "cache", "precache", "dataset_share_per_node", "min_height", "min_width", "ignore_label", "label_type", "face_transform", "max_shear_ratio", "max_aspect_ratio", "max_rotate_angle", "min_random_scale", "max_random_scale", "max_random_shift", "face_mirror", "face_point_num", "balance_class", "balance_by", "label_cut_start", "label_cut_end", "new_length", "show_data", "use_image", "sampling_rate", "use_label", "use_temporal_jitter", "mean_value", "num_truth_channels", "use_byte_input", "is_flow", "truth_scale", "clip_min", "clip_max")
+    __slots__ = ("source", "scale", "mean_file", "batch_size", "crop_size", "mirror", "rand_skip", "shuffle", "new_height", "new_width", "is_color", "root_folder", "short_side", "threads", "cache", "precache", "dataset_share_per_node", "min_height", "min_width", "ignore_label", "label_type", "face_transform", "max_shear_ratio", "max_aspect_ratio", "max_rotate_angle", "min_random_scale", "max_random_scale", "max_random_shift", "face_mirror", "face_point_num", "balance_class", "balance_by", "label_cut_start", "label_cut_end", "new_length", "show_data", "use_image", "sampling_rate", "use_label", "use_temporal_jitter", "mean_value", "num_truth_channels", "use_byte_input", "is_flow", "truth_scale", "clip_min", "clip_max", "shared_file_system", "new_dim", "label_dim")
     class LabelType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[ImageDataParameter.LabelType]
@@ -1905,6 +1911,9 @@ class ImageDataParameter(_message.Message):
     TRUTH_SCALE_FIELD_NUMBER: _ClassVar[int]
     CLIP_MIN_FIELD_NUMBER: _ClassVar[int]
     CLIP_MAX_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FILE_SYSTEM_FIELD_NUMBER: _ClassVar[int]
+    NEW_DIM_FIELD_NUMBER: _ClassVar[int]
+    LABEL_DIM_FIELD_NUMBER: _ClassVar[int]
     source: str
     scale: float
     mean_file: str
@@ -1952,7 +1961,10 @@ class ImageDataParameter(_message.Message):
     truth_scale: float
     clip_min: float
     clip_max: float
-    def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., rand_skip: _Optional[int] = ..., shuffle: bool = ..., new_height: _Optional[int] = ..., new_width: _Optional[int] = ..., is_color: bool = ..., root_folder: _Optional[str] = ..., short_side: _Optional[int] = ..., threads: _Optional[int] = ..., cache: bool = ..., precache: bool = ..., dataset_share_per_node: _Optional[float] = ..., min_height: _Optional[int] = ..., min_width: _Optional[int] = ..., ignore_label: _Optional[int] = ..., label_type: _Optional[_Union[ImageDataParameter.LabelType, str]] = ..., face_transform: bool = ..., max_shear_ratio: _Optional[float] = ..., max_aspect_ratio: _Optional[float] = ..., max_rotate_angle: _Optional[float] = ..., min_random_scale: _Optional[float] = ..., max_random_scale: _Optional[float] = ..., max_random_shift: _Optional[int] = ..., face_mirror: bool = ..., face_point_num: _Optional[int] = ..., balance_class: bool = ..., balance_by: _Optional[int] = ..., label_cut_start: _Optional[int] = ..., label_cut_end: _Optional[int] = ..., new_length: _Optional[int] = ..., show_data: _Optional[int] = ..., use_image: bool = ..., sampling_rate: _Optional[int] = ..., use_label: bool = ..., use_temporal_jitter: bool = ..., mean_value: _Optional[float] = ..., num_truth_channels: _Optional[int] = ..., use_byte_input: bool = ..., is_flow: bool = ..., truth_scale: _Optional[float] = ..., clip_min: _Optional[float] = ..., clip_max: _Optional[float] = ...) -> None: ...
+    shared_file_system: bool
+    new_dim: int
+    label_dim: int
+    def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., crop_size: _Optional[int] = ..., mirror: bool = ..., rand_skip: _Optional[int] = ..., shuffle: bool = ..., new_height: _Optional[int] = ..., new_width: _Optional[int] = ..., is_color: bool = ..., root_folder: _Optional[str] = ..., short_side: _Optional[int] = ..., threads: _Optional[int] = ..., cache: bool = ..., precache: bool = ..., dataset_share_per_node: _Optional[float] = ..., min_height: _Optional[int] = ..., min_width: _Optional[int] = ..., ignore_label: _Optional[int] = ..., label_type: _Optional[_Union[ImageDataParameter.LabelType, str]] = ..., face_transform: bool = ..., max_shear_ratio: _Optional[float] = ..., max_aspect_ratio: _Optional[float] = ..., max_rotate_angle: _Optional[float] = ..., min_random_scale: _Optional[float] = ..., max_random_scale: _Optional[float] = ..., max_random_shift: _Optional[int] = ..., face_mirror: bool = ..., face_point_num: _Optional[int] = ..., balance_class: bool = ..., balance_by: _Optional[int] = ..., label_cut_start: _Optional[int] = ..., label_cut_end: _Optional[int] = ..., new_length: _Optional[int] = ..., show_data: _Optional[int] = ..., use_image: bool = ..., sampling_rate: _Optional[int] = ..., use_label: bool = ..., use_temporal_jitter: bool = ..., mean_value: _Optional[float] = ..., num_truth_channels: _Optional[int] = ..., use_byte_input: bool = ..., is_flow: bool = ..., truth_scale: _Optional[float] = ..., clip_min: _Optional[float] = ..., clip_max: _Optional[float] = ..., shared_file_system: bool = ..., new_dim: _Optional[int] = ..., label_dim: _Optional[int] = ...) -> None: ...
 
 class HDF5DataParameter(_message.Message):
     __slots__ = ("source", "batch_size", "shuffle")
@@ -2191,7 +2203,7 @@ class ConvolutionParameter(_message.Message):
     def __init__(self, num_output: _Optional[int] = ..., bias_term: bool = ..., pad: _Optional[_Iterable[int]] = ..., kernel_size: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ..., stride: _Optional[_Iterable[int]] = ..., weight_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., bias_filler: _Optional[_Union[FillerParameter, _Mapping]] = ..., pad_h: _Optional[int] = ..., pad_w: _Optional[int] = ..., kernel_h: _Optional[int] = ..., kernel_w: _Optional[int] = ..., stride_h: _Optional[int] = ..., stride_w: _Optional[int] = ..., engine: _Optional[_Union[ConvolutionParameter.Engine, str]] = ..., axis: _Optional[int] = ..., force_nd_im2col: bool = ..., dilation: _Optional[_Iterable[int]] = ..., cudnn_convolution_algo_seeker: _Optional[_Union[ConvolutionParameter.CuDNNConvolutionAlgorithmSeeker, str]] = ..., conv_algos_override: _Optional[str] = ..., relu: bool = ..., negative_slope: _Optional[float] = ..., conv_algorithm: _Optional[str] = ..., coeff: _Optional[_Iterable[float]] = ..., fusion_type: _Optional[_Union[ConvolutionParameter.FusionType, str]] = ..., shape_offset: _Optional[_Iterable[int]] = ..., kernel_depth: _Optional[int] = ..., temporal_stride: _Optional[int] = ..., filter_group: _Optional[int] = ..., temporal_pad: _Optional[int] = ..., conv_mode: _Optional[_Union[ConvolutionParameter.ConvMode, str]] = ..., hole: _Optional[int] = ..., hole_h: _Optional[int] = ..., hole_w: _Optional[int] = ..., pad_shape: _Optional[_Union[BlobShape, _Mapping]] = ..., kernel_shape: _Optional[_Union[BlobShape, _Mapping]] = ..., stride_shape: _Optional[_Union[BlobShape, _Mapping]] = ..., pad_type: _Optional[int] = ..., pad_l: _Optional[int] = ..., pad_r: _Optional[int] = ..., pad_t: _Optional[int] = ..., pad_b: _Optional[int] = ...) -> None: ...
 
 class PoolingParameter(_message.Message):
-    __slots__ = ("pool", "kernel_size", "stride", "pad", "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w", "engine", "global_pooling", "round_mode", "torch_pooling", "pad_3d", "kernel_size_3d", "stride_3d", "avg_include_pad", "axis", "blobs_lr", "blobs_a_min", "ceil_mode", "kernel_depth", "temporal_stride", "pad_shape", "kernel_shape", "stride_shape", "pad_type", "pad_l", "pad_r", "pad_t", "pad_b")
+    __slots__ = ("pool", "kernel_size", "stride", "pad", "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w", "engine", "global_pooling", "round_mode", "torch_pooling", "pad_3d", "kernel_size_3d", "stride_3d", "avg_include_pad", "axis", "blobs_lr", "blobs_a_min", "ceil_mode", "kernel_depth", "temporal_stride", "further_kernel_size", "further_stride", "further_pad", "pad_shape", "kernel_shape", "stride_shape", "pad_type", "pad_l", "pad_r", "pad_t", "pad_b")
     class PoolMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MAX: _ClassVar[PoolingParameter.PoolMethod]
@@ -2246,6 +2258,9 @@ class PoolingParameter(_message.Message):
     CEIL_MODE_FIELD_NUMBER: _ClassVar[int]
     KERNEL_DEPTH_FIELD_NUMBER: _ClassVar[int]
     TEMPORAL_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_KERNEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_PAD_FIELD_NUMBER: _ClassVar[int]
     PAD_SHAPE_FIELD_NUMBER: _ClassVar[int]
     KERNEL_SHAPE_FIELD_NUMBER: _ClassVar[int]
     STRIDE_SHAPE_FIELD_NUMBER: _ClassVar[int]
@@ -2278,6 +2293,9 @@ class PoolingParameter(_message.Message):
     ceil_mode: bool
     kernel_depth: int
     temporal_stride: int
+    further_kernel_size: _containers.RepeatedScalarFieldContainer[int]
+    further_stride: _containers.RepeatedScalarFieldContainer[int]
+    further_pad: _containers.RepeatedScalarFieldContainer[int]
     pad_shape: BlobShape
     kernel_shape: BlobShape
     stride_shape: BlobShape
@@ -2286,7 +2304,7 @@ class PoolingParameter(_message.Message):
     pad_r: int
     pad_t: int
     pad_b: int
-    def __init__(self, pool: _Optional[_Union[PoolingParameter.PoolMethod, str]] = ..., kernel_size: _Optional[int] = ..., stride: _Optional[int] = ..., pad: _Optional[int] = ..., kernel_h: _Optional[int] = ..., kernel_w: _Optional[int] = ..., stride_h: _Optional[int] = ..., stride_w: _Optional[int] = ..., pad_h: _Optional[int] = ..., pad_w: _Optional[int] = ..., engine: _Optional[_Union[PoolingParameter.Engine, str]] = ..., global_pooling: bool = ..., round_mode: _Optional[_Union[PoolingParameter.RoundMode, str]] = ..., torch_pooling: bool = ..., pad_3d: _Optional[_Iterable[int]] = ..., kernel_size_3d: _Optional[_Iterable[int]] = ..., stride_3d: _Optional[_Iterable[int]] = ..., avg_include_pad: bool = ..., axis: _Optional[int] = ..., blobs_lr: _Optional[float] = ..., blobs_a_min: _Optional[float] = ..., ceil_mode: bool = ..., kernel_depth: _Optional[int] = ..., temporal_stride: _Optional[int] = ..., pad_shape: _Optional[_Union[BlobShape, _Mapping]] = ..., kernel_shape: _Optional[_Union[BlobShape, _Mapping]] = ..., stride_shape: _Optional[_Union[BlobShape, _Mapping]] = ..., pad_type: _Optional[int] = ..., pad_l: _Optional[int] = ..., pad_r: _Optional[int] = ..., pad_t: _Optional[int] = ..., pad_b: _Optional[int] = ...) -> None: ...
+    def __init__(self, pool: _Optional[_Union[PoolingParameter.PoolMethod, str]] = ..., kernel_size: _Optional[int] = ..., stride: _Optional[int] = ..., pad: _Optional[int] = ..., kernel_h: _Optional[int] = ..., kernel_w: _Optional[int] = ..., stride_h: _Optional[int] = ..., stride_w: _Optional[int] = ..., pad_h: _Optional[int] = ..., pad_w: _Optional[int] = ..., engine: _Optional[_Union[PoolingParameter.Engine, str]] = ..., global_pooling: bool = ..., round_mode: _Optional[_Union[PoolingParameter.RoundMode, str]] = ..., torch_pooling: bool = ..., pad_3d: _Optional[_Iterable[int]] = ..., kernel_size_3d: _Optional[_Iterable[int]] = ..., stride_3d: _Optional[_Iterable[int]] = ..., avg_include_pad: bool = ..., axis: _Optional[int] = ..., blobs_lr: _Optional[float] = ..., blobs_a_min: _Optional[float] = ..., ceil_mode: bool = ..., kernel_depth: _Optional[int] = ..., temporal_stride: _Optional[int] = ..., further_kernel_size: _Optional[_Iterable[int]] = ..., further_stride: _Optional[_Iterable[int]] = ..., further_pad: _Optional[_Iterable[int]] = ..., pad_shape: _Optional[_Union[BlobShape, _Mapping]] = ..., kernel_shape: _Optional[_Union[BlobShape, _Mapping]] = ..., stride_shape: _Optional[_Union[BlobShape, _Mapping]] = ..., pad_type: _Optional[int] = ..., pad_l: _Optional[int] = ..., pad_r: _Optional[int] = ..., pad_t: _Optional[int] = ..., pad_b: _Optional[int] = ...) -> None: ...
 
 class SPPParameter(_message.Message):
     __slots__ = ("pyramid_height", "pool", "engine")

@@ -42,6 +42,32 @@ _FIELDS = {
         "aspect_max",
     },
     "deepdetect": {"TransformationParameter": "geometry_param"},
+    "Domain guided dropout": {
+        "DataParameter": "shuffle_pool_size",
+        "LayerParameter": "guided_dropout_param",
+    },
+    "Deformable ConvNets 2": {"LayerParameter": "modulated_deformable_convolution_param"},
+    "JULE": {"LayerParameter": "graphlinkage_loss_param"},
+    "RRD": {"LayerParameter": "orn_param"},
+    "R-C3D": {"ROIPoolingParameter": "pooled_l"},
+    "Deep metric learning": {"LayerParameter": "lifted_struct_sim_softmax_loss_param"},
+    "Up-Down-Captioner": {
+        "LayerParameter": "beam_search_param",
+        "LSTMParameter": "num_cells",
+    },
+    "MaskYolo": {
+        "LayerParameter": "roi_gen_param",
+        "TransformationParameter": "resize_w resize_h",
+    },
+    "autocolorize": {"LayerParameter": "extended_image_data_param"},
+    "FPGA Caffe": {"LayerParameter": "xcl_param xcl_name"},
+    "OpenPose's training": {"LayerParameter": "op_transform_param"},
+    "SPP_net": {"SolverParameter": "vstep_lr"},
+    "pose_action_caffe": {
+        "LayerParameter": "random_image_data2_param is_disp_info extract_primary_param "
+        "coord_to_bbox_masks_param copy_postfix_name crop_patch_from_max_feature_position_param",
+        "ResizeParameter": "height_fac",
+    },
     "channel-pruning": {"ImageDataParameter": "new_dim"},
     "DeepSkeleton": {"LayerParameter": "rescale_param"},
     "Force regularization": {"LayerParameter": "sparsify_param"},
@@ -171,13 +197,14 @@ _IGNORED = {
     "BatchNormParameter": "use_weight_bias bias_term filler",
     "ConcatParameter": "engine per_fla_fuse",
     "ConvolutionParameter": "conv_algorithm conv_mode",
-    "DataParameter": "disk_reader_threads verbose huge_video_dataset",
+    "DataParameter": "disk_reader_threads verbose huge_video_dataset shared_file_system",
+    "ImageDataParameter": "shared_file_system",
     "DenseBlockParameter": "gpuIdx workspace_MB BC_ultra_space_efficient",
     "EltwiseParameter": "engine",
     "InnerProductParameter": "engine",
     "LayerParameter": "strict_dim engine multinode mn_activation_param mn_grad_compress_param "
     "quantization_param",
-    "NetParameter": "engine compile_net_state multinode bn_stats_batch_size mem_param",
+    "NetParameter": "engine compile_net_state multinode bn_stats_batch_size mem_param richness",
     "LabelMapItem": "label_id r g b",
     "MemoryDataParameter": "share_in_parallel",
     "ParamSpec": "breadth_decay_mult kernel_shape_decay_mult block_group_lasso "
@@ -230,8 +257,13 @@ _LAYERS = {
     "happynear": "GeneralContrastiveLoss GlobalLSEMargin MultiLabelImageData",
     "DeepSkeleton": "Rescale",
     "Force regularization": "Sparsify",
-    "SkimCaffe": "ConvolutionReLU ConvolutionReLUPool ConvolutionReLUPoolLRN "
+    "SkimCaffe": "ConvolutionReLU ConvolutionReLUPool ConvolutionReLUPoolLRN ReLUPooling "
     "InnerProductReLUDropout",
+    "appearance-flow": "Transformation",
+    "LiteFlowNet": "Grid",
+    "Visual concepts": "MILData",
+    "pose_action_caffe": "CropPatchFromMaxFeaturePosition ResizeWithMap",
+    "Domain guided dropout": "GuidedDropout",
     "Temporal Segment Networks": "BatchReduction Scatter SegData SyncBN",
 }
 
@@ -246,6 +278,9 @@ _FILLERS = {
 
 _SEVERAL = {
     ("SolverParameter", "device_id"): "further_device_id",
+    ("PoolingParameter", "kernel_size"): "further_kernel_size",
+    ("PoolingParameter", "stride"): "further_stride",
+    ("PoolingParameter", "pad"): "further_pad",
     ("TransformationParameter", "resize_param"): "further_resize_param",
 }
 """Fields that Caffe has once and a fork several times, and where the second and later ones go."""

@@ -166,12 +166,35 @@ def _other_type(layer: LayerParameter) -> str | None:
         return "Convolution"
     if layer.type == "NdPooling":
         return "Pooling3D" if len(layer.pooling_param.kernel_shape.dim) == 3 else "Pooling"
+    if layer.type == "Pooling" and (axes := _axes(layer.pooling_param)) > 1:
+        return "Pooling3D" if axes == 3 else "Pooling"
     return None
+
+
+_SIDES = ("kernel_size", "stride", "pad")
+
+
+def _axes(param: PoolingParameter) -> int:
+    """How often R-C3D's layer gives a size, once for each axis; 1 for Caffe's."""
+    return 1 + max(len(getattr(param, f"further_{name}")) for name in _SIDES)
+
+
+def _take_further(param: PoolingParameter) -> None:
+    """Move the sizes along all axes of R-C3D's layer to video-caffe's fields."""
+    axes = _axes(param)
+    for name in _SIDES:
+        sizes = [getattr(param, name), *getattr(param, f"further_{name}")]
+        if axes > 1 and param.HasField(name):
+            shape = getattr(param, f"{name.removesuffix('_size')}_shape")
+            shape.dim.extend(sizes * axes if len(sizes) == 1 else sizes)
+            param.ClearField(name)
+            param.ClearField(f"further_{name}")
 
 
 def _become(layer: LayerParameter, other: str) -> None:
     """Make of the layer one of the other type."""
-    layer.type = other
+    kind, layer.type = layer.type, other
+    _take_further(layer.pooling_param)
     if other == "ReLU6":
         layer.relu6_param.negative_slope = layer.relu_param.negative_slope
         layer.ClearField("relu_param")
@@ -182,7 +205,7 @@ def _become(layer: LayerParameter, other: str) -> None:
     elif other == "Pooling3D":
         given = layer.pooling_param
         if given.pool not in _OF_VOLUMES:
-            raise ConfigError(f'layer "{layer.name}" (NdPooling): volumes take MAX and AVE alone')
+            raise ConfigError(f'layer "{layer.name}" ({kind}): volumes take MAX and AVE alone')
         layer.pooling3d_param.pool = _OF_VOLUMES[given.pool]
         layer.pooling3d_param.global_pooling = given.global_pooling
         _take_sides(given, layer.pooling3d_param, "lhw")

@@ -88,6 +88,9 @@ def test_fields_that_a_fork_has_several_times() -> None:
     for ids in ("device_id: [2, 0, 1]", "device_id: 2 device_id: 0 device_id: 1"):
         solver = text.parse(ids, caffe_pb2.SolverParameter())
         assert (solver.device_id, solver.further_device_id) == (2, [0, 1])
+    sizes = "kernel_size: 1 kernel_size: 2 kernel_size: 3"
+    pooling = text.parse(sizes, caffe_pb2.PoolingParameter())
+    assert (pooling.kernel_size, pooling.further_kernel_size) == (1, [2, 3])
     assert not text.parse("device_id: []", caffe_pb2.SolverParameter()).HasField("device_id")
 
 

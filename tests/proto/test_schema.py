@@ -148,7 +148,8 @@ UNNUMBERED = {
     "DenseImageDataParameter": "label_divide_factor",
     "ImageDataParameter": "new_length show_data use_image sampling_rate use_label "
     "use_temporal_jitter mean_value num_truth_channels use_byte_input is_flow truth_scale clip_min "
-    "clip_max",
+    "clip_max shared_file_system new_dim label_dim",
+    "DataParameter": "shuffle_pool_size shared_file_system",
     "GatherParameter": "indices shape axis",
     "LayerParameter": "source_class roi_align_param psroi_align_param rrelu_param matmul_param "
     "gather_param pass_through_param",
@@ -160,8 +161,9 @@ UNNUMBERED = {
     "MemoryDataParameter": "source share_in_parallel dataframe_format dataframe_column_select "
     "image_encoded",
     "MemoryOptimizationParameter": "optimize_train optimize_test",
-    "NetParameter": "mem_param",
-    "PoolingParameter": "ceil_mode kernel_depth temporal_stride",
+    "NetParameter": "mem_param richness",
+    "PoolingParameter": "ceil_mode kernel_depth temporal_stride further_kernel_size "
+    "further_stride further_pad",
     "SolverParameter": "further_device_id group_id richness",
     "TransformationParameter": "further_resize_param fix_crop more_fix_crop multi_scale "
     "scale_ratios max_distort is_flow",

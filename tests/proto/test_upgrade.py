@@ -120,6 +120,14 @@ CASES = {
         "kernel_w: 2 stride_l: 1 stride_h: 2 stride_w: 3 global_pooling: false } } "
         'layer { type: "Pooling" pooling_param { kernel_h: 2 kernel_w: 3 } }',
     ),
+    "R-C3D's Pooling": (
+        'layer { type: "Pooling" pooling_param { kernel_size: 1 further_kernel_size: [2, 3] '
+        "stride: 2 further_pad: [1, 0] pad: 0 } } "
+        'layer { type: "Pooling" pooling_param { kernel_size: 3 further_kernel_size: 2 } }',
+        'layer { type: "Pooling3D" pooling3d_param { pool: MAX kernel_l: 1 kernel_h: 2 kernel_w: 3 '
+        "stride_l: 2 stride_h: 2 stride_w: 2 pad_l: 0 pad_h: 1 pad_w: 0 global_pooling: false } } "
+        'layer { type: "Pooling" pooling_param { kernel_h: 3 kernel_w: 2 } }',
+    ),
     "Reshape with pixelshuffler": (
         'layer { name: "r" type: "Reshape" reshape_param { pixelshuffler: 2 } }',
         'layer { name: "r" type: "DepthToSpace" '
