@@ -132,8 +132,9 @@ def locked(path: str, holder: str, where: str) -> Iterator[None]:
         yield
         return
     try:
-        os.truncate(descriptor, 0)
-        os.write(descriptor, holder.encode(errors="surrogateescape"))
+        with suppress(OSError):  # a full disk: the lock holds without the text
+            os.truncate(descriptor, 0)
+            os.write(descriptor, holder.encode(errors="surrogateescape"))
         yield
     finally:
         with suppress(OSError):

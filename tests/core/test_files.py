@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,14 @@ import pytest
 
 from caffepy.core import files
 from caffepy.core.errors import UsageError
-from caffepy.core.files import check_writable, read_regular, remove_stale, replacing, written
+from caffepy.core.files import (
+    check_writable,
+    locked,
+    read_regular,
+    remove_stale,
+    replacing,
+    written,
+)
 
 
 def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
@@ -93,6 +101,18 @@ def test_a_file_that_another_process_finds_before_it_is_locked_is_written_all_th
         other.join()
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert (tmp_path / "x").read_text() == "new"
+
+
+def test_a_lock_holds_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    held = False
+    with locked(str(tmp_path / ".s.lock"), "me", "here"):
+        held = (tmp_path / ".s.lock").exists()
+    assert held
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_tool_that_was_killed_leaves_nothing_for_ever(tmp_path: Path) -> None:
