@@ -76,6 +76,7 @@ def test_mean_of_caffe() -> None:
 def test_other_files(wanted: str, path: Path) -> None:
     kind = binary.sniff(str(path))
     if kind == wanted:
+        assert READERS[wanted](str(path)).ByteSize()
         return
     with pytest.raises(DataError if wanted == "a binaryproto" else ConfigError) as caught:
         READERS[wanted](str(path))
