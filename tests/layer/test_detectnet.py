@@ -199,7 +199,7 @@ def test_boxes_stay_with_what_they_hold(dtype):
         bright = np.argwhere(found[0].mean(axis=0) > 100)
         (top, left), (bottom, right) = bright.min(axis=0), bright.max(axis=0) + 1
         np.testing.assert_allclose(
-            [(x + x2) / 2, (y + y2) / 2], [(left + right) / 2, (top + bottom) / 2], atol=1.6
+            [(x + x2) / 2, (y + y2) / 2], [(left + right) / 2, (top + bottom) / 2], atol=1.0
         )
         assert x2 - x == pytest.approx(1 / maps[0, 5, row, column], rel=1e-4)
         assert right - left >= x2 - x - 2
