@@ -103,14 +103,7 @@ def export_onnx(
         param = with_probabilities(filter_state(param, model))
     if image is not None:
         param = synthetic(param, image=image)
-    try:
-        net = Net(param, device=_device(), path=model)
-    except DataError as error:
-        try:
-            net = Net(synthetic(param), device=_device(), path=model)
-        except (ConfigError, DataError):
-            raise error from None
-    with closing(net):
+    with closing(_built(param, model)) as net:
         if not load_all(net, weights):
             raise ConfigError(
                 "no weights are given, and a model of random weights is not exported; give those "
@@ -151,6 +144,17 @@ def export_onnx(
             [f"{layer} {text}" for layer, text in graph.notes],
             differences,
         )
+
+
+def _built(param: NetParameter, path: str) -> Net:
+    """Return the net; where its data are not there, with inputs of the shapes that it tells."""
+    try:
+        return Net(param, device=_device(), path=path)
+    except DataError as error:
+        try:
+            return Net(synthetic(param), device=_device(), path=path)
+        except (ConfigError, DataError):
+            raise error from None
 
 
 def _device() -> Device:

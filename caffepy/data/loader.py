@@ -33,6 +33,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,7 +41,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.core.errors import CaffeError, DataError, RecordError
 from caffepy.data.decoders import Task, current
-from caffepy.data.sources.base import Array, Items, Source, State
+from caffepy.data.sources.base import Array, ImageFiles, Items, Source, State
 from caffepy.data.transformer import Transformer
 from caffepy.device.blob import shape_string
 from caffepy.device.threads import parallel
@@ -397,26 +398,8 @@ class SequentialLoader(Loader):
             return True
 
         if self._decoders and (files := self.source.image_files(items, todo)):
-            if self._task is None:
-                self._task = Task(files.make)
             labels[files.places] = files.labels
-            left = set(todo.tolist()) - set(files.places)
-
-            def take(i: int, some: Array | None) -> None:
-                if some is None:
-                    left.add(i)
-                else:
-                    put(i, some, copied=True)
-
-            if there and files.are_color:
-                chosen = files.places, files.files
-                batch.there = self._decoders.run_there(*chosen, batch.staging, files.resized)
-            done = set(batch.there)
-            rest = [k for k, place in enumerate(files.places) if place not in done]
-            if rest:
-                places, contents = [files.places[k] for k in rest], [files.files[k] for k in rest]
-                self._decoders.run(self._task, places, contents, [None] * len(rest), take)
-            todo = np.array(sorted(left), np.int64)
+            todo = self._decode_elsewhere(batch, files, todo, partial(put, copied=True), there)
         decode = self.source.decoder(items)
 
         def decode_some(lo: int, hi: int) -> None:
@@ -433,6 +416,36 @@ class SequentialLoader(Loader):
         if errors and min(errors) < min(bad, default=len(items)):
             raise errors[min(errors)]
         return others
+
+    def _decode_elsewhere(
+        self,
+        batch: Batch,
+        files: ImageFiles,
+        todo: Array,
+        put: Callable[[int, Array], object],
+        there: bool,
+    ) -> Array:
+        """Have a GPU or processes decode image files; return the places of `todo` that are left."""
+        assert self._decoders
+        if self._task is None:
+            self._task = Task(files.make)
+        left = set(todo.tolist()) - set(files.places)
+
+        def take(i: int, some: Array | None) -> None:
+            if some is None:
+                left.add(i)
+            else:
+                put(i, some)
+
+        if there and files.are_color:
+            chosen = files.places, files.files
+            batch.there = self._decoders.run_there(*chosen, batch.staging, files.resized)
+        done = set(batch.there)
+        rest = [k for k, place in enumerate(files.places) if place not in done]
+        if rest:
+            places, contents = [files.places[k] for k in rest], [files.files[k] for k in rest]
+            self._decoders.run(self._task, places, contents, [None] * len(rest), take)
+        return np.array(sorted(left), np.int64)
 
     def _unlike(self, item: Any, shape: Shape, first: Shape) -> DataError:
         start = f"{shape_string(shape)} in a batch that starts with {shape_string(first)}"
