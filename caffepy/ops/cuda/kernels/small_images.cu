@@ -29,21 +29,19 @@ struct Filter {
 
 using NoPool = Pool<0, 0, 1, 1, 0, 0, 0, 0>;
 
-// Pixels of images `from` on, lines `top` on, to shared memory: `lines` of each image, F::columns of a line.
+// Begin to copy pixels of images `from` on, lines `top` on, to shared memory: `lines` of each image, F::columns of a line.
 template <typename F, typename T>
-__device__ void fill_pixels(unsigned* piece, const T* x, int from, int images, int top, int lines, int number) {
+__device__ void load_pixels(unsigned* piece, const T* x, int from, int images, int top, int lines, int number) {
   constexpr int V = F::C % 8 == 0 ? 8 : F::C % 4 == 0 ? 4 : 2, PACKS = F::blocks * 16 / V;
-#pragma unroll 8
+#pragma unroll 4
   for (int i = threadIdx.x; i < images * lines * F::columns * PACKS; i += THREADS) {
     const int c = i % PACKS * V, pixel = i / PACKS, column = pixel % F::columns - F::pw, line = pixel / F::columns;
     const int image = from + line / lines, row = top + line % lines;
-    Pack<T, V> pack;
-#pragma unroll
-    for (int v = 0; v < V; ++v) pack.v[v] = T(0.0f);
-    if (c < F::C && image < number && row >= 0 && row < F::H && column >= 0 && column < F::W)
-      pack = *reinterpret_cast<const Pack<T, V>*>(x + ((i64(image) * F::H + row) * F::W + column) * F::C + c);
-    *reinterpret_cast<Pack<T, V>*>(piece + pixel * F::pitch + c / 2) = pack;
+    const bool there = c < F::C && image < number && row >= 0 && row < F::H && column >= 0 && column < F::W;
+    copy_ahead<2 * V>(piece + pixel * F::pitch + c / 2,
+                      x + (there ? ((i64(image) * F::H + row) * F::W + column) * F::C + c : 0), there);
   }
+  close_group();
 }
 
 // The weights of so many outputs, 8 * N at most, from `first` on to shared memory, words of two channels. Column n of a tile
@@ -98,6 +96,10 @@ image_convolution(const T* __restrict__ x, const float* __restrict__ w, const fl
     return (((k * DOWN + down) * GIVEN + given) * N + n) * 128 + j * 32 + lane;
   };
 
+  const auto load = [&](int which) {
+    load_pixels<F>(piece, x, which / PIECES * IMAGES, IMAGES, which % PIECES * LINES * F::sh - F::ph, ROWS, number);
+  };
+  load(blockIdx.x);  // on their way while weights are converted
   if (F::C % 16 || F::O % (8 * N)) {
     for (int i = threadIdx.x; i < WEIGHTS / 4; i += THREADS) reinterpret_cast<Pack<unsigned, 4>*>(weights)[i] = {};
     __syncthreads();
@@ -117,7 +119,7 @@ image_convolution(const T* __restrict__ x, const float* __restrict__ w, const fl
   const int pieces = (number + IMAGES - 1) / IMAGES * PIECES;
   for (int which = blockIdx.x; which < pieces; which += gridDim.x) {
     const int image = which / PIECES * IMAGES, begin = which % PIECES * LINES;
-    fill_pixels<F>(piece, x, image, IMAGES, begin * F::sh - F::ph, ROWS, number);
+    wait_for_groups<0>();
     __syncthreads();
     float sums[M][N][4] = {};
 #pragma unroll 2
@@ -220,6 +222,7 @@ image_convolution(const T* __restrict__ x, const float* __restrict__ w, const fl
       }
       __syncthreads();
     }
+    if (which + gridDim.x < pieces) load(which + gridDim.x);
   }
 }
 
