@@ -128,14 +128,13 @@ def forward(geometry: Geometry, maxima: Maxima, dtype: DTypeLike) -> list[Make]:
     if not suits(geometry, maxima, dtype):
         return []
     (kernel_h, _), (stride_h, _), _ = maxima.window
-    copies = 1 + geometry.stride[1] * geometry.x[1] % 2
     weights = 8 * _across(geometry) * (8 * _steps(geometry) + 4)
 
     def bytes_of(rows: int) -> int:
         outputs = min((rows - 1) * stride_h + kernel_h, geometry.y[2])
         lines = (outputs - 1) * geometry.stride[0] + geometry.w[2]
         place = max(outputs * geometry.y[3] * _pitch(geometry), weights)
-        return 4 * (place + copies * lines * ((_padded_line(geometry) + 3) // 2))
+        return 4 * (place + lines * _padded_line(geometry))
 
     images, rows = len(maxima.y), maxima.y.shape[2]
     names = ", ".join(_names(geometry, maxima, dtype))

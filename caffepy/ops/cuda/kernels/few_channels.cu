@@ -15,8 +15,10 @@
 #include "pack.cuh"
 #include "mma.cuh"
 #include "ahead.cuh"
+#include "lines.cuh"
+#include "shares.cuh"
 
-constexpr int ROWS = 32, OUTPUTS = 64, WARPS = 8, AT_ONCE = 8;
+constexpr int ROWS = 32, OUTPUTS = 64, WARPS = 8;
 constexpr int STAGES = 2, EIGHTS = 8;  // of the gradient: steps whose dy and y are on their way, and what each loads
 
 struct alignas(16) Eight { unsigned words[4]; };
@@ -36,29 +38,6 @@ template <> __device__ inline unsigned above_zero<bf16_t>(unsigned y) {
 #else
   return __vcmpgts2(y, 0) & __vcmpleu2(y & 0x7fff7fff, 0x7f807f80);  // NaN is not
 #endif
-}
-
-// What a block keeps of x: the lines that some lines of y see, of `pitch` words; a word holds a number and the one that is
-// `next` numbers behind it in its line.
-template <typename T>
-__device__ void fill(unsigned* piece, int words, const T* image, int height, int numbers, int first_row, int before,
-                     int next, int pitch, Divisor of_pitch) {
-  for (int i0 = threadIdx.x; i0 < words; i0 += AT_ONCE * 256) {
-    unsigned short lows[AT_ONCE], highs[AT_ONCE];
-    unsigned keeps[AT_ONCE];
-#pragma unroll
-    for (int u = 0; u < AT_ONCE; ++u) {  // without branches, so that all loads are under way at once
-      const int i = i0 + u * 256, line = of_pitch.quotient(i), at = i - line * pitch - before, row = first_row + line;
-      const bool inside = i < words && row >= 0 && row < height;
-      const bool low = inside && at >= 0 && at < numbers, high = inside && at + next >= 0 && at + next < numbers;
-      lows[u] = image[low ? row * numbers + at : 0].bits;
-      highs[u] = image[high ? row * numbers + at + next : 0].bits;
-      keeps[u] = (high ? 0xffff0000u : 0) | (low ? 0xffffu : 0);
-    }
-#pragma unroll
-    for (int u = 0; u < AT_ONCE; ++u)
-      if (i0 + u * 256 < words) piece[i0 + u * 256] = (unsigned(highs[u]) << 16 | lows[u]) & keeps[u];
-  }
 }
 
 __device__ inline int column_of(int j, int n) { return j / 4 * 32 + n / 2 * 8 + j % 4 * 2 + n % 2; }
@@ -107,8 +86,8 @@ few_channels(const T* x, const float* w, const float* b, T* y, int relu, int num
 
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int n = tile / pieces, p0 = tile % pieces * lines;
-    fill(piece, words, x + i64(n) * height * width * channels, height, width * channels, p0 * step_h - top,
-         left * channels, 1, pitch, of_pitch);
+    fill_lines<8>(piece, words, pitch, of_pitch, x + i64(n) * height * width * channels, height, width * channels,
+               p0 * step_h - top, left * channels, 1);
     __syncthreads();
     for (int unit = warp; unit < lines * steps; unit += WARPS) {
       const int line = of_steps.quotient(unit), q0 = (unit - line * steps) * 16;
@@ -193,8 +172,8 @@ few_channels_gradient(const T* x, const T* y, const T* dy, float* part, int numb
       close_group();
     };
     load(warp);
-    fill(piece, words, x + i64(n) * height * width * channels, height, width * channels, p0 * step_h - top,
-         left * channels, next, pitch, of_pitch);
+    fill_lines<8>(piece, words, pitch, of_pitch, x + i64(n) * height * width * channels, height, width * channels,
+               p0 * step_h - top, left * channels, next);
     __syncthreads();
     for (int unit = warp; unit < lines * steps; unit += WARPS) {
       const int line = of_steps.quotient(unit), q0 = (unit - line * steps) * 16;
@@ -249,18 +228,11 @@ few_channels_gradient(const T* x, const T* y, const T* dy, float* part, int numb
   for (int i = threadIdx.x; i < ROWS * OUTPUTS; i += 256) to[i] = total[i];
 }
 
-// dw += sums of what few_channels_gradient made in so many shares; db likewise unless there is none. A block of 256 threads
-// takes 32 sums, a warp every eighth share of each.
+// dw += sums of what few_channels_gradient made in so many shares; db likewise unless there is none.
 __global__ void add_few_channels(const float* part, float* dw, float* db, int shares, int length, int outputs) {
-  __shared__ float partial[WARPS][32];
-  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, i = blockIdx.x * 32 + lane_id, all = outputs * ROWS;
-  float sum = 0;
-#pragma unroll 8
-  for (int k = warp; k < shares; k += WARPS) sum += part[i64(k) * all + i];
-  partial[warp][lane_id] = sum;
-  __syncthreads();
-  if (warp > 0) return;
-  for (int k = 1; k < WARPS; ++k) sum += partial[k][lane_id];
+  const int i = blockIdx.x * 32 + threadIdx.x % 32;
+  const float sum = sum_of_shares(part, shares, outputs * ROWS, true);
+  if (threadIdx.x >= 32) return;
   const int row = i / OUTPUTS % ROWS, o = i / (ROWS * OUTPUTS) * OUTPUTS + i % OUTPUTS;
   if (row < length)
     dw[o * length + row] += sum;

@@ -8,12 +8,19 @@
 
 #include "pack.cuh"
 #include "mma.cuh"
+#include "lines.cuh"
 #include "pairs.cuh"
 #include "shares.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
+
+// So many words in as few turns of a block as with eight words of a thread at a time, and no more at a time than that needs.
+__device__ constexpr int words_at_once(int words) {
+  const int of_thread = (words + THREADS - 1) / THREADS, turns = (of_thread + 7) / 8;
+  return (of_thread + turns - 1) / turns;
+}
 
 // A convolution of images H x W, C channels, to O outputs, by kernels KH x KW with strides and padding.
 template <int CHANNELS, int HEIGHT, int WIDTH, int OUTPUTS, int KH, int KW, int SH, int SW, int PH, int PW> struct Filter {
@@ -26,25 +33,18 @@ template <int CHANNELS, int HEIGHT, int WIDTH, int OUTPUTS, int KH, int KW, int 
   static constexpr int pitch = 4 * (tiles | 1);  // words from a position to the next one in shared memory
 };
 
-// Element e of a padded line of an image, 0 in the padding.
-template <typename F, typename T> __device__ unsigned padded(const T* image, int line, int e) {
-  e -= F::pw * F::C;
-  return line >= 0 && line < F::H && e >= 0 && e < F::W * F::C ? image[line * (F::W * F::C) + e].bits : 0;
-}
-
 // y = maxima of w * x + b, index = where in its window, of ROWS lines of windows of an image: grid (images * pieces). b may
 // be missing. R: 0 instead of what is not above 0, which is nowhere (255).
 //
-// A warp makes 16 positions x all outputs, with all weights in registers. Words of two elements must begin at an even one:
-// where windows begin at odd ones there is a second copy of the image, shifted by one.
+// A warp makes 16 positions x all outputs, with all weights in registers. A word of the image is an element and its
+// neighbour.
 template <typename T, typename F, typename P, int ROWS, bool R>
 __global__ void __launch_bounds__(THREADS, 2)
 pooled_convolution(const T* __restrict__ x, const float* __restrict__ w, const float* __restrict__ b, T* __restrict__ y,
                    unsigned char* __restrict__ index) {
   constexpr int ACROSS = (F::row + 1) / 2, DEPTH = F::kh * ACROSS, STEPS = (DEPTH + 7) / 8, N = F::tiles;
   constexpr int MOST = least((ROWS - 1) * P::sh + P::kh, F::ho);  // lines of outputs
-  constexpr int LINES = (MOST - 1) * F::sh + F::kh, PITCH = (F::line + 3) / 2;
-  constexpr int COPIES = F::step % 2 + 1, PIECES = (P::ho + ROWS - 1) / ROWS;
+  constexpr int LINES = (MOST - 1) * F::sh + F::kh, PITCH = F::line, PIECES = (P::ho + ROWS - 1) / ROWS;
   constexpr int OF_WEIGHTS = STEPS * 8 + 4, PLACE = MOST * F::wo * F::pitch, WEIGHTS = N * 8 * OF_WEIGHTS;
   extern __shared__ __align__(16) unsigned room[];
   unsigned *outputs = room, *piece = room + (PLACE > WEIGHTS ? PLACE : WEIGHTS);
@@ -54,13 +54,9 @@ pooled_convolution(const T* __restrict__ x, const float* __restrict__ w, const f
   const int lines = min((first + ROWS - 1) * P::sh - P::ph + P::kh, F::ho) - begin;
 
   const T* from = x + i64(image) * (F::H * F::W * F::C);
-#pragma unroll 8
-  for (int i = threadIdx.x; i < LINES * PITCH; i += THREADS) {
-    const int line = begin * F::sh - F::ph + i / PITCH, e = i % PITCH * 2;
-    const unsigned low = padded<F>(from, line, e), next = padded<F>(from, line, e + 1);
-    piece[i] = next << 16 | low;
-    if (COPIES > 1) piece[LINES * PITCH + i] = padded<F>(from, line, e + 2) << 16 | next;
-  }
+  constexpr int SEEN = LINES * PITCH;
+  fill_lines<words_at_once(SEEN)>(piece, SEEN, PITCH, Constant<PITCH>(), from, F::H, F::W * F::C, begin * F::sh - F::ph,
+                                   F::pw * F::C, 1);
 #pragma unroll 8
   for (int i = threadIdx.x; i < WEIGHTS; i += THREADS) {
     const int o = i / OF_WEIGHTS, j = i % OF_WEIGHTS, r = j / ACROSS, e = j % ACROSS * 2;
@@ -82,7 +78,7 @@ pooled_convolution(const T* __restrict__ x, const float* __restrict__ w, const f
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int j = step * 8 + half * 4 + t;
-      offsets[step][half] = j < DEPTH ? j / ACROSS * PITCH + j % ACROSS : 0;
+      offsets[step][half] = j < DEPTH ? j / ACROSS * PITCH + j % ACROSS * 2 : 0;
 #pragma unroll
       for (int n = 0; n < N; ++n) right[step][n][half] = outputs[(n * 8 + g) * OF_WEIGHTS + j];
     }
@@ -101,8 +97,7 @@ pooled_convolution(const T* __restrict__ x, const float* __restrict__ w, const f
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int position = min(tile * 16 + half * 8 + g, positions - 1);
-      const int e = position % F::wo * F::step;
-      at[half] = piece + (COPIES > 1 && e % 2 ? LINES * PITCH : 0) + position / F::wo * (F::sh * PITCH) + e / 2;
+      at[half] = piece + position / F::wo * (F::sh * PITCH) + position % F::wo * F::step;
     }
     float sums[N][4] = {};
 #pragma unroll
@@ -177,11 +172,8 @@ pooled_gradient(const T* __restrict__ x, const T* __restrict__ dy, const unsigne
   for (int which = blockIdx.x; which < images * PIECES; which += gridDim.x) {
     const int image = which / PIECES, begin = which % PIECES * LINES;
     const T* from = x + i64(image) * (F::H * F::W * F::C);
-#pragma unroll 8
-    for (int i = threadIdx.x; i < OF_IMAGE * PITCH; i += THREADS) {
-      const int line = begin * F::sh - F::ph + i / PITCH, e = i % PITCH;
-      piece[i] = padded<F>(from, line, e + F::step) << 16 | padded<F>(from, line, e);
-    }
+    fill_lines<words_at_once(OF_IMAGE * PITCH)>(piece, OF_IMAGE * PITCH, PITCH, Constant<PITCH>(), from, F::H, F::W * F::C,
+                                                begin * F::sh - F::ph, F::pw * F::C, F::step);
     // A thread makes the gradient of the elements from a window's begin to that of the next ones, from the windows over
     // them, which begin there or before.
     const i64 start = i64(image) * (P::ho * P::wo * PACKS);
