@@ -277,12 +277,12 @@ def test_servers_outlive_their_trainer_and_their_command(
 def test_a_local_cluster_listens_on_loopback_only(cluster: RayEngine) -> None:
     found = listening(os.getpid())
     assert len(found) > 5
-    assert {address for address in found if not address.endswith("0100007F")} == set()
+    assert [told for told in found if not told[0].endswith("0100007F")] == []
 
 
-def listening(root: int) -> list[str]:
-    """Return the addresses, in the kernel's hexadecimal, at which the descendants of a process
-    listen.
+def listening(root: int) -> list[tuple[str, str]]:
+    """Return the addresses, in the kernel's hexadecimal, at which a process and its descendants
+    listen, each with the command.
     """
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -291,20 +291,21 @@ def listening(root: int) -> list[str]:
     family = {root}
     while more := {p for p, parent in parents.items() if parent in family} - family:
         family |= more
-    sockets = set[str]()
+    sockets: dict[str, str] = {}
     for process in family:
         for fd in Path(f"/proc/{process}/fd").glob("*"):
             with contextlib.suppress(OSError):
-                sockets.add(os.readlink(fd))
+                command = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+                sockets[os.readlink(fd)] = command
     lines = [
         line.split()
         for table in ("tcp", "tcp6")
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
     ]
     return [
-        line[1].partition(":")[0]
+        (line[1].partition(":")[0], sockets[inode])
         for line in lines
-        if line[3] == "0A" and f"socket:[{line[9]}]" in sockets
+        if line[3] == "0A" and (inode := f"socket:[{line[9]}]") in sockets
     ]
 
 
