@@ -394,14 +394,17 @@ def test_rows_are_written_in_the_order_of_batches(size: int, folder: Path) -> No
 
 def test_a_shared_layer_serves_one_solver_at_a_time(folder: Path) -> None:
     (folder / "counting.py").write_text(
-        dedent(MODULE)
+        "import threading\nfrom time import sleep\n"
+        + dedent(MODULE)
         .replace(
             "        self.at += 2\n",
-            "        assert not self.busy.locked()\n        with self.busy: self.at += 2\n",
+            "        assert not self.busy.locked()\n"
+            "        with self.busy: sleep(0.005)\n"
+            "        self.at += 2\n",
         )
         .replace(
             "        self.at = 0\n",
-            "        import threading\n        self.at, self.busy = 0, threading.Lock()\n",
+            "        self.at, self.busy = 0, threading.Lock()\n",
         )
     )
     batches_of(4, "Python", folder, 6)
