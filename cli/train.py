@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from caffepy.cli import options
-from caffepy.core.errors import INTERRUPTED
 
 if TYPE_CHECKING:
     from caffepy.parallel.parameter_server.cluster import ClusterOptions
@@ -195,7 +194,7 @@ def train(solver: options.Definition | None, max_restarts: int, **values: Any) -
     from caffepy.commands.train import train as run
 
     result = run(TrainOptions(solver.path, cluster=cluster, last_resort=options.leave, **values))
-    return result.exit_code or (INTERRUPTED if result.stopped else 0)
+    return result.exit_code
 
 
 def _cluster(values: dict[str, Any]) -> "ClusterOptions | None":

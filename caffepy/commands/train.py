@@ -26,7 +26,7 @@ from caffepy.commands.nodes import (
     threads_of_process,
 )
 from caffepy.commands.rollback import STOP, Rollback, Start, on_divergence
-from caffepy.core.errors import STOPPED, ConfigError, DivergenceError, UsageError
+from caffepy.core.errors import INTERRUPTED, STOPPED, ConfigError, DivergenceError, UsageError
 from caffepy.core.events import Output
 from caffepy.core.files import locate, locked, working_directory
 from caffepy.data.decoders import THREADS, decoding
@@ -157,8 +157,12 @@ class TrainResult:
 
     @property
     def exit_code(self) -> int:
-        """0 for a run that ended by itself or left no snapshot, else 75: it can be resumed."""
-        return STOPPED if self.stopped and self.snapshot else 0
+        """0 for a run that ended by itself, 75 for one that was stopped and can be resumed, 130 for
+        one that was stopped and left no snapshot.
+        """
+        if not self.stopped:
+            return 0
+        return STOPPED if self.snapshot else INTERRUPTED
 
 
 def train(options: TrainOptions) -> TrainResult:

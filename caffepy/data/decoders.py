@@ -62,6 +62,7 @@ PARTS = 512  # buffers that one call sends
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that this process alone answers; it ends the others by closing their sockets."""
 ENDING = 5.0  # seconds in which a process ends after its socket was closed
+CLOSING = 0.5  # the same at the end of a run, which is not to wait for one that hangs
 GPU_THREADS = 6  # most that make images of what a GPU decoded: they need Python's lock for each
 ENDED = "the processes that decode images were ended"
 
@@ -172,10 +173,10 @@ class _Process:
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
-    def end(self) -> int:
-        """Wait for its end; return its exit code."""
+    def end(self, seconds: float) -> int:
+        """Wait so long for its end, then kill it; return its exit code."""
         try:
-            return self._process.wait(ENDING)
+            return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
@@ -305,13 +306,13 @@ class Decoders:
         for thread in self._threads:
             thread.join(ENDING)
         for process in self._processes:
-            process.end()
+            process.end(CLOSING)
 
 
 def _how(process: _Process) -> str:
     """Describe how a process ended."""
     process.hang_up()
-    code = process.end()
+    code = process.end(ENDING)
     if code >= 0:
         return f"ended with exit code {code}; what it said stands above"
     hint = "; memory may have run out" if -code == signal.SIGKILL else ""

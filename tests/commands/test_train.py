@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from caffepy.commands.check import inspect
-from caffepy.commands.train import TrainOptions, train
+from caffepy.commands.train import TrainOptions, TrainResult, train
 from caffepy.core.errors import ConfigError, DeviceError, UsageError
 from caffepy.proto.binary import blob_to_array, read_net
 from tests.report.events import values
@@ -56,6 +56,14 @@ def test_digits_from_caffes_first_weights(digits: Path, caplog: pytest.LogCaptur
     assert abs(float(result.outputs[0][0][1]) - accuracy[-1]) <= 0.01
     assert (result.iteration, result.stopped, result.exit_code) == (500, False, 0)
     assert result.snapshot == "digits_iter_500.solverstate"
+
+
+@pytest.mark.parametrize(
+    ("stopped", "snapshot", "code"), [(False, "s", 0), (True, "s", 75), (True, None, 130)]
+)
+def test_exit_codes(stopped: bool, snapshot: str | None, code: int) -> None:
+    """Also of a process whose main thread does not come to its end."""
+    assert TrainResult(3, stopped, [], snapshot).exit_code == code
 
 
 def test_lines_stand_where_caffes_stand(digits: Path, caplog: pytest.LogCaptureFixture) -> None:

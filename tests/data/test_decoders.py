@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -386,6 +387,20 @@ def test_closed_processes_decode_no_more(two: Decoders) -> None:
     assert not any(map(alive, pids))
     with pytest.raises(DataError, match="were ended"):
         decode(two, [JPEG])
+
+
+def test_a_process_that_hangs_does_not_hold_up_the_end(
+    two: Decoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run's own patience ends first, and leaves the process behind."""
+    monkeypatch.setattr(decoders_module, "ENDING", 1e6)
+    decode(two, [JPEG] * 4)
+    pids = two.pids()
+    os.kill(pids[0], signal.SIGSTOP)
+    closing = threading.Thread(target=two.close, daemon=True)
+    closing.start()
+    closing.join(WAIT)
+    assert not any(map(alive, pids))
 
 
 def alive(pid: int) -> bool:
