@@ -1,5 +1,6 @@
 """caffepy train"""
 
+import os
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -187,6 +188,10 @@ def train(solver: options.Definition | None, max_restarts: int, **values: Any) -
         effects = Signals(*(values[f"{name}_effect"] for name in ("sigint", "sighup", "sigusr1")))
         arguments = [*sys.argv[1:], "--max-restarts", "0"]
         return supervise(arguments, solver.path, max_restarts, effects.effects)
+    if "CAFFEPY_SUPERVISOR" in os.environ:
+        from caffepy.commands.restart import end_with_supervisor
+
+        end_with_supervisor()
     cluster = _cluster(values)
     if not cluster:
         options.open_gpu(values["gpu"])

@@ -5,6 +5,7 @@ MPI_Init never ends where another process has died, and with ULFM mpirun does no
 either. The watch finds the processes of its own host in /proc, where only Linux has them.
 """
 
+import ctypes
 import logging
 import os
 import platform
@@ -58,6 +59,15 @@ starts many may not have started the last ones.
 
 LAST_WAIT = 10.0
 """Seconds that the others wait until the process with the message has ended."""
+
+PR_SET_PDEATHSIG = 1
+"""Option of prctl(2)."""
+
+
+def end_with_parent(number: int) -> None:
+    """Get this signal when the process that started this one dies; only Linux can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _launcher(environment: Mapping[str, str]) -> Launcher | None:

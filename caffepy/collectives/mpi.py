@@ -29,14 +29,13 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from caffepy.collectives.launch import PROCESSES, InitWatch, launched
+from caffepy.collectives.launch import PROCESSES, InitWatch, end_with_parent, launched
 from caffepy.collectives.world import SET_UP_DEADLINE, DeadNodeError, Tag, World
 from caffepy.core.errors import SyncError, UsageError, install
 from caffepy.device.blob import Array
@@ -54,9 +53,6 @@ would look for their devices for a second at each start.
 
 PART = 1 << 30
 """Bytes of one message of an array: counts of MPI 3 end at 2 GiB."""
-
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2)."""
 
 CPUS = Path("/sys/devices/system/cpu")
 
@@ -280,18 +276,12 @@ def join_launched(
 
     Where MPI_Init does not end, `last_resort` is called, see `InitWatch`.
     """
-    _end_with_parent(signal.SIGKILL)  # MPI_Init listens to nothing
+    end_with_parent(signal.SIGKILL)  # MPI_Init listens to nothing
     with InitWatch(deadline, last_resort):
         transport = start()
-    _end_with_parent(signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     widen_affinity(transport.processes_on_host, transport.rank_on_host)
     return World(transport)
-
-
-def _end_with_parent(number: int) -> None:
-    """Get this signal when the launcher dies; only Linux can."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def widen_affinity(processes_on_host: int, rank_on_host: int) -> None:

@@ -1,6 +1,7 @@
 """`caffepy train --max-restarts N`: a run in a process of its own, which is started again."""
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from caffepy.collectives.launch import launched
+from caffepy.collectives.launch import end_with_parent, launched
 from caffepy.commands.nodes import nodes
 from caffepy.core.errors import INTERRUPTED, DataError, DeviceError, SyncError, UsageError
 from caffepy.proto.text import read_solver
@@ -19,6 +20,9 @@ log = logging.getLogger(__name__)
 
 RESTARTABLE = {DataError.exit_code, DeviceError.exit_code, SyncError.exit_code, 70}
 """Exit codes after which a restart may help, as after a signal that killed the process."""
+
+SUPERVISOR = "CAFFEPY_SUPERVISOR"
+"""Variable of the run's environment with the process id of `supervise`."""
 
 
 class PassedOn:
@@ -94,9 +98,11 @@ def supervise(
     prefix = read_solver(solver).snapshot_prefix
     command = [sys.executable, "-m", "caffepy", *arguments]
     before, resumed, restarts = _newest(prefix), list[str](), 0
+    environment = os.environ | {SUPERVISOR: str(os.getpid())}
     with PassedOn(effects) as signals:
         while not signals.stops:
-            with subprocess.Popen([*command, *resumed]) as process, signals.to(process):
+            process = subprocess.Popen([*command, *resumed], env=environment)
+            with process, signals.to(process):
                 code = process.wait()
             if -code in signals.asked:  # it came before the run listened
                 break
@@ -114,6 +120,12 @@ def supervise(
             told = "The run ended with %s; restart %d of %d, from %s"
             log.warning(told, ended, restarts, most, place)
     return INTERRUPTED
+
+
+def end_with_supervisor() -> None:
+    """Stop with a snapshot when the process of `supervise` that started this run is killed."""
+    if os.environ.get(SUPERVISOR) == str(os.getppid()):
+        end_with_parent(signal.SIGTERM)
 
 
 def _newest(prefix: str) -> object:

@@ -15,6 +15,7 @@ from caffepy.commands.restart import supervise
 from caffepy.core.errors import INTERRUPTED
 from caffepy.solver import Signals
 from tests.parallel.faults import caffepy, write
+from tests.solver.cases import ENVIRONMENT
 
 
 def test_a_killed_run_goes_on_from_its_newest_snapshot(folder: Path) -> None:
@@ -48,6 +49,18 @@ def test_a_signal_stops_the_run_and_its_restarts(folder: Path) -> None:
     run = caffepy("--max-restarts", "3", on="--cpu 1")
     assert run.returncode == 75
     assert "restart" not in run.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_run_whose_supervisor_is_killed_ends_with_a_snapshot(folder: Path) -> None:
+    write(folder, {"what": "parent killed", "rank": 0, "at": 3}, "snapshot: 100 max_iter: 8")
+    command = "-m caffepy train --solver solver.prototxt --cpu 1 --max-restarts 3"
+    run = subprocess.run(
+        [sys.executable, *command.split()], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    assert run.returncode == -signal.SIGKILL
+    assert "A signal stopped the run at iteration 3;" in run.stderr
+    assert Path("s_iter_3.solverstate").exists()
 
 
 @pytest.fixture

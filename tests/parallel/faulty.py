@@ -85,6 +85,10 @@ def go_wrong(what, within=None, **_):
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         time.sleep(60)
+    if what == "parent killed":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1)
+        return
     if what == "twice":
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
