@@ -210,6 +210,7 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
     sizes = (
         (transform.crop_size, transform.crop_size),
         (transform.crop_h, transform.crop_w),
+        (transform.crop_height, transform.crop_width),
         (resize.height, resize.width),
         (files.new_height, files.new_width),
         (dense.crop_height, dense.crop_width),

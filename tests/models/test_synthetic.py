@@ -105,6 +105,11 @@ GUESSED = {
         "annotated_data_param { yolo_data_type: 1 }",
         [[4, 3, 9, 9], [4, 1, 300, 5]],
     ),
+    "crops with two sides": (
+        'type: "Data" top: "x" top: "y" data_param { batch_size: 4 } '
+        "transform_param { crop_height: 7 crop_width: 3 }",
+        [[4, 3, 7, 3], [4]],
+    ),
     "label images": (
         'type: "ImageSegData" top: "x" top: "y" top: "z" image_data_param { batch_size: 2 }',
         [[2, 3, 9, 9], [2, 1, 9, 9], [2, 1, 1, 2]],
