@@ -30,10 +30,11 @@ OWN = {
     "pylayer.proposal_layer": "caffepy.layer.mnc",
     "pylayer.mask_layer": "caffepy.layer.mnc",
     "pylayer.stage_bridge_layer": "caffepy.layer.mnc",
+    "layers.text_proposal_layer": "caffepy.layer.text_proposal",
     "caffe.layers.detectnet.clustering": "caffepy.layer.detectnet_boxes",
     "caffe.layers.detectnet.mean_ap": "caffepy.layer.detectnet_boxes",
 }
-"""Modules of py-faster-rcnn, MNC and DetectNet and ours, whose classes have the same names."""
+"""Modules of py-faster-rcnn, MNC, CTPN and DetectNet, and ours with classes of the same names."""
 
 Blobs = Sequence[Blob]
 
