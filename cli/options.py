@@ -349,7 +349,7 @@ measured_data: Decorator = click.option(
 )
 iterations: Decorator = click.option(
     "--iterations",
-    type=click.IntRange(min=0),
+    type=click.IntRange(min=1),
     default=50,
     show_default=True,
     help="Number of batches.",

@@ -18,10 +18,9 @@ from caffepy.cli import options
 @click.option(
     "--ap-version",
     type=click.Choice(["Integral", "MaxIntegral", "11point", "101point", "COCO"]),
-    default="Integral",
-    show_default=True,
     help="How DetectionEvaluate's precision is averaged: as it is, VOC 2012, VOC 2007, over 101 "
-    "points, COCO's mean of ten overlaps.",
+    "points, COCO's mean of ten overlaps. Default: as a solver.prototxt beside the net says, or "
+    "Integral.",
 )
 @options.max_bad_records
 @options.decode

@@ -3,11 +3,12 @@ one node or several.
 """
 
 import logging
-import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -19,8 +20,9 @@ from caffepy.commands.inference import checked, definition, load_all
 from caffepy.commands.nodes import gpus_of_process, nodes, threads_of_process
 from caffepy.core import coco
 from caffepy.core.average_precision import COCO, VERSIONS, mean_average_precision
-from caffepy.core.errors import ConfigError, DataError
+from caffepy.core.errors import CaffeError, ConfigError, DataError, UsageError
 from caffepy.core.events import Output
+from caffepy.core.files import locate
 from caffepy.data.decoders import THREADS, decoding
 from caffepy.data.loader import tolerating
 from caffepy.device.blob import Array, shape_string
@@ -30,6 +32,7 @@ from caffepy.parallel.nodes import check_alike, check_data, send_from_first
 from caffepy.parallel.turns import Turns
 from caffepy.parallel.workers import Workers
 from caffepy.proto.text import format as format_text
+from caffepy.proto.text import read_solver
 from caffepy.report.text import as_json, number, scalars
 from caffepy.solver.capture import GraphRunner
 from caffepy.solver.test_pass import evaluations
@@ -40,25 +43,32 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Score:
     """Mean loss and mean outputs (name, values, loss weight) of a net over `iterations` batches;
-    COCO's figures of detections, by the name of their output, if they were asked for.
+    COCO's figures of detections, by the name of their output, if they were asked for; how their
+    precision is averaged, if there are detections, and who says so.
     """
 
     iterations: int
     loss: float
     outputs: Sequence[Output]
     coco: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    ap_version: str = ""
+    ap_version_of: str = ""
 
     def table(self) -> str:
-        """Return one line a scalar, as Caffe prints it."""
-        return "\n".join(scalars(self.outputs))
+        """Return one line a scalar, as Caffe prints it, and one for the version of precision."""
+        lines = list(scalars(self.outputs))
+        if self.ap_version:
+            lines.append(f"average precision: {self.ap_version} ({self.ap_version_of})")
+        return "\n".join(lines)
 
     def json(self) -> str:
-        """Return iterations, loss, and outputs by name as an object, and `coco` if there is any;
-        values not finite are null.
+        """Return iterations, loss, and outputs by name as an object, and `ap_version` and `coco` if
+        there are any; values not finite are null.
         """
         outputs = {name: np.asarray(values).tolist() for name, values, _ in self.outputs}
         content = {"iterations": self.iterations, "loss": self.loss, "outputs": outputs}
-        return as_json(content | ({"coco": self.coco} if self.coco else {}))
+        more = {"ap_version": self.ap_version, "coco": self.coco}
+        return as_json(content | {name: value for name, value in more.items() if value})
 
 
 def test(
@@ -71,7 +81,7 @@ def test(
     gpu: str | None = None,
     cpu: int | None = None,
     precision: str | None = None,
-    ap_version: str = VERSIONS[0],
+    ap_version: str | None = None,
     level: int = 0,
     stages: Sequence[str] = (),
     threads: int | None = None,
@@ -84,7 +94,8 @@ def test(
         that mpirun or srun started, take the batches in turn, from data layers that devices of a
         node share; the result is that of one device.
     precision: on a GPU "fp32", "tf32", "bf16" or "fp16".
-    ap_version: how the precision of detections is averaged, see `average_precision.VERSIONS`.
+    ap_version: how the precision of detections is averaged, see `average_precision.VERSIONS`; None:
+        as a solver.prototxt beside the net's file says that names it, or "Integral".
     max_bad_records: number of unreadable records of each source that are skipped.
     decode: what decodes images: "threads", "processes" (one for each thread) or "gpu".
     deadlines: see `RankGroup`.
@@ -92,6 +103,9 @@ def test(
 
     ConfigError and DataError say what is wrong with the net, the weights or the data.
     """
+    if iterations < 1:
+        raise UsageError(f"the number of iterations must be 1 or more, not {iterations}")
+    version, said_by = (ap_version, "--ap-version") if ap_version else version_beside(model)
     with nodes() as world, tolerating(max_bad_records), decoding(decode):
         devices = choose_for_test(gpus_of_process(gpu, world), cpu)
         if world and not threads:
@@ -115,7 +129,7 @@ def test(
         def make(rank: int) -> EvalWorker:
             net = Net(param, device=devices[rank], path=model, root_net=root.net if rank else None)
             turns.share(net, rank, batches=iterations)
-            worker = EvalWorker(net, ap_version, alone=len(devices) == 1 and not world)
+            worker = EvalWorker(net, version, alone=len(devices) == 1 and not world)
             if rank:
                 with net.device.scope():
                     for mine, theirs in zip(net.params, root.net.params, strict=True):
@@ -136,9 +150,12 @@ def test(
                 with workers.starting():
                     pass
                 workers.group.phase = "test"
-                score = _run(root, workers, iterations, ap_version)
+                score = _run(root, workers, iterations, version)
             workers.group.leave_nodes()
             failed = False
+            if root.evaluations:
+                score = replace(score, ap_version=version, ap_version_of=said_by)
+                log.info("Average precision: %s (%s)", version, said_by)
             return score
         except BaseException as error:
             workers.abort(error)
@@ -146,6 +163,20 @@ def test(
         finally:
             workers.end(failed)
             root.close()
+
+
+def version_beside(model: str) -> tuple[str, str]:
+    """Return the ap_version of the solver.prototxt beside a net's file, if that names it, else
+    SSD's default; and who says so.
+    """
+    path = os.path.join(os.path.dirname(model), "solver.prototxt")
+    with suppress(CaffeError, OSError):
+        param = read_solver(path)
+        files = [locate(name, path) for name in (param.net, param.train_net, *param.test_net)]
+        named = any(name and os.path.samefile(name, model) for name in files)
+        if named and param.ap_version in VERSIONS:
+            return param.ap_version, f"as {path} says"
+    return VERSIONS[0], "unless --ap-version says another"
 
 
 def _follow_first(net: Net, group: RankGroup, path: str) -> None:
@@ -258,19 +289,18 @@ def _run(root: EvalWorker, workers: Workers[EvalWorker], iterations: int, ap_ver
     if world.nodes > 1:
         totals = _of_all_nodes(totals, group)
     loss_weights = root.net.blob_loss_weights
-    count = iterations or math.nan
     outputs, of_coco = list[Output](), dict[str, dict[str, float | None]]()
-    for name, total in zip(root.net.outputs, totals.outputs, strict=iterations > 0):
-        mean = total / count
+    for name, total in zip(root.net.outputs, totals.outputs, strict=True):
+        mean = total / iterations
         if name in totals.evaluations:
             if ap_version == COCO:
                 of_coco[name] = coco.summarize(total)
             mean = np.asarray(mean_average_precision(total, ap_version, show=True))
         outputs.append((name, mean.astype(np.float32), loss_weights[name]))
-    log.info("Loss: %s", number(totals.loss / count))
+    log.info("Loss: %s", number(totals.loss / iterations))
     for line in scalars(outputs):
         log.info(line)
-    return Score(iterations, totals.loss / count, outputs, of_coco)
+    return Score(iterations, totals.loss / iterations, outputs, of_coco)
 
 
 def _of_all_nodes(own: _Totals, group: RankGroup) -> _Totals:

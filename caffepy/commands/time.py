@@ -12,7 +12,7 @@ from caffepy import ops
 from caffepy.collectives.world import World
 from caffepy.commands.devices import choose_device
 from caffepy.commands.nodes import gpus_of_process, nodes, threads_of_process
-from caffepy.core.errors import ConfigError
+from caffepy.core.errors import ConfigError, UsageError
 from caffepy.data.decoders import THREADS, decoding
 from caffepy.layer.base import Layer
 from caffepy.models.synthetic import synthetic as without_data
@@ -89,7 +89,7 @@ class Timing:
         totals = [node.total for node in self.nodes]
         slow, fast = totals.index(max(totals)), totals.index(min(totals))
         names = [f"node {i} ({node.host})" for i, node in enumerate(self.nodes)]
-        ms = totals[slow] / (self.iterations or math.nan)
+        ms = totals[slow] / self.iterations
         more = totals[slow] / (totals[fast] or math.nan) - 1
         return (
             f"the slowest of {len(names)} nodes is {names[slow]}: {ms:.3f} ms an iteration, "
@@ -124,6 +124,8 @@ def time(
     mpirun or srun started each time their own device, all at a time. ConfigError and DataError say
     what is wrong with the net.
     """
+    if iterations < 1:
+        raise UsageError(f"the number of iterations must be 1 or more, not {iterations}")
     with nodes() as world, decoding(decode):
         if world and not threads:
             threads = threads_of_process(world)
@@ -189,9 +191,8 @@ def _time(net: Net, iterations: int) -> Timing:
             log.info("Iteration: %d forward-backward time: %s ms.", j + 1, both)
     tops = net.nodes[0].tops
     batch = tops[0].shape[0] if tops and tops[0].shape else 0
-    count = iterations or math.nan
     timing = Timing(
-        layers, forward / count, backward / count, forward + backward, iterations, batch
+        layers, forward / iterations, backward / iterations, forward + backward, iterations, batch
     )
     log.info("Average time per layer: ")
     for layer in timing.layers:
@@ -199,7 +200,7 @@ def _time(net: Net, iterations: int) -> Timing:
         log.info("%10s\tbackward: %s ms.", layer.name, number(layer.backward))
     log.info("Average Forward pass: %s ms.", number(timing.forward))
     log.info("Average Backward pass: %s ms.", number(timing.backward))
-    log.info("Average Forward-Backward: %s ms.", number(timing.total / count))
+    log.info("Average Forward-Backward: %s ms.", number(timing.total / iterations))
     log.info("Total Time: %s ms.", number(timing.total))
     log.info("*** Benchmark ends ***")
     return timing

@@ -118,6 +118,9 @@ class Solver:
             root_net = root.test_nets[k] if root else None
             test_net = build_test_net(k, test_source, self.device, root_net, param.debug_info)
             self.test_nets.append(finetune(test_net, files))
+        layers = (layer for test_net in self.test_nets for layer in test_net.layers)
+        if root is None and any(layer.type == "DetectionEvaluate" for layer in layers):
+            log.info("Average precision: %s (ap_version)", param.ap_version)
         self._step = TrainingStep(param, self.net, self.device)
         self.params = self._step.params
         self.update_state = self._step.update_state

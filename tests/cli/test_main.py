@@ -178,9 +178,10 @@ TYPOS = {
         "Invalid value for '--iterations': 'few' is not a valid integer range",
     ),
     "no iterations": (
-        "time -iterations -1",
-        "Invalid value for '--iterations': -1 is not in the range x>=0",
+        "time -iterations 0",
+        "Invalid value for '--iterations': 0 is not in the range x>=1",
     ),
+    "no batches": ("test -iterations 0", "'--iterations': 0 is not in the range x>=1"),
     "device": ("test -gpu 0,x", "'0,x' is neither \"all\" nor device numbers separated by commas"),
     "image": ("time -image 3,32", "'3,32' is not three sizes: channels,height,width"),
     "no solver": ("train", "Need a solver definition to train"),

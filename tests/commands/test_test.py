@@ -58,10 +58,9 @@ def test_caffes_weights_score_as_caffe_says(caplog: pytest.LogCaptureFixture) ->
     assert lines[1] == f"loss = {result.loss:.6g} (* 1 = {result.loss:.6g} loss)"
 
 
-def test_no_iterations_give_no_means() -> None:
-    result = score(MODEL, [WEIGHTS], iterations=0)
-    assert json.loads(result.json()) == {"iterations": 0, "loss": None, "outputs": {}}
-    assert result.table() == ""
+def test_no_iterations_are_refused() -> None:
+    with pytest.raises(UsageError, match="iterations must be 1 or more, not 0"):
+        score(MODEL, [WEIGHTS], iterations=0)
 
 
 def test_weights_that_are_none_are_refused() -> None:
@@ -318,6 +317,23 @@ def test_cocos_figures_of_all_batches(cpu: int | None, tmp_path: Path) -> None:
     assert figures["AP_small"] is None
     one = score(str(tmp_path / "net.prototxt"), [], iterations=4, ap_version="101point")
     assert "coco" not in json.loads(one.json())
+
+
+def test_precision_is_averaged_as_the_solver_beside_the_net_says(tmp_path: Path) -> None:
+    (tmp_path / "found.py").write_text(DETECTIONS)
+    net, solver = tmp_path / "net.prototxt", tmp_path / "solver.prototxt"
+    net.write_text(EVALUATED)
+    plain = score(str(net), [], iterations=4)
+    assert plain.table().splitlines()[1:] == [
+        "average precision: Integral (unless --ap-version says another)"
+    ]
+    solver.write_text('net: "other.prototxt" ap_version: "11point"')
+    assert score(str(net), [], iterations=4).ap_version == "Integral"
+    solver.write_text('net: "net.prototxt" ap_version: "11point"')
+    beside, given = (score(str(net), [], iterations=4, ap_version=v) for v in (None, "11point"))
+    assert beside.outputs == given.outputs != plain.outputs
+    assert beside.table().splitlines()[1] == f"average precision: 11point (as {solver} says)"
+    assert json.loads(given.json())["ap_version"] == "11point"
 
 
 def test_a_data_layer_that_is_not_shared_is_told_of(
