@@ -28,6 +28,7 @@ from caffepy.pycaffe.log import heed_environment
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def raising_originals(function: Callable[P, R]) -> Callable[P, R]:
@@ -44,6 +45,20 @@ def raising_originals(function: Callable[P, R]) -> Callable[P, R]:
         raise original  # out here, where it keeps its own context
 
     return run
+
+
+class ByName(OrderedDict[str, T]):
+    """Things of a net by their names; KeyError for another name says which there are."""
+
+    def __init__(self, items: Iterable[tuple[str, T]] = (), *, of: str = "entry") -> None:
+        super().__init__(items)
+        self._of = of
+
+    def __missing__(self, name: str) -> NoReturn:
+        near = nearest(name, self) if isinstance(name, str) else ""
+        raise KeyError(
+            f'the net has no {self._of} "{name}"{near}; it has {", ".join(self) or "none"}'
+        )
 
 
 class Averager(Protocol):
@@ -135,11 +150,16 @@ class Net:
     def _attach(self, inner: Inner) -> None:
         self._net = inner
         self._passes = Passes(inner)
-        self._by_name = OrderedDict((name, Blob(blob)) for name, blob in inner.blobs.items())
-        self._params = OrderedDict(
-            (name, BlobVec(layer.blobs, layer.dtype))
-            for name, layer in zip(inner.layer_names, inner.layers, strict=True)
-            if layer.blobs
+        self._by_name = ByName(
+            ((name, Blob(blob)) for name, blob in inner.blobs.items()), of="blob"
+        )
+        self._params = ByName(
+            (
+                (name, BlobVec(layer.blobs, layer.dtype))
+                for name, layer in zip(inner.layer_names, inner.layers, strict=True)
+                if layer.blobs
+            ),
+            of="layer with parameters",
         )
         self._layers = [
             layer.instance if isinstance(layer, Python) else Layer(layer) for layer in inner.layers
@@ -158,7 +178,7 @@ class Net:
     @property
     def blob_loss_weights(self) -> "OrderedDict[str, float]":
         """Loss weights by blob name."""
-        return OrderedDict(self._net.blob_loss_weights)
+        return ByName(self._net.blob_loss_weights.items(), of="blob")
 
     @property
     def layers(self) -> list[Any]:
@@ -168,7 +188,7 @@ class Net:
     @property
     def layer_dict(self) -> "OrderedDict[str, Any]":
         """Layers by name."""
-        return OrderedDict(zip(self._net.layer_names, self.layers, strict=True))
+        return ByName(zip(self._net.layer_names, self.layers, strict=True), of="layer")
 
     @property
     def inputs(self) -> list[str]:
@@ -183,12 +203,12 @@ class Net:
     @property
     def top_names(self) -> "OrderedDict[str, list[str]]":
         """Names of each layer's tops."""
-        return OrderedDict((node.name, node.top_names) for node in self._net.nodes)
+        return ByName(((node.name, node.top_names) for node in self._net.nodes), of="layer")
 
     @property
     def bottom_names(self) -> "OrderedDict[str, list[str]]":
         """Names of each layer's bottoms."""
-        return OrderedDict((node.name, node.bottom_names) for node in self._net.nodes)
+        return ByName(((node.name, node.bottom_names) for node in self._net.nodes), of="layer")
 
     @property
     def _layer_names(self) -> list[str]:

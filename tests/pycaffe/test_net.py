@@ -123,6 +123,29 @@ def test_unknown_layers_are_named(net: "caffe.Net") -> None:
                 run(**{end: "A"})
 
 
+@pytest.mark.parametrize(
+    ("things", "told"),
+    [
+        ("blobs", 'the net has no blob "bb", did you mean "b".; it has x, y, a, b'),
+        ("params", 'the net has no layer with parameters "bb", did you mean "b".; it has a, b'),
+        ("layer_dict", 'the net has no layer "bb", did you mean "b".; it has in, a, r, b'),
+        ("top_names", 'the net has no layer "bb"'),
+        ("blob_loss_weights", 'the net has no blob "bb"'),
+    ],
+)
+def test_an_unknown_name_comes_with_those_that_there_are(
+    things: str, told: str, net: "caffe.Net"
+) -> None:
+    named = getattr(net, things)
+    with pytest.raises(KeyError, match=told):
+        named["bb"]
+    assert "bb" not in named
+    assert named.get("bb") is None
+    assert list(named.copy()) == list(copy.copy(named)) == list(named)
+    with pytest.raises(KeyError, match=r'no .* "3"; it has'):
+        named[3]
+
+
 def test_all_of_nothing_is_refused(net: "caffe.Net") -> None:
     for run in (net.forward_all, net.forward_backward_all):
         with pytest.raises(Exception, match="do not match net inputs"):
