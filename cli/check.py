@@ -60,8 +60,9 @@ def check(
     a net by its fields. The code of Python layers runs; no file that a layer names is written.
 
     Several files, or folders with all prototxts below them, are checked one by one, with a line for
-    each (with --json an object: file, kind, ok, error, layers, parameters); the exit code is 3 if
-    one is wrong. Of a solver its own fields are checked, not the files of its nets.
+    each; with --json an object a line (JSON lines, no list): file, kind, ok, error, layers,
+    parameters. The exit code is 3 if one is wrong. Of a solver its own fields are checked, not the
+    files of its nets. With --json one definition gives a list with an object for each net.
 
     With --synthetic, images and labels have a shape with which the net can be built, if nothing
     states it.

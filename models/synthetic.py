@@ -44,6 +44,9 @@ _MEMORY = "memory_data_param"
 _DENSE = frozenset({"DenseImageData", "ImageLabelmapData", "ImageSegData"})
 """Those whose labels are images."""
 
+_WITH_MEANS = frozenset({"AnnotatedData", "Data", "ImageData", "MemoryData"})
+"""Those of images alone whose mean_value is one number, or one for each channel."""
+
 _VOXELS = frozenset({"VideoSegmentationData", "VideoWithVoxelTruthData"})
 """Those whose labels are volumes, as their data: C3D's."""
 
@@ -244,7 +247,14 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
         channels = 6 if people.num_parts in _WITH_MASKS else 4
     frames = video.new_length or (layer.type in _VOXELS and (files.new_length or _FRAMES))
     length = [frames] if frames else []
-    return [1 if grey else channels, *length, height, width]
+    channels = 1 if grey else channels
+    means = len(transform.mean_value) if layer.type in _WITH_MEANS else 0
+    if means not in (0, 1, channels):
+        raise ConfigError(
+            f'layer "{layer.name}": {means} mean_value for {channels} channels; give 1 or '
+            f"{channels}"
+        )
+    return [channels, *length, height, width]
 
 
 def _top_shape(

@@ -84,6 +84,9 @@ def tops(layer: LayerParameter, bottoms: list[Shape], s: Sizes) -> list[Shape]:
             assert bottoms[1] == bottoms[2]
             return bottoms[1:2]
         case "Slice":
+            if layer.slice_param.axis == 3:
+                assert x[3] == len(layer.top)
+                return [(*x[:3], 1)] * x[3]
             (point,) = layer.slice_param.slice_point
             return [(x[0], point, *x[2:]), (x[0], x[1] - point, *x[2:])]
         case "Eltwise":

@@ -239,6 +239,16 @@ def test_losses_of_large_nets_are_looked_for_once(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize(("force", "count"), [("", 2), ("force_gray: true", 3)])
+def test_means_that_are_not_one_for_each_channel(force: str, count: int) -> None:
+    text = 'layer { name: "d" type: "Data" top: "x" top: "y" data_param { batch_size: 2 } '
+    text += f"transform_param {{ crop_size: 8 {force} {'mean_value: 9 ' * count} }} }}"
+    channels = 1 if force else 3
+    told = f'layer "d": {count} mean_value for {channels} channels; give 1 or {channels}'
+    with pytest.raises(ConfigError, match=told):
+        synthetic(parse(text, NetParameter()))
+
+
 def test_shape_that_nobody_tells() -> None:
     with pytest.raises(ConfigError, match='layer "d" has no crop_size'):
         synthetic(net("mirror: true"))
