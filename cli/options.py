@@ -539,7 +539,7 @@ def prepared(command: Command) -> Command:
             default="",
             callback=_numbers(float),
             metavar="V,...",
-            help="Means of the channels in the net's order: blue, green, red.",
+            help="Means of the channels in the net's order: blue, green, red; or one for all.",
         ),
         click.option("--input-scale", type=Number(), help="Factor after the mean is subtracted."),
         click.option(

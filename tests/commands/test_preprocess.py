@@ -40,6 +40,8 @@ def test_images_become_what_caffes_nets_take(image: np.ndarray) -> None:
     np.testing.assert_allclose(
         prepared(Preparation(channel_swap=(0, 1, 2)), image), bgr[::-1] * 255, rtol=1e-6
     )
+    one = Preparation(mean_values=(50,), input_scale=0.01)
+    np.testing.assert_allclose(prepared(one, image), (bgr * 255 - 50) * 0.01, rtol=1e-4, atol=1e-6)
     grey = Preparation(raw_scale=None)
     np.testing.assert_array_equal(prepared(grey, image[..., :1], (1, 1, 2, 2))[0], image[..., 0])
 

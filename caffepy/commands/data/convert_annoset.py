@@ -196,6 +196,11 @@ def _read_detection(path: str, root: str) -> list[tuple[str, str]]:
 
 
 def _read_classification(path: str) -> list[tuple[str, int]]:
+    if all(len(line.split()) < 2 for line in lines_of(path)):
+        raise DataError(
+            f"{path} has no labels behind its images; for the boxes of a folder of PASCAL VOC give "
+            "--anno-type detection"
+        )
     entries = []
     for number, (name, label) in enumerate(read_pairs(path), 1):
         try:

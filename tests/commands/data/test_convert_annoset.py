@@ -291,6 +291,10 @@ def test_wrong_lists_and_label_maps(voc: Path) -> None:
     fails("pairs.txt", "give --label-map FILE", label_map=None)
     fails("pairs.txt", 'pairs.txt:1: "Annotations/a.xml" is no label', anno_type="classification")
     Path("words.txt").write_text("JPEGImages/a.jpg Annotations/a.xml\nJPEGImages/b.jpg\n")
+    Path("alone.txt").write_text("a\nb\n")
+    fails(
+        "alone.txt", "no labels .* of PASCAL VOC give --anno-type det", anno_type="classification"
+    )
     fails("words.txt", 'words.txt:2: "JPEGImages/b.jpg" is not an image path, a blank and')
     Path("voc/a.txt").write_text("2 1 2 3\n")
     Path("list.txt").write_text("JPEGImages/a.jpg a.txt\n")
