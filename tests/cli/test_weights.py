@@ -211,6 +211,20 @@ layer { name: "x" type: "InnerProduct" bottom: "a" top: "b" blobs { shape { dim:
 """
 
 
+@pytest.mark.parametrize("names", [("a", "a/bn"), ("a/bn", "a")])
+def test_a_layer_in_the_group_of_another_is_another(names: tuple[str, str]) -> None:
+    net = NetParameter()
+    for k, name in enumerate(names):
+        layer = net.layer.add(name=name, type="Scale")
+        layer.blobs.add(data=[k + 1.0]).shape.dim.append(1)
+    Path("x.caffemodel").write_bytes(net.SerializeToString())
+    convert("x.caffemodel", "x.h5")
+    convert("x.h5", "y.caffemodel")
+    found = NetParameter.FromString(Path("y.caffemodel").read_bytes())
+    values = {layer.name: list(layer.blobs[0].data) for layer in found.layer}
+    assert values == {name: [k + 1.0] for k, name in enumerate(names)}
+
+
 def test_raw_values_of_nvcaffe_become_floats() -> None:
     save("nv.caffemodel", text.parse(NV, NetParameter()))
     convert("nv.caffemodel", "x.caffemodel")
