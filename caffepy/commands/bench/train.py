@@ -251,16 +251,19 @@ def definition(
     if not layers:
         raise ConfigError("the net has no Data layer that could read a database", source.path)
     is_list = sniff(data) == "text"
-    for layer in layers:  # which keep their own transformations
+    for layer in layers:  # which keep their own transformations, and folder and sizes of a list
         batch_size = layer.data_param.batch_size or layer.image_data_param.batch_size
         layer.type = "ImageData" if is_list else "Data"
-        layer.ClearField("image_data_param")
+        if not is_list:
+            layer.ClearField("image_data_param")
         layer.data_param.source = os.path.abspath(data)
         layer.data_param.batch_size = batch or batch_size
         layer.data_param.backend = DataParameter.LMDB
         if is_list:
             layer.image_data_param.source = layer.data_param.source
             layer.image_data_param.batch_size = layer.data_param.batch_size
+            if root := layer.image_data_param.root_folder:
+                layer.image_data_param.root_folder = locate(root, source.path)
         if mean := layer.transform_param.mean_file:
             layer.transform_param.mean_file = os.path.abspath(locate(mean, source.path))
     return param

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 
@@ -75,6 +76,28 @@ def test_a_database_with_the_nets_own_transformation(tmp_path: Path) -> None:
     after = trainer.net.blobs["data"].host_data
     assert not np.array_equal(before, after)
     assert 0.5 < after.max() < 1.01  # it has a scale
+    trainer.close()
+
+
+def test_a_list_of_images_keeps_the_nets_folder_and_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "net" / "images").mkdir(parents=True)
+    cv2.imwrite(str(tmp_path / "net" / "images" / "a.png"), np.full((9, 7, 3), 50, np.uint8))
+    (tmp_path / "list.txt").write_text("a.png 1\n")
+    (tmp_path / "net" / "net.prototxt").write_text(
+        'layer { name: "d" type: "ImageData" top: "x" top: "y" image_data_param { batch_size: 2 '
+        'source: "none.txt" root_folder: "images/" new_height: 6 new_width: 5 } }'
+        'layer { name: "ip" type: "InnerProduct" bottom: "x" top: "ip" inner_product_param { '
+        'num_output: 2 } } layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "y" }'
+    )
+    path = tmp_path / "net" / "solver.prototxt"
+    path.write_text('net: "net.prototxt" base_lr: 0.1 lr_policy: "fixed"')
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(str(path), data="list.txt")
+    trainer.window(1)
+    assert trainer.net.blobs["x"].shape == (2, 3, 6, 5)
+    assert (trainer.net.blobs["x"].host_data == 50).all()
     trainer.close()
 
 
