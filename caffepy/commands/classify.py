@@ -131,7 +131,14 @@ def classify(
     if oversample is None:
         oversample = any(np.greater(net.image_dims, crop))
     at_once = max(1, n // (CROPS if oversample else 1))
-    classes = prod(net.blobs[net.outputs[0]].shape[1:])
+    shape = net.blobs[net.outputs[0]].shape
+    if len(shape) < 2 or shape[0] != n:
+        raise ConfigError(
+            f'output "{net.outputs[0]}" of {shape_string(shape)} has no scores for each of {n} '
+            "images; boxes are found by caffepy detect",
+            model,
+        )
+    classes = prod(shape[1:])
     names = _labels(labels, classes) if labels else None
     items = [item for path in inputs for item in _items(path, channels, extensions)]
     found = []

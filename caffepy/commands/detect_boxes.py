@@ -134,7 +134,10 @@ def split_output(paths: Sequence[str]) -> tuple[Sequence[str], str]:
     """Return the images of a command line and the file for results at its end, "" if there is
     none.
     """
-    has_output = len(paths) > 1 and extension(paths[-1]) in OUTPUTS
+    last = extension(paths[-1])
+    has_output = len(paths) > 1 and (
+        last in OUTPUTS or (last not in ("", *EXTENSIONS) and not os.path.exists(paths[-1]))
+    )
     return (paths[:-1], paths[-1]) if has_output else (paths, "")
 
 

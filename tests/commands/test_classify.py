@@ -225,3 +225,14 @@ def test_a_gpu_says_the_same(folder: Path, tmp_path: Path) -> None:
     digits([folder], output=paths[0])
     digits([folder], output=paths[1], gpu="0", precision="fp32")
     np.testing.assert_allclose(np.load(paths[1]), np.load(paths[0]), rtol=1e-3, atol=1e-5)
+
+
+def test_a_net_of_boxes_does_not_classify(tmp_path: Path) -> None:
+    path = tmp_path / "net.prototxt"
+    path.write_text(
+        COLOUR + 'layer { name: "r" type: "Reshape" bottom: "prob" top: "rows" '
+        "reshape_param { shape { dim: 1 dim: 1 dim: -1 dim: 8 } } }"
+    )
+    told = r'output "rows" of 1 1 5 8 \(40\) has no scores for each of 10 images; .* caffepy detect'
+    with pytest.raises(ConfigError, match=told):
+        classify(["a.png"], str(path), [])

@@ -281,6 +281,7 @@ def test_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
             "photos boxes.csv --model ssd",
             'the extension of "boxes.csv" must tell the format: .json',
         ),
+        ("photos boxes.txt --model ssd", 'extension of "boxes.txt" must tell the format: .json'),
         ("photos no/boxes.json --model ssd", 'cannot write "no/boxes.json"'),
         ("photos --model ssd --context-pad 4", "--context-pad is for nets that score windows"),
         ("photos --model ssd --windows w.csv", "--windows is for nets that score windows"),
