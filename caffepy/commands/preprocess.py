@@ -50,9 +50,10 @@ class Preparation:
         settings do not fit the shape.
         """
         transformer, swap = Transformer({name: shape}), self.channel_swap
-        mean = np.array(self.mean_values, np.float32) if self.mean_values else None
-        if len(self.mean_values) == 1:  # as transform_param's: for each channel
-            mean = np.repeat(mean, shape[1])
+        values = self.mean_values
+        if len(values) == 1:  # as transform_param's: for each channel
+            values = [*values] * shape[1]
+        mean = np.array(values, np.float32) if values else None
         if self.mean_file and mean is None:
             mean = read_mean(self.mean_file)
         if swap is None and shape[1] == len(BGR):

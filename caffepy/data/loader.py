@@ -502,6 +502,12 @@ class JointLoader(SequentialLoader):
         self._mean_image: Array | None = None
         if self.mean is not None and self.mean.shape[1:] != (1, 1):
             self._mean_image, self.mean = self.mean, None  # it belongs to pixels before the crop
+        if self._decoders:
+            told = (
+                "%s: images are decoded by threads; other ways are for Data, ImageData, WindowData"
+            )
+            log.warning(told, source.path)
+            self._decoders = None
 
     def crop(self, pixels: Array, draws: Array) -> tuple[Array, int, int, bool]:
         """An image (C, h, w), cropped and mirrored; the column and the row at which its crop began,

@@ -12,6 +12,7 @@ import pytest
 
 from caffepy.core.errors import CaffeError
 from caffepy.data import augment
+from caffepy.data.decoders import decoding
 from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -158,6 +159,17 @@ WHOLE = "batch_sampler { max_sample: 1 max_trials: 1 }"
 def test_a_label_map_that_is_not_there_is_told(folder, caplog):
     feed(folder, annotated='label_map_file: "labelmap.prototxt"').layer.close()
     assert "label_map_file labelmap.prototxt is not there; it is not read, as rec" in caplog.text
+
+
+def test_threads_decode_whatever_was_asked_for(folder, caplog):
+    with decoding("processes"):
+        asked = feed(folder, SIZE)
+        images, _ = asked.forward()
+        asked.layer.close()
+    assert "db: images are decoded by threads; other ways are for Data" in caplog.text
+    plain = feed(folder, SIZE)
+    np.testing.assert_array_equal(images, plain.forward()[0])
+    plain.layer.close()
 
 
 def test_labels_of_mobilenet_yolo(folder):
