@@ -138,6 +138,12 @@ def classify(
             "images; boxes are found by caffepy detect",
             model,
         )
+    if prod(shape[2:]) > 1 and not output:
+        raise ConfigError(
+            f'output "{net.outputs[0]}" of {shape_string(shape)} has scores for each place of an '
+            "image, which is no class of the whole; a .npy as --output gets them",
+            model,
+        )
     classes = prod(shape[1:])
     names = _labels(labels, classes) if labels else None
     items = [item for path in inputs for item in _items(path, channels, extensions)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from caffepy.core.errors import CaffeError, UsageError, UserCodeError
 from caffepy.core.files import AnyPath
-from caffepy.core.registry import nearest
+from caffepy.core.registry import FEW, nearest
 from caffepy.device.blob import Array, on_host
 from caffepy.layer import Layer as InnerLayer
 from caffepy.layer.base import Blobs
@@ -48,17 +48,21 @@ def raising_originals(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class ByName(OrderedDict[str, T]):
-    """Things of a net by their names; KeyError for another name says which there are."""
+    """Things of a net by their names; KeyError for another name says which there are, but for those
+    of splits.
+    """
 
     def __init__(self, items: Iterable[tuple[str, T]] = (), *, of: str = "entry") -> None:
         super().__init__(items)
         self._of = of
 
     def __missing__(self, name: str) -> NoReturn:
-        near = nearest(name, self) if isinstance(name, str) else ""
-        raise KeyError(
-            f'the net has no {self._of} "{name}"{near}; it has {", ".join(self) or "none"}'
-        )
+        names = [known for known in self if "_split_" not in known]
+        near = nearest(name, names) if isinstance(name, str) else ""
+        told = ", ".join(names[:FEW]) or "none"
+        if (more := len(names) - FEW) > 0:
+            told += f" and {more} more"
+        raise KeyError(f'the net has no {self._of} "{name}"{near}; it has {told}')
 
 
 class Averager(Protocol):

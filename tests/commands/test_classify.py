@@ -227,6 +227,17 @@ def test_a_gpu_says_the_same(folder: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(np.load(paths[1]), np.load(paths[0]), rtol=1e-3, atol=1e-5)
 
 
+def test_scores_of_places_are_no_classes(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "net.prototxt"
+    path.write_text(COLOUR.replace("kernel_size: 6", "kernel_size: 5"))
+    image = tmp_path / "a.png"
+    cv2.imwrite(str(image), np.zeros((6, 6, 3), np.uint8))
+    with pytest.raises(ConfigError, match=r'output "prob" .* has scores for each place'):
+        classify([str(image)], str(path), [])
+    classify([str(image)], str(path), [], output=str(tmp_path / "scores.npy"))
+    assert np.load(tmp_path / "scores.npy").shape == (1, 4 * 2 * 2)
+
+
 def test_a_net_of_boxes_does_not_classify(tmp_path: Path) -> None:
     path = tmp_path / "net.prototxt"
     path.write_text(

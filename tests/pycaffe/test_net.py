@@ -146,6 +146,15 @@ def test_an_unknown_name_comes_with_those_that_there_are(
         named[3]
 
 
+def test_of_many_names_some_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "net.prototxt").write_text(
+        INPUT + "".join(ip(f"l{i}", "x", f"l{i}") for i in range(60))
+    )
+    net = caffe.Net(str(tmp_path / "net.prototxt"), caffe.TEST)
+    with pytest.raises(KeyError, match=r'no blob "z"; it has x, y, l0, .*l37 and 22 more'):
+        net.blobs["z"]
+
+
 def test_all_of_nothing_is_refused(net: "caffe.Net") -> None:
     for run in (net.forward_all, net.forward_backward_all):
         with pytest.raises(Exception, match="do not match net inputs"):
