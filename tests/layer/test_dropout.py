@@ -32,10 +32,11 @@ def test_dropout_keeps_the_share_and_the_mean(ratio):
     np.testing.assert_array_equal(dx, y)
 
 
-def test_selu_dropout_keeps_mean_and_variance():
+@pytest.mark.parametrize("type_", ["SeLuDropout", "SeLUDropout"])
+def test_selu_dropout_keeps_mean_and_variance(type_):
     x = seeded().standard_normal((300, 1000))
     alpha = -1.75809934
-    text = 'type: "SeLuDropout" selu_dropout_param { dropout_ratio: 0.2 }'
+    text = f'type: "{type_}" selu_dropout_param {{ dropout_ratio: 0.2 }}'
     single = Single(text, x)
     (y,) = single.forward()
     a = (0.8 * (1 + alpha**2 * 0.2)) ** -0.5
