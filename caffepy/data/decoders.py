@@ -38,6 +38,7 @@ from contextvars import ContextVar
 from itertools import count
 from math import prod
 from queue import Empty, SimpleQueue
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 ENDING = 5.0  # seconds in which a process ends after its socket was closed
 CLOSING = 0.5  # the same at the end of a run, which is not to wait for one that hangs
 GPU_THREADS = 6  # most that make images of what a GPU decoded: they need Python's lock for each
+FIRST, SLOW = 8, 1e-3
+"""Files of a batch that one thread reads first. If it needs more than so many seconds for each, it
+waits for a disk, and several threads read the others; else they would wait for Python's lock.
+"""
 ENDED = "the processes that decode images were ended"
 
 File = str | memoryview | bytes
@@ -402,7 +407,10 @@ def _contents(files: Sequence[File]) -> list[memoryview | bytes]:
             contents[i] = _content(files[i])
 
     if any(isinstance(file, str) for file in files):
-        parallel(read_some, len(files), most=GPU_THREADS)
+        first, begun = min(FIRST, len(files)), perf_counter()
+        read_some(0, first)
+        threads = GPU_THREADS if perf_counter() - begun > first * SLOW else 1
+        parallel(lambda lo, hi: read_some(first + lo, first + hi), len(files) - first, threads)
         return contents
     return list(map(_content, files))
 

@@ -147,6 +147,17 @@ def test_what_may_have_no_end_is_not_read(kind: str, tmp_path: Path) -> None:
         read_regular(str(tmp_path / "pipe") if kind == "pipe" else "/dev/zero")
 
 
+@pytest.mark.parametrize("told", [0, 2, 3, 9])
+def test_a_file_that_changes_its_size_is_read_whole(
+    told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_bytes(b"12345")
+    opened = files._opened
+    monkeypatch.setattr(files, "_opened", lambda *how: (opened(*how)[0], told))
+    monkeypatch.setattr(files, "READ", 1)
+    assert read_regular(str(tmp_path / "x")) == b"12345"
+
+
 def test_a_file_is_read_whole(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"123")
     (tmp_path / "link").symlink_to("x")
