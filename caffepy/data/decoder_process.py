@@ -11,7 +11,8 @@ import pickle
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,31 @@ argument, which returns an image (C, H, W), always of the same type.
 """
 Made = tuple[int, tuple[int, ...], str] | None
 """Offset of an image in the shared memory, its shape and type; None if there is none."""
+
+
+class Part(NamedTuple):
+    """An image file within a larger file, that of this path if it is still the same one."""
+
+    path: str
+    device: int
+    inode: int
+    start: int
+    size: int
+
+    def read(self) -> bytes:
+        """Return the content; OSError if the file is another one."""
+        return os.pread(_open(*self[:3]), self.size, self.start)
+
+
+@cache
+def _open(path: str, device: int, inode: int) -> int:
+    """Return a descriptor for as long as the process lives."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    status = os.fstat(descriptor)
+    if (status.st_dev, status.st_ino) != (device, inode):
+        os.close(descriptor)
+        raise OSError(f"{path} is another file now")
+    return descriptor
 
 
 def receive(end: socket.socket, size: int, parent: int | None = None) -> bytearray:
@@ -72,7 +98,7 @@ def serve(end: int, memory: int, parent: int) -> None:
             try:
                 number, make, files, arguments = receive_message(channel, parent)
                 contents = [
-                    file if isinstance(file, str) else bytes(receive(channel, file, parent))
+                    bytes(receive(channel, file, parent)) if isinstance(file, int) else file
                     for file in files
                 ]
             except EOFError:
@@ -88,14 +114,19 @@ def serve(end: int, memory: int, parent: int) -> None:
                 return
 
 
+def _read(content: str | Part | bytes) -> bytes:
+    if isinstance(content, bytes):
+        return content
+    return content.read() if isinstance(content, Part) else read_regular(content)
+
+
 def _make_all(
-    make: Make, contents: Sequence[str | bytes], arguments: Sequence[Any], shared: Array
+    make: Make, contents: Sequence[str | Part | bytes], arguments: Sequence[Any], shared: Array
 ) -> list[Made]:
     made, at = list[Made](), 0
     for content, argument in zip(contents, arguments, strict=True):
         try:
-            data = read_regular(content) if isinstance(content, str) else content
-            image = make(data, argument)
+            image = make(_read(content), argument)
             out = shared[at : at + image.nbytes].view(image.dtype).reshape(image.shape)
         except Exception:  # the other process makes this image, and tells what is wrong with it
             made.append(None)

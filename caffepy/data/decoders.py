@@ -45,7 +45,7 @@ import numpy as np
 
 from caffepy.core.errors import DataError
 from caffepy.core.files import read_regular
-from caffepy.data.decoder_process import Made, Make, message, receive_message
+from caffepy.data.decoder_process import Made, Make, Part, message, receive_message
 from caffepy.device.blob import Array
 from caffepy.device.nvjpeg import JpegDecoder
 from caffepy.device.threads import num_threads, parallel
@@ -71,8 +71,9 @@ waits for a disk, and several threads read the others; else they would wait for 
 """
 ENDED = "the processes that decode images were ended"
 
-File = str | memoryview | bytes
-"""The path of an image file, or its content."""
+File = str | Part | memoryview | bytes
+"""The path of an image file, where it lies in another file (for processes), or its content."""
+READ_THERE = str, Part
 Take = Callable[[int, Array | None], None]
 """Function of a place in the batch and the images (k, C, H, W) from there on, which are gone
 afterwards, or None if the image of this place could not be made.
@@ -137,10 +138,10 @@ class _Process:
     def make(self, job: _Job) -> None:
         """Send a job, whose images the process makes and hands over; EOFError if it has ended."""
         task = job.task
-        heads = [file if isinstance(file, str) else len(file) for file in job.files]
+        heads = [file if isinstance(file, READ_THERE) else len(file) for file in job.files]
         make = task.make if task.number != self._known else None
         parts: list[File] = [*message((task.number, make, heads, job.arguments))]
-        parts += [file for file in job.files if not isinstance(file, str)]
+        parts += [file for file in job.files if not isinstance(file, READ_THERE)]
         self._send(parts)
         self._known = task.number
         made: list[Made] = receive_message(self._end)
@@ -215,6 +216,8 @@ def _memory() -> int:
 
 class Decoders:
     """Processes that decode, one for each thread of the pool; they start with the first batch."""
+
+    on_gpus = False
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -327,6 +330,8 @@ def _how(process: _Process) -> str:
 class GpuDecoders:
     """Decoders on the GPU that is the current one at the first `begin`; several threads may run."""
 
+    on_gpus = True  # each decodes its own batches
+
     def __init__(self, make: Callable[[int | None], JpegDecoder] = JpegDecoder) -> None:
         self._make = make
         self._free: defaultdict[int, SimpleQueue[JpegDecoder]] = defaultdict(SimpleQueue)
@@ -417,6 +422,7 @@ def _contents(files: Sequence[File]) -> list[memoryview | bytes]:
 
 def _content(file: File) -> memoryview | bytes:
     """The content of a file, empty if it cannot be read."""
+    assert not isinstance(file, Part)
     if not isinstance(file, str):
         return file
     try:

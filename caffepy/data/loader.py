@@ -443,7 +443,8 @@ class SequentialLoader(Loader):
         done = set(batch.there)
         rest = [k for k, place in enumerate(files.places) if place not in done]
         if rest:
-            places, contents = [files.places[k] for k in rest], [files.files[k] for k in rest]
+            among = files.parts if files.parts and not self._decoders.on_gpus else files.files
+            places, contents = [files.places[k] for k in rest], [among[k] for k in rest]
             self._decoders.run(self._task, places, contents, [None] * len(rest), take)
         return np.array(sorted(left), np.int64)
 

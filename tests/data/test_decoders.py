@@ -31,9 +31,12 @@ from caffepy.core.errors import DataError, DeviceError
 from caffepy.data import decoders as decoders_module
 from caffepy.data.datum import COLOR, decode_file
 from caffepy.data.datum import resized as resized_by
-from caffepy.data.decoders import Decoders, GpuDecoders, Task, current, decoding
+from caffepy.data.decoder_process import Part
+from caffepy.data.decoders import Decoders, File, GpuDecoders, Task, current, decoding
 from caffepy.data.loader import tolerating
 from caffepy.data.reader import Reader
+from caffepy.data.sources import open_database
+from caffepy.data.sources.databases import Database, Records
 from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.blob import Blob
 from caffepy.device.device import Device
@@ -333,7 +336,7 @@ def test_a_layer_on_a_gpu_has_the_images_of_threads_to_within_1(case: str, tmp_p
         assert np.abs(ours - theirs).max() <= 1
 
 
-def decode(decoders: Decoders, contents: list[bytes]) -> dict[int, bool]:
+def decode(decoders: Decoders, contents: Sequence[File]) -> dict[int, bool]:
     """Decode image files; return by place which were decoded."""
     made: dict[int, bool] = {}
 
@@ -359,6 +362,36 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoders]:
 def test_what_is_no_image_is_left_to_this_process(two: Decoders) -> None:
     contents = [JPEG, JPEG, b"no image", b"", JPEG]
     assert decode(two, contents) == {0: True, 1: True, 2: False, 3: False, 4: True}
+
+
+def test_processes_read_parts_of_a_file_while_it_is_the_same(two: Decoders, tmp_path: Path) -> None:
+    (tmp_path / "all").write_bytes(b"before" + JPEG + JPEG)
+    status, size = os.stat(tmp_path / "all"), len(JPEG)
+    where = str(tmp_path / "all"), status.st_dev
+    parts = [
+        Part(*where, status.st_ino, 6, size),
+        Part(*where, status.st_ino, 6 + size, size),
+        Part(*where, status.st_ino, 6 + 2 * size, size),  # behind the end
+        Part(*where, status.st_ino + 1, 6, size),
+    ]
+    assert decode(two, parts) == {0: True, 1: True, 2: False, 3: False}
+
+
+def test_image_files_of_an_lmdb_are_parts_of_its_file(tmp_path: Path) -> None:
+    contents = files(SEVERAL)
+    with write_database(str(tmp_path / "db")) as writer:
+        for i, content in enumerate(contents):
+            record = Datum(data=content, encoded=True, label=i).SerializeToString()
+            writer.put(f"{i:04d}", record)
+    source = open_database(str(tmp_path / "db"))
+    assert isinstance(source, Database)
+    found = source.image_files(source.take(COUNT), np.arange(COUNT))
+    assert (
+        [part.read() for part in found.parts] == [bytes(file) for file in found.files] == contents
+    )
+    several = source.join([source.take(2), Records.copied([(b"0", b"no Datum")], [0])])
+    assert not source.image_files(several, np.arange(2)).parts
+    source.close()
 
 
 def test_signals_are_the_other_process_s(two: Decoders) -> None:

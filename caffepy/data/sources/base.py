@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from caffepy.core.errors import DataError, reason
 from caffepy.data.datum import NATIVE
-from caffepy.data.decoder_process import Make
+from caffepy.data.decoder_process import Make, Part
 from caffepy.data.decoders import File
 from caffepy.proto.sniff import sniff
 
@@ -68,7 +68,8 @@ class Summary:
 class ImageFiles(NamedTuple):
     """Items as other processes decode them, or a GPU: `make` of each file and None is an image,
     which has this place among the items and this label. `are_color`: the image is that of a file of
-    three channels, as it is there or `resized` to one size.
+    three channels, as it is there or `resized` to one size. Other processes may read the files for
+    themselves, as these `parts`, if there are some.
     """
 
     make: Make
@@ -77,6 +78,7 @@ class ImageFiles(NamedTuple):
     labels: list[int]
     are_color: bool
     resized: bool
+    parts: Sequence[Part] = ()
 
 
 class AnySource:

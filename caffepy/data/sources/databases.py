@@ -30,6 +30,7 @@ from caffepy.data.datum import (
     opened,
     planes,
 )
+from caffepy.data.decoder_process import Part
 from caffepy.data.decoders import File
 from caffepy.data.sources.base import Array, ImageFiles, Items, Source, State
 
@@ -268,12 +269,18 @@ class Database(Source):
     def image_files(self, items: Items, places: Array) -> ImageFiles:
         content, spans, labels = _encoded(items)
         chosen = [i for i in places.tolist() if spans[i][1]]
-        files: list[File] = [
-            content[at : at + size].data for at, size in map(spans.__getitem__, chosen)
-        ]
+        where = [spans[i] for i in chosen]
+        files: list[File] = [content[at : at + size].data for at, size in where]
+        parts = self.parts_of_file(content, where)
         make = partial(decode_file, self.mode, None)
-        are_color = self.mode != GRAY
-        return ImageFiles(make, chosen, files, [labels[i] for i in chosen], are_color, False)
+        labels, are_color = [labels[i] for i in chosen], self.mode != GRAY
+        return ImageFiles(make, chosen, files, labels, are_color, False, parts)
+
+    def parts_of_file(self, content: Array, spans: Sequence[Sequence[int]]) -> Sequence[Part]:
+        """Return these spans, start and size, of the content of Records as parts of a file; none if
+        they lie elsewhere.
+        """
+        return ()
 
     def key(self, item: Record) -> str:
         """The key, as text."""

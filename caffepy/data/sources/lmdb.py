@@ -2,12 +2,14 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lmdb
 
 from caffepy.core.errors import DataError
+from caffepy.data.decoder_process import Part
+from caffepy.data.sources.base import Array
 from caffepy.data.sources.databases import Database, Records, printable
 from caffepy.data.sources.lmdb_pages import Pages
 
@@ -77,6 +79,12 @@ class LMDB(Database):
         """
         self._skips = True
         super().skip(count - sum(map(len, self._walk(count))))
+
+    def parts_of_file(self, content: Array, spans: Sequence[Sequence[int]]) -> Sequence[Part]:
+        if content is not self._pages.bytes:
+            return ()
+        where = os.path.abspath(self._file), *self._pages.identity
+        return [Part(*where, start, size) for start, size in spans]
 
     def _walk(self, count: int) -> Iterator[Records]:
         """Go past the next `count` records, or those of them before the first that is not in the

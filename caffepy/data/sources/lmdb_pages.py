@@ -110,6 +110,12 @@ class Pages:
             self._refuse(level[meta.last_page :])  # more pages than there are: some are named twice
         self._leaves = level
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and number of the file."""
+        device, inode, *_ = self._status
+        return device, inode
+
     def check_unchanged(self) -> None:
         """DataError if another process writes into the file: pages that were checked change, and
         the system ends a process that reads behind the end of a file that became shorter.
