@@ -207,6 +207,7 @@ class NcclSync(Synchronizer):
 
     def _reduce(self, bucket: Bucket) -> None:
         self._device.wait_stream()  # parameter gradients may be computed on another stream
+        self._device.wait_stream("control")  # where the loss is, which goes with a bucket
         with self._device.side_stream("sync"):
             narrow, count = list[tuple[Array, Array]](), 0  # gradients and their place as bfloat16
             for start, stop in bucket.ranges:

@@ -192,6 +192,10 @@ class Device:
         """The context in which the calling thread's array operations run on this device."""
         return nullcontext()
 
+    def overlapping(self) -> AbstractContextManager[None]:
+        """Return a context in which a GPU has side streams; at its end all have ended."""
+        return nullcontext()
+
     def side_stream(
         self, name: str = "layer", after: str | None = None
     ) -> AbstractContextManager[object]:

@@ -61,6 +61,7 @@ class Layer:
     # Feeds the net from outside; runs before the captured part of a step.
     is_data: ClassVar[bool] = False
     reads_files: ClassVar[bool] = False  # reads its batches from files
+    data_stay: bool = False  # a data layer whose forward changes nothing after the first time
     # The number of items is the same in every batch if that of the bottoms is.
     fixed_batch: ClassVar[bool] = True
     share_in_parallel: bool = False  # workers use the root net's instance, under its forward_lock

@@ -134,6 +134,7 @@ class DummyData(Feed):
         self._filled: list[Blob] = []
         self._draws = any(filler.type != "constant" for filler in self._fillers)
         self._has_fresh = any(map(_is_fresh, self._fillers))
+        self.data_stay = not self._has_fresh
         self._seed = self.device.draw_seed() if self._draws else 0
         self._batch = 0
         for blob, shape in zip(top, self._shapes(len(top)), strict=True):

@@ -257,8 +257,10 @@ class UpdateState(Protocol):
     go: Number
     loss_scale: Number
 
-    def set_hyperparams(self, rate: float, decay: float, correction: float) -> None:
-        """Set learning rate, weight decay and bias correction of the next update."""
+    def set_hyperparams(self, rate: float, decay: float, correction: float, ahead: int = 0) -> None:
+        """Set learning rate, weight decay and bias correction of the next update, or on a GPU of
+        one so many `ahead`.
+        """
 
     def begin(self, diffs: Sequence[Array]) -> None:
         """Zero these gradients and the accumulated loss."""
@@ -302,14 +304,15 @@ class UpdateState(Protocol):
     def check_and_scale(self, diff: Array) -> None:
         """Check loss and gradients; set `scale` and `go`."""
 
-    def mark_enqueued(self) -> None:
-        """Count an iteration, whose `check_and_scale` is on the device's stream by now."""
+    def mark_enqueued(self, count: int = 1) -> None:
+        """Count iterations whose `check_and_scale` is on the device's stream by now."""
 
-    def step_results(self, wait: bool) -> list[StepResult]:
+    def step_results(self, wait: bool, room: int = 1) -> list[StepResult]:
         """Return results in order that were not returned yet: all, or without `wait` those
         available now.
 
-        Waits in any case for some of them if the host is too many iterations ahead.
+        Waits in any case for some of them if the host is too many iterations ahead to enqueue
+        `room` more.
         """
 
     @property
@@ -353,6 +356,11 @@ class PhaseTimer(Protocol):
 
     def start(self) -> None:
         """Count time again."""
+
+    def sample(self, number: int, count: int) -> None:
+        """Let the last of `count` iterations that are enqueued as one, of which that of this number
+        comes next, stand for all: marks take their time. `sample(0, 1)` ends that.
+        """
 
     def begin(self) -> None:
         """Begin an iteration, or a pass of it."""

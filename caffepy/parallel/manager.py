@@ -270,10 +270,14 @@ class P2PManager(WorkerGroup):
                     self._threads.wait_idle()
             yield
 
-    def iterate(self) -> None:
+    @property
+    def takes_several(self) -> bool:  # type: ignore[override]
+        return self.group.world.nodes == 1  # others vote after each iteration
+
+    def iterate(self, count: int = 1) -> None:
         with self.root.phase_timer.fetching():
             self._turns.wait()
-        self._threads.give(WorkerSolver.iterate)
+        self._threads.give(partial(WorkerSolver.iterate, count=count))
 
     def forward(self) -> None:
         self._threads.give(WorkerSolver.forward)

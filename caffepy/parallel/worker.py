@@ -64,10 +64,13 @@ class WorkerSolver(Solver):
                 blobs[place].host_data[...] = theirs.host_data
             self.device.flush()
 
-    def iterate(self) -> None:
-        """Run an iteration."""
+    def iterate(self, count: int = 1) -> None:
+        """Run an iteration, or enqueue several as one graph."""
         with self.device.scope(), self.net.ops.blas_scope():
-            self.iterations.run(self.capture, show=False)
+            if count == 1:
+                self.iterations.run(self.capture, show=False)
+            else:
+                self.iterations.enqueue_several(count)
 
     def forward(self) -> None:
         """Take the root's parameters, run a forward pass of the train net; `loss` is its loss."""

@@ -132,6 +132,18 @@ class GraphRunner:
                 part.graph.close()
         self._parts.clear()
 
+    @property
+    def data_stay(self) -> bool:
+        """True if the data layers, once they have run, leave their tops as they are."""
+        return all(self.net.layers[step.last].data_stay for step in self._feeding)
+
+    def has_captured(self, name: str, *conditions: Hashable) -> bool:
+        """True if a part's next run replays it, under these further conditions."""
+        part = self._parts.get(name)
+        if part is None or part.graph is None:
+            return False
+        return part.steady == self._conditions(conditions)
+
     def run_data_layers(self) -> None:
         """Run the data layers, and upload what a user wrote on the host."""
         if self._feeding:

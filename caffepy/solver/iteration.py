@@ -47,6 +47,14 @@ from caffepy.solver.statistics import Statistics
 from caffepy.solver.step import TrainingStep
 from caffepy.solver.worker_group import WorkerGroup
 
+MOST, LONGEST = 8, 0.005
+"""Iterations that a GPU gets as one graph, unless they take more than so many seconds: between
+graphs signals are polled.
+"""
+
+TIMED = 32
+"""Iterations over which their time is measured: more than the host may be ahead of a GPU."""
+
 
 class State(Enum):
     """State of a solver's iterations; the module draws the transitions."""
@@ -64,6 +72,10 @@ class PendingStep(NamedTuple):
     current_step: int
     event: Event
     positions: dict[str, Any]
+
+
+Told = tuple[int, float | None, float]
+"""Number, smoothed loss as far as it is known, and learning rate of an iteration."""
 
 
 class Trainer(Protocol):
@@ -106,6 +118,8 @@ class Iterations:
         self.captured = CapturedRunner(step, nets)
         self.loop = Loop(step, self.eager.check_loss)
         self._seconds = inf  # the least of an iteration
+        self._mean = inf  # seconds of an iteration, of the last TIMED ones
+        self._timed = 0, 0.0  # when these began: iteration and time
         self._is_worker = is_worker
         self._pending: deque[PendingStep] = deque()
         self._held: dict[str, Any] | None = None  # positions before the test or iteration at work
@@ -139,13 +153,48 @@ class Iterations:
         self._finish(learning_rate, log_clipping=displays or runner.waits)
         return learning_rate
 
-    def run_several(self, most: int) -> Iterator[tuple[int, float, float]]:
-        """Run up to `most` iterations that nothing disturbs as one call, if that is possible; yield
-        the number, the smoothed loss and the learning rate of each.
-        """
-        count = 0 if self.plateau.used else self.loop.prepare(most, self._seconds)
-        if not count:
-            return
+    def prepare(self, most: int) -> int:
+        """Return the number of iterations, up to `most`, that can be done as one call; 0: none."""
+        step, number, (first, since) = self.step, self.iter, self._timed
+        if not 0 <= number - first < TIMED:
+            now = perf_counter()
+            self._mean = (now - since) / (number - first) if number > first else inf
+            self._timed = number, now
+        if self.plateau.used:
+            return 0
+        if step.graphs.can_capture():
+            fits = most >= MOST and MOST * self._mean <= LONGEST
+            return MOST if fits and self.captured.can_repeat() else 0
+        alone = type(self.trainer.workers) is WorkerGroup and not step.callbacks
+        return self.loop.prepare(most, self._seconds) if alone else 0
+
+    def run_several(self, count: int) -> Iterator[Told]:
+        """Run so many iterations, see `prepare`, as one call, or enqueue them as one graph."""
+        several = self.enqueue_several if self.step.graphs.can_capture() else self._loop
+        yield from several(count)
+
+    def enqueue_several(self, count: int) -> Sequence[Told]:
+        """Enqueue so many iterations of a net whose data stay as one graph."""
+        step, current_step = self.step, self.current_step
+        step.phase_timer.start()
+        self.collect(wait=False, room=count)
+        self._held = positions = self.captured.positions()
+        self.statistics.release()
+        pending, rates = list[PendingStep](), list[float]()
+        for ahead, iteration in enumerate(range(self.iter, self.iter + count)):
+            pending.append(PendingStep(iteration, current_step, self.plateau.event, positions))
+            current_step = advance(step.param, iteration, current_step)
+            rates.append(rate(step.param, iteration, current_step, self.rate_factor))
+            step.set_hyperparams(rates[-1], iteration, ahead)
+        self.captured.enqueue_several(count)
+        step.update_state.mark_enqueued(count)
+        self._pending += pending
+        self.state = State.ENQUEUED
+        first, self.iter, self.current_step = self.iter, self.iter + count, current_step
+        self.release_positions()
+        return [(number, self.display.loss, rate) for number, rate in enumerate(rates, first)]
+
+    def _loop(self, count: int) -> Iterator[Told]:
         step, rule, policy_step = self.step, self.step.optimizer.rule, self.current_step
         self.release_positions()
         numbers = list[tuple[float, float]]()
@@ -176,14 +225,15 @@ class Iterations:
         if due(iteration, self.step.param.display):
             self.display.copy_outputs()
 
-    def collect(self, wait: bool) -> None:
-        """Collect results of enqueued iterations: all (`wait`), or those already finished.
+    def collect(self, wait: bool, room: int = 1) -> None:
+        """Collect results of enqueued iterations: all (`wait`), or those already finished, and so
+        many that there is room for as many more.
 
         After a stopped one, rolls back and raises its error.
         """
         if self.state is not State.ENQUEUED:
             return
-        for result in self.step.update_state.step_results(wait):
+        for result in self.step.update_state.step_results(wait, room):
             pending = self._pending.popleft()
             if result.status is StepStatus.STOPPED:
                 self._roll_back(pending, result)

@@ -8,7 +8,7 @@
 iteration up to its update. `waits`: its result is known when `enqueue` returns.
 
 With iter_size 1 a captured iteration is one graph; else there are three: `begin`, `pass` (launched
-iter_size times) and `close`.
+iter_size times) and `close`. Several iterations, of a net whose data stay, are one graph, too.
 
     device's stream    data | forward | backward             | all-reduce | check_and_scale, update
     stream "layer"                      weight gradients
@@ -20,7 +20,7 @@ iter_size times) and `close`.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -121,6 +121,19 @@ class CapturedRunner:
             self._run("close", self._close)
         step.begun = False
 
+    def can_repeat(self) -> bool:
+        """True if iterations can follow each other as one graph: one has been captured, and the
+        data layers would do nothing.
+        """
+        graphs, rule = self._step.graphs, self._step.optimizer.rule
+        return graphs.data_stay and graphs.has_captured("iteration", rule.numbers(self._step.param))
+
+    def enqueue_several(self, count: int) -> None:
+        """Enqueue iterations as one graph, which the host launches once."""
+        self._step.device.flush()
+        self._run(f"{count} iterations", partial(self._iterations, count))
+        self._step.begun = False
+
     def _run_data_layers(self) -> None:
         with self._step.phase_timer.fetching():
             self._step.graphs.run_data_layers()
@@ -138,6 +151,16 @@ class CapturedRunner:
             self._pass()
             self._close()
 
+    def _iterations(self, count: int) -> None:
+        timer, device = self._step.phase_timer, self._step.device
+        try:
+            for number in range(count):
+                timer.sample(number, count)
+                with device.overlapping():
+                    self._iteration()
+        finally:
+            timer.sample(0, 1)
+
     def _begin(self) -> None:
         self._step.phase_timer.begin()
         self._step.begin()
@@ -151,7 +174,7 @@ class CapturedRunner:
         net, steps = step.net, step.graphs.computing
         with step.narrowed_ahead():
             net.forward(steps=steps)
-        with nullcontext() if step.synchronizer else step.device.side_stream("control"):
+        with step.device.side_stream("control"):
             step.accumulate_loss()
             if step.checks_early:
                 step.update_state.check_and_scale(step.params.diff)

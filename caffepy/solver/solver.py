@@ -281,8 +281,10 @@ class Solver:
             with stopping_workers(iterations):
                 while self.iter < end and not self.stopped:
                     number = self.iter
-                    if (undisturbed := self._undisturbed(end)) > 0:
-                        for told in iterations.run_several(undisturbed):
+                    undisturbed = self._undisturbed(end)
+                    if undisturbed > 0 and (several := iterations.prepare(undisturbed)):
+                        self.workers.iterate(several)
+                        for told in iterations.run_several(several):
                             self.reporter.iterated(*told, self.images)
                         if self.iter > number:
                             self._poll(due(self.iter, param.snapshot))
@@ -306,12 +308,11 @@ class Solver:
                 iterations.collect(wait=True)
 
     def _undisturbed(self, end: int) -> int:
-        """Number of iterations that one call on the CPU may do: up to the one after which something
-        is due; 1 if each is to be known as soon as it is done; 0 if something is due within it.
+        """Number of iterations that one call may do: up to the one after which something is due; 1
+        if each is to be known as soon as it is done; 0 if something is due within it.
         """
         param, number = self.param, self.iter
-        alone = type(self.workers) is WorkerGroup and not self._step.callbacks
-        if self.device.is_cuda or not (self.capture and alone) or param.debug_info:
+        if not (self.capture and self.workers.takes_several) or param.debug_info:
             return 0
         several = self.reporter.takes_several and getattr(self.action, "takes_several", False)
         most = end - number if several else 1

@@ -240,10 +240,13 @@ class TrainingStep:
         for layer in self._large.values():
             layer.overwrites = overwrites
 
-    def set_hyperparams(self, learning_rate: float, iteration: int) -> None:
-        """Upload learning rate, weight decay and bias correction for the next update."""
+    def set_hyperparams(self, learning_rate: float, iteration: int, ahead: int = 0) -> None:
+        """Upload learning rate, weight decay and bias correction for the next update, or on a GPU
+        for one so many `ahead`.
+        """
         correction = self.optimizer.rule.correction(self.param, iteration)
-        self.update_state.set_hyperparams(learning_rate, self.param.weight_decay, correction)
+        decay = self.param.weight_decay
+        self.update_state.set_hyperparams(learning_rate, decay, correction, ahead)
 
     def begin(self) -> None:
         """Zero gradients and loss; save the layers' running statistics; call `on_start`."""
@@ -287,6 +290,7 @@ class TrainingStep:
 
     def gradients_ready(self) -> None:
         """Call `on_gradients_ready`, in which the synchronizer averages gradients and loss."""
+        self.device.wait_stream("control")
         for callback in self.callbacks:
             callback.on_gradients_ready()
         if self._updates and self.synchronizer:

@@ -47,6 +47,7 @@ class WorkerGroup:
     """
 
     size = 1  # number of solvers, on all nodes
+    takes_several = True  # nothing is to be done between iterations
     phase = "idle"  # what all are in: set-up, step, test, snapshot or idle
     failed = False  # an error has ended the workers' run
     devices: Sequence[Device] = ()
@@ -77,8 +78,8 @@ class WorkerGroup:
         finally:
             self.phase = before
 
-    def iterate(self) -> None:
-        """Start an iteration, once all batches of earlier ones were taken."""
+    def iterate(self, count: int = 1) -> None:
+        """Start an iteration, or several as one graph, once earlier batches were taken."""
 
     def iterated(self) -> None:
         """An iteration is enqueued or done: push and pull, where solvers do not keep step."""
@@ -131,6 +132,8 @@ class WorkerGroup:
 
 class OuterGroup(WorkerGroup):
     """A group around another, `inner`, which does all that this one does not do itself."""
+
+    takes_several = False
 
     def __init__(self, inner: WorkerGroup, writes_files: bool = True) -> None:
         super().__init__(writes_files)

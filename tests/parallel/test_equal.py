@@ -18,7 +18,7 @@ from caffepy.solver import Solver
 from tests.nets import library
 from tests.parallel.cases import ITERATIONS, NET, SETTINGS, Run, net
 from tests.solver.cases import NET as SMALL
-from tests.solver.cases import Recorder, solver_of
+from tests.solver.cases import STAYING, Graphs, Recorder, Several, no_signal, solver_of
 
 
 @cache
@@ -52,6 +52,31 @@ def test_solvers_follow_one_with_their_batches_together(size: int, sync: str) ->
             assert not np.isnan(data).any()
         else:
             np.testing.assert_array_equal(data, run.data[0])
+
+
+@pytest.mark.parametrize("sync", ["tree", "flat"])
+def test_solvers_enqueue_iterations_as_one_graph(
+    sync: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = "display: 20 average_loss: 3 snapshot_after_train: false "
+    graphs, ended = Graphs(), list[tuple[list[float], list[Array]]]()
+    for several in (False, True):
+        if several:
+            graphs.use(monkeypatch)
+        root = solver_of(settings, STAYING, reporter=(recorder := Several()))
+        root.action = no_signal
+        devices = [root.device, Device(seed=1)]
+        with P2PManager(root, devices, all_joined(2), SyncOptions(sync)) as manager:
+            root.step(50)
+            manager.raise_worker_error()
+            solvers = [root, *manager.workers]
+            assert [solver.iter for solver in solvers] == [50, 50]
+            data = [solver.params.data.copy() for solver in solvers]
+        ended.append((recorder.losses, data))
+    assert graphs.count("8 iterations") == 2 * 5
+    assert graphs.count("iteration") == 2 * (50 - 5 * 8)
+    assert ended[0][0] == ended[1][0]
+    np.testing.assert_array_equal(ended[0][1], ended[1][1])
 
 
 def test_all_solvers_test_with_the_layers_that_only_the_roots_test_net_has() -> None:

@@ -31,7 +31,7 @@ from caffepy.solver import Action, Solver
 from tests.nets import library
 from tests.nets.library import DIGITS
 from tests.parallel.cases import LOSSY, NET, SETTINGS, net
-from tests.solver.cases import AskAt, Recorder
+from tests.solver.cases import AskAt, Recorder, Several, ask, no_signal
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -295,6 +295,42 @@ def test_solvers_that_exchange_factors_follow_one(
         ran = on_gpus(size, "nccl", case.settings, text, case.iterations, capture=how == "replayed")
     assert re.search(r"the factors of the weight gradients of (ip1|fc6, fc7)", caplog.text)
     follow(name, size, ran, source)
+
+
+STAYING = library.small_convolution(
+    library.dummies("in", 'type: "gaussianstatic"', "value: 3", data=(6, 1, 8, 8), label=(6,))
+)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("sync", SYNCS)
+def test_iterations_of_one_graph_are_those_that_are_enqueued_singly(
+    sync: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("caffepy.solver.iteration.TIMED", 3)
+    monkeypatch.setattr("caffepy.solver.iteration.LONGEST", float("inf"))
+    devices, topology = [CudaDevice(0), CudaDevice(1)], peers.prepare(peers.query(range(2)))
+    ended = list[tuple[list[float], list[bytes]]]()
+    for several in (True, False):
+        param = text_format.Parse(
+            "random_seed: 3 base_lr: 0.01 momentum: 0.9 display: 30 average_loss: 3 "
+            f'lr_policy: "step" gamma: 0.5 stepsize: 13 net_param {{ {STAYING} }}',
+            SolverParameter(),
+        )
+        root = Solver(param, device=devices[0], reporter=(recorder := Several()))
+        root.action = no_signal if several else ask
+        options = SyncOptions(sync, deadlines=DEADLINES)
+        with P2PManager(root, devices, topology, options) as manager:
+            root.step(70)
+            solvers = [root, *manager.workers]
+            manager.raise_worker_error()
+            for solver in solvers:
+                part = solver.iterations.step.graphs._parts.get("8 iterations")
+                assert (part is not None and part.graph is not None) == several
+            data = [params(solver).tobytes() for solver in solvers]
+        root.close()
+        ended.append((recorder.losses, data))
+    assert ended[0] == ended[1]
 
 
 IP = 'layer { name: "ip" type: "InnerProduct" bottom: '

@@ -1,19 +1,23 @@
 """Solvers for tests: from text, with a reporter that keeps what it hears."""
 
 import os
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import pytest
 from google.protobuf import text_format
 
 from caffepy.core.events import Displayed, Output, Reporter, Served
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
+from caffepy.ops.cpu.update_state import UpdateState
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Action, Solver
+from caffepy.solver.capture import GraphRunner
 from tests.nets import library
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -100,6 +104,71 @@ def solver_of(settings: str, net: str = NET, **kwargs: Any) -> Solver:
         settings += f'net_param {{ name: "noise" {net} }}'
     param = text_format.Merge(settings, text_format.Parse(SETTINGS, SolverParameter()))
     return Solver(param, device=Device(seed=1), **kwargs)
+
+
+class Graphs(list[str]):
+    """While it is used, solvers on the CPU run parts as a GPU replays graphs, and rows of
+    hyperparameters wait for their iterations; the names of the parts, in order.
+    """
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        known = dict[tuple[int, str], Hashable]()
+        rows: defaultdict[UpdateState, deque[tuple[float, float, float]]] = defaultdict(deque)
+        set_hyperparams, check = UpdateState.set_hyperparams, UpdateState.check_and_scale
+
+        def run(
+            runner: GraphRunner, name: str, work: Callable[[], None], *conditions: Hashable
+        ) -> None:
+            self.append(name)
+            known[id(runner), name] = conditions
+            work()
+
+        def keep(
+            state: UpdateState, rate: float, decay: float, correction: float, ahead: int = 0
+        ) -> None:
+            assert ahead == len(rows[state])
+            rows[state].append((rate, decay, correction))
+
+        def check_and_scale(state: UpdateState, diff: Array) -> None:
+            set_hyperparams(state, *rows[state].popleft())
+            check(state, diff)
+
+        monkeypatch.setattr(GraphRunner, "run", run)
+        monkeypatch.setattr(GraphRunner, "can_capture", lambda runner: True)
+        monkeypatch.setattr(
+            GraphRunner,
+            "has_captured",
+            lambda runner, name, *conditions: known.get((id(runner), name)) == conditions,
+        )
+        monkeypatch.setattr(UpdateState, "set_hyperparams", keep)
+        monkeypatch.setattr(UpdateState, "check_and_scale", check_and_scale)
+        monkeypatch.setattr("caffepy.solver.iteration.TIMED", 3)
+        monkeypatch.setattr("caffepy.solver.iteration.LONGEST", float("inf"))
+
+
+class Several(Recorder):
+    """Hears of several iterations after the last of them."""
+
+    takes_several = True
+
+
+STAYING = library.regression(
+    library.dummies("in", 'type: "gaussianstatic"', 'type: "uniformstatic"', x=(4, 3), y=(4, 2))
+)
+"""A net whose data stay."""
+
+
+def no_signal() -> Action:
+    """An `action` that need not be asked after each iteration."""
+    return Action.NONE
+
+
+no_signal.takes_several = True  # type: ignore[attr-defined]
+
+
+def ask() -> Action:
+    """An `action` that is to be asked after each iteration."""
+    return Action.NONE
 
 
 class AskAt:

@@ -28,7 +28,7 @@ from caffepy.net.gradients import large_products
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from tests.nets import library
-from tests.solver.cases import NET, Recorder
+from tests.solver.cases import NET, Recorder, Several, ask, no_signal
 
 pytestmark = pytest.mark.gpu
 
@@ -195,6 +195,60 @@ CASES = {
 def test_as_layer_by_layer(case: str, rule: str) -> None:
     heard, _ = same(RULES[rule] + CASES[case])
     assert bool(heard.losses) == ("display" in CASES[case])
+
+
+STAYING = (
+    library.dummies("in", 'type: "gaussianstatic"', "value: 3", data=(7, 1, 8, 8), label=(7,))
+    + NORMALIZED
+    + LAYERS.replace('bottom: "data"', 'bottom: "both"')
+)
+"""A net whose data stay, with masks and running statistics."""
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take each iteration for one that is short enough for several to be one graph."""
+    monkeypatch.setattr("caffepy.solver.iteration.TIMED", 3)
+    monkeypatch.setattr("caffepy.solver.iteration.LONGEST", float("inf"))
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", ["", "clip_gradients: 0.5 "])
+def test_iterations_of_one_graph_are_those_that_are_enqueued_singly(case: str, rule: str) -> None:
+    ended, heard = [], []
+    for several in (True, False):
+        recorder = Several()
+        settings = RULES[rule] + "display: 30 average_loss: 3 " + case
+        solver = solver_of(settings, STAYING, reporter=recorder)
+        solver.action = no_signal if several else ask
+        solver.step(64)
+        parts = solver.iterations.step.graphs._parts
+        assert ("8 iterations" in parts and parts["8 iterations"].graph is not None) == several
+        ended.append(numbers(solver))
+        heard.append((recorder.events, recorder.losses, recorder.rates))
+        assert solver.device.step_count == 64
+        assert int(solver.device.on_host(solver.device.step_counter)) == 64
+        solver.close()
+    np.testing.assert_array_equal(*ended)
+    assert heard[0] == heard[1]
+
+
+@pytest.mark.usefixtures("short")
+def test_divergence_in_a_graph_of_several_iterations_leaves_the_weights_of_before() -> None:
+    """The rate of iteration 35, in the middle of a graph, makes the next loss infinite."""
+    settings = 'base_lr: 0.01 lr_policy: "multistep" gamma: 1e30 stepvalue: 35 '
+    ended = []
+    for several in (True, False):
+        solver = solver_of(settings, STAYING, reporter=Several())
+        solver.action = no_signal if several else ask
+        with pytest.raises(DivergenceError) as met:
+            solver.step(64)
+        ended.append((solver.iter, str(met.value).split(":")[0], solver.iterations.current_step))
+        ended.append(numbers(solver).tobytes())
+        solver.close()
+    assert ended[:2] == ended[2:]
+    assert 35 < ended[0][0] < 40
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])

@@ -18,7 +18,18 @@ from caffepy.solver import Action, Solver
 from caffepy.solver.capture import GraphRunner
 from caffepy.solver.iteration import State
 from caffepy.solver.update import rules
-from tests.solver.cases import NET, AskAt, Recorder, change_numbers, solver_of
+from tests.solver.cases import (
+    NET,
+    STAYING,
+    AskAt,
+    Graphs,
+    Recorder,
+    Several,
+    ask,
+    change_numbers,
+    no_signal,
+    solver_of,
+)
 
 SETTINGS = (
     'lr_policy: "multistep" gamma: 0.5 stepvalue: 3 stepvalue: 7 snapshot_after_train: false '
@@ -36,7 +47,7 @@ def enqueued(monkeypatch: pytest.MonkeyPatch) -> Callable[[Solver], Solver]:
         state = solver.update_state
         read = state.step_results
 
-        def late(wait: bool) -> list[StepResult]:
+        def late(wait: bool, room: int = 1) -> list[StepResult]:
             return read(wait) if wait else []
 
         monkeypatch.setattr(state, "step_results", late)
@@ -92,7 +103,7 @@ def test_a_stopped_iteration_is_rolled_back(enqueued: Enqueue) -> None:
     before = []
     solver.action = lambda: before.append(solver.iterations.positions()) or Action.NONE  # type: ignore[func-returns-value]
 
-    def stopped(wait: bool) -> list[StepResult]:
+    def stopped(wait: bool, room: int = 1) -> list[StepResult]:
         """As of a GPU whose seventh loss is not a number: it updates nothing from there on."""
         found = results(wait)
         return [
@@ -172,3 +183,42 @@ def test_a_stop_leaves_nothing_pending(enqueued: Enqueue) -> None:
     solver.step(9)
     assert (solver.iter, solver.stopped) == (4, True)
     assert solver.iterations.state is State.IDLE
+
+
+def test_iterations_of_one_graph_are_those_that_are_enqueued_singly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = "display: 20 average_loss: 3 test_iter: 2 test_interval: 25 "
+    ended, heard, graphs = [], [], Graphs()
+    for several in (False, True):
+        if several:
+            graphs.use(monkeypatch)
+        recorder = Several()
+        solver = solver_of(SETTINGS + shown, STAYING, reporter=recorder)
+        solver.action = no_signal
+        solver.step(60)
+        ended.append(np.concatenate([solver.params.data, *solver.history]))
+        heard.append((recorder.events, recorder.losses, recorder.rates))
+        assert (solver.iter, solver.iterations.current_step) == (60, 2)
+        assert solver.iterations.state is State.IDLE
+    np.testing.assert_array_equal(*ended)
+    assert heard[0] == heard[1]
+    singly = graphs.count("iteration")
+    # before a display at 20 and 40, a test at 25 and 50, and the end
+    assert graphs.count("8 iterations") == 5
+    assert singly + 8 * 5 == 60
+
+
+def test_what_changes_between_iterations_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs()
+    graphs.use(monkeypatch)
+    for settings, net, asks in (
+        ("", NET, no_signal),
+        ("", STAYING, ask),
+        ("iter_size: 2 ", STAYING, no_signal),
+        ("display: 7 ", STAYING, no_signal),
+    ):
+        solver = solver_of(SETTINGS + settings, net, reporter=Several())
+        solver.action = asks
+        solver.step(30)
+    assert "8 iterations" not in graphs

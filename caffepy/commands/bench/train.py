@@ -139,12 +139,13 @@ class Trainer:
         if not any(layer.is_data for layer in self.net.layers):
             no_images = "the train net has no data layer, so there are no images to count"
             raise ConfigError(no_images, solver)
-        self._issued: list[float] = []
+        self._issued: list[tuple[int, float]] = []
 
         def note() -> Action:
-            self._issued.append(perf_counter())
+            self._issued.append((self.solver.iter, perf_counter()))
             return Action.NONE
 
+        note.takes_several = True  # type: ignore[attr-defined]
         self.solver.action = note
         self.solver.step(WARM_UP[self.device.kind])
         self.device.synchronize()
@@ -170,9 +171,11 @@ class Trainer:
         self.solver.step(iterations)
         self.device.synchronize()
         seconds = perf_counter() - begin
-        issued, host_ms = self._issued[: AHEAD + 1], None
+        issued, host_ms = self._issued, None
         if self.device.kind == "cuda" and len(issued) > 1:
-            host_ms = (issued[-1] - issued[0]) / (len(issued) - 1) * 1000
+            (first, begin), *rest = issued
+            last, end = next((i, t) for i, t in rest if i >= first + AHEAD or (i, t) == issued[-1])
+            host_ms = (end - begin) / (last - first) * 1000
         return Window(iterations, seconds, host_ms)
 
     def iterations_in(self, seconds: float) -> int:

@@ -21,6 +21,9 @@ class PhaseTimer:
     def start(self) -> None:
         self.begin()
 
+    def sample(self, number: int, count: int) -> None:
+        """Time each iteration: the CPU enqueues none."""
+
     def begin(self) -> None:
         self._since = perf_counter() if self.running else None
 

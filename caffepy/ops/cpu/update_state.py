@@ -70,7 +70,7 @@ class UpdateState(objects.UpdateState):
         self._results: list[StepResult] = []
         self._saved: list[Array] = []
 
-    def set_hyperparams(self, rate: float, decay: float, correction: float) -> None:
+    def set_hyperparams(self, rate: float, decay: float, correction: float, ahead: int = 0) -> None:
         self.rate[()], self.decay[()], self.correction[()] = rate, decay, correction
 
     def begin(self, diffs: Sequence[Array]) -> None:
@@ -129,7 +129,7 @@ class UpdateState(objects.UpdateState):
         self.scale[()] = factor / self._limits.passes
         self._results.append(StepResult(self.mean(), norm, factor, 1.0, StepStatus.DONE))
 
-    def step_results(self, wait: bool) -> list[StepResult]:
+    def step_results(self, wait: bool, room: int = 1) -> list[StepResult]:
         step_results, self._results = self._results, []
         return step_results
 

@@ -54,6 +54,7 @@ class PhaseTimer:
         self._nanoseconds: HostArray = np.frombuffer(self._page, np.uint64, 1 + len(PARTS))
         self._nanoseconds[:] = 0
         self._stopped = True
+        self._begins, self._times = True, 1  # the next iteration begins; how often its parts count
         self._fetching, self._issuing = _HostTime(), _HostTime()
         self._split = dict.fromkeys(("data", HOST), 0.0)
         self._seen = 0.0, 0.0, 0.0
@@ -63,10 +64,18 @@ class PhaseTimer:
             self._stopped = False
             self._end(-1)
 
+    def sample(self, number: int, count: int) -> None:
+        self._begins, self._times = number == 0, count if number == count - 1 else 0
+
     def begin(self) -> None:
-        self._end_aside(BETWEEN)
+        if self._begins:
+            self._end_aside(BETWEEN)
+        elif self._times:
+            self._end_aside(-1)
 
     def mark(self, part: str) -> None:
+        if not self._times:
+            return
         if part == PARTS[-1] and self._counts:
             self._device.wait_stream(STREAM)
             self._end(PARTS.index(part))
@@ -83,7 +92,9 @@ class PhaseTimer:
                 self._end(place)
 
     def _end(self, place: int) -> None:
-        kernel("phase_timer", "mark")((1,), (1,), (self._clock, self._page.ptr, np.int32(place)))
+        times = self._times if 0 <= place < BETWEEN else 1
+        arguments = self._clock, self._page.ptr, np.int32(place), np.int32(times)
+        kernel("phase_timer", "mark")((1,), (1,), arguments)
 
     def stop(self) -> None:
         self._stopped = True

@@ -39,7 +39,8 @@ HYPERPARAMS, RESULTS = len(HYPERPARAM_NAMES), 5
 ROWS = 16
 """Most iterations that the host may be ahead of the device."""
 GROUP = 4
-"""Iterations from one event to the next, by which the host waits for the device."""
+"""Iterations from one event to the next, by which the host waits for the device, or as many more as
+it enqueues at once."""
 
 PENDING = -1.0
 """Status in a row whose result has not been written yet."""
@@ -121,10 +122,11 @@ class UpdateState:
     def _set(self, name: str, value: float) -> None:
         self._device.upload(np.array(value, np.float64), self._number(name))
 
-    def set_hyperparams(self, rate: float, decay: float, correction: float) -> None:
-        assert self._enqueued - self._returned < ROWS
-        self._hyperparams[self._enqueued % ROWS] = rate, decay, correction
-        self._results[self._enqueued % ROWS, -1] = PENDING
+    def set_hyperparams(self, rate: float, decay: float, correction: float, ahead: int = 0) -> None:
+        number = self._enqueued + ahead
+        assert number - self._returned < ROWS
+        self._hyperparams[number % ROWS] = rate, decay, correction
+        self._results[number % ROWS, -1] = PENDING
 
     def begin(self, diffs: Sequence[Array]) -> None:
         for diff in diffs:
@@ -191,19 +193,19 @@ class UpdateState:
         state = (*flags, *self._losses.with_diffs(), self._numbers, *page)
         _launch("check_and_scale", partial, blocks, *limits, *state, threads=THREADS)
 
-    def mark_enqueued(self) -> None:
-        self._device.add_enqueued_steps(self._limits.passes)
-        self._enqueued += 1
-        if self._enqueued % GROUP == 0:
+    def mark_enqueued(self, count: int = 1) -> None:
+        self._device.add_enqueued_steps(count * self._limits.passes)
+        before, self._enqueued = self._enqueued, self._enqueued + count
+        if self._enqueued // GROUP > before // GROUP:
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._device.stream)
             self._ends.append((self._enqueued, event))
 
-    def step_results(self, wait: bool) -> list[StepResult]:
+    def step_results(self, wait: bool, room: int = 1) -> list[StepResult]:
         if wait and self._finished < self._enqueued:
             self._device.synchronize()
             self._finished = self._enqueued
-        while self._enqueued - self._finished >= ROWS:
+        while self._enqueued - self._finished > ROWS - room:
             end, event = self._ends.popleft()
             event.synchronize()
             self._finished = end

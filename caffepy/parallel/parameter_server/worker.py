@@ -187,10 +187,10 @@ class ServedWorkers(OuterGroup):
         if self._trainer and self.client.worker == 0:
             self._leave_behind(state, sidecar, ends=False)
 
-    def iterate(self) -> None:
+    def iterate(self, count: int = 1) -> None:
         """Implement `WorkerGroup.iterate`."""
         self._before_last_pass = {}
-        self.inner.iterate()
+        self.inner.iterate(count)
 
     def forward(self) -> None:
         """Implement `WorkerGroup.forward`: the batch of this pass is not trained on."""

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from caffepy import ops
 from caffepy.device.cuda import CudaDevice
 from caffepy.ops.objects import HOST, PARTS
 
@@ -43,6 +44,30 @@ def test_every_part_of_a_recorded_iteration_has_its_time(device: CudaDevice, pha
     spent = {part: seconds - before[part] for part, seconds in phase_timer.read().items()}
     assert spent.pop("data") == 0
     assert all(0 < seconds < 10 for seconds in spent.values()), spent
+
+
+def test_the_last_of_several_iterations_stands_for_all(device: CudaDevice, phase_timer) -> None:
+    """Whose third, and fourth, phase takes 20 ms, in the others 40."""
+    watch = ops.backend(device).Stopwatch()
+
+    def several() -> None:
+        for number in range(4):
+            phase_timer.sample(number, 4)
+            phase_timer.begin()
+            phase_timer.mark(PARTS[1])
+            watch.hold(20 if number == 3 else 40)
+            phase_timer.mark(PARTS[2])
+            for part in PARTS[3:]:
+                phase_timer.mark(part)
+        phase_timer.sample(0, 1)
+
+    phase_timer.start()
+    several()
+    device.synchronize()
+    spent = phase_timer.read()
+    held = spent.pop(PARTS[2])
+    assert 0.9 * 4 * 20e-3 < held < 4 * 35e-3, held  # ticks of the clock are not quite 2 GHz
+    assert sum(spent.values()) < 0.02, spent
 
 
 def test_what_goes_by_while_stopped_does_not_count(device: CudaDevice, phase_timer) -> None:

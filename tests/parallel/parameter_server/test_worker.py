@@ -245,10 +245,10 @@ def test_an_error_of_one_of_a_workers_solvers_ends_the_worker(
 ) -> None:
     iterate = WorkerSolver.iterate
 
-    def fail(worker: WorkerSolver) -> None:
+    def fail(worker: WorkerSolver, count: int) -> None:
         if worker.iter == 4:
             raise DataError("the record is damaged")
-        iterate(worker)
+        iterate(worker, count)
 
     monkeypatch.setattr(WorkerSolver, "iterate", fail)
     with pytest.raises(DataError, match="rank 1: the record is damaged"):
