@@ -133,7 +133,8 @@ class Factors:
         return [blob.shape for layer in self._layers for blob in self._all.get(layer, ())]
 
     def exchange(self) -> None:
-        """Make the gradients of all layers, which have run backward, the mean of dy.T @ x.
+        """Make the gradients of all layers, which have run backward, the mean of dy.T @ x, but for
+        those that `update` will update without.
 
         All factors go in one launch, since a GPU that waits for other ranks does nothing else. The
         caller waits for STREAM.
@@ -143,8 +144,19 @@ class Factors:
             self._gather([blob.data for layer in self._layers for blob in self._all[layer]])
         with device.side_stream(STREAM, after="sync"):
             for layer in self._layers:
-                dys, xs = (blob.data.reshape(-1, blob.shape[-1]) for blob in self._all[layer])
-                layer.weight_gradient(dys, xs, False, 1 / self._size)
+                if layer.update is None:
+                    layer.weight_gradient(*self._of_all(layer), False, 1 / self._size)
+
+    def update(self) -> None:
+        """Let the layers that have `InnerProduct.update` do so, with the sum of dy.T @ x."""
+        for layer in self._layers:
+            if layer.update is not None:
+                layer.update(*layer.gradient_factors(*self._of_all(layer)))
+
+    def _of_all(self, layer: InnerProduct) -> tuple[Array, Array]:
+        """Return dy and x of all ranks, one below the other."""
+        dys, xs = (blob.data.reshape(-1, blob.shape[-1]) for blob in self._all[layer])
+        return dys, xs
 
     def close(self) -> None:
         """Make the layers compute their own gradients again."""

@@ -106,6 +106,7 @@ class NcclSync(Synchronizer):
                 log.warning("%s", network.warning)
         self._flag = AbortFlag()
         self.abort_flag = self._flag.address
+        self.has_factors = bool(factored)
         self._factors = Factors(factored, self.universal_rank, self.size, self._gather)
         self._all_gather = all_gather
         group.on_abort(self._abort)
@@ -193,6 +194,9 @@ class NcclSync(Synchronizer):
         self._warm = True
         self._device.wait_stream("sync")
         self._device.wait_stream(STREAM)
+
+    def update_by_factors(self) -> None:
+        self._factors.update()
 
     def reduce(self, count: int) -> None:
         self._reduce(Bucket(((0, count),), NEVER))

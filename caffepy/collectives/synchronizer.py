@@ -36,6 +36,7 @@ class Synchronizer:
     updates = True  # this rank updates its parameters; else it gets the root's before a pass
     capturable = False  # its calls only enqueue work on the current stream
     reduces_early = False  # `after_backward` does something
+    has_factors = False  # `update_by_factors` does something
     abort_flag = 0
     """Host address of the abort flag; nonzero after the all-reduce means that the averaged gradient
     is invalid. 0 on the CPU.
@@ -54,6 +55,11 @@ class Synchronizer:
 
     def on_gradients_ready(self) -> None:
         """Make the diff the mean of all ranks', in the ranks that update parameters."""
+
+    def update_by_factors(self) -> None:
+        """Update the weights of layers that exchange factors and have `InnerProduct.update`, with
+        the sum of all ranks' gradients.
+        """
 
     def reduce(self, count: int) -> None:
         """Make the first `count` elements of the diff the mean of all ranks'."""

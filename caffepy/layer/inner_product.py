@@ -51,8 +51,8 @@ class InnerProduct(Weighted):
     overwrites = False
     """True to overwrite the weight's gradient (beta = 0) since nothing else adds to it."""
     update: Callable[[Array, Array], None] | None = None
-    """Set where the weight is updated with its gradient a.T @ b, given a (M, R) and b (M, C), as
-    soon as those are there: the gradient is not kept.
+    """Set where the weight is updated with its gradient a.T @ b, given a (M, R) and b (M, C): as
+    soon as those are there, or by who sets `factors`, with those of all. The gradient is not kept.
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -147,22 +147,23 @@ class InnerProduct(Weighted):
             dy, db = narrow, None
         if x.dtype != w.dtype:
             w = self.narrow_weight.data
+        update = self.update if self.factors is None else None
         update_stream: AbstractContextManager[object] = nullcontext()
-        if down and self.update is not None:
+        if down and update is not None:
             update_stream = self.device.side_stream(UPDATE)
         with self.side_stream(down):
             if db is not None:
                 self.ops.bias_gradient(dy, db)
-            if self.param_propagate_down[0] and self.factors is None and self.update is None:
+            if self.param_propagate_down[0] and self.factors is None and update is None:
                 self.weight_gradient(dy, x, not self.overwrites)
         if self.param_propagate_down[0] and self.factors is not None:
             self.factors(dy, x)
         if down:
             dx = bottom.diff.reshape(self.rows, self.inputs)
             self.ops.matmul(dy, w.T if self.transposed else w, dx)  # (M, O) @ (O, K)
-        if self.update is not None:
+        if update is not None:
             with update_stream:
-                self.update(*self.gradient_factors(dy, x))
+                update(*self.gradient_factors(dy, x))
 
     def weight_gradient(self, dy: Array, x: Array, accumulate: bool, scale: float = 1.0) -> None:
         """dw = scale * dy.T @ x, or dw += that, of dy (M, O) and x (M, K), both of one type."""
@@ -173,12 +174,13 @@ class InnerProduct(Weighted):
         """Return a and b of dw = a.T @ b: (O, M) @ (M, K), or transposed (K, M) @ (M, O)."""
         return (x, dy) if self.transposed else (dy, x)
 
-    @property
-    def fuses_update(self) -> bool:
-        """True if `update` saves passes. Backward must not read the weight itself after it."""
+    def fuses_update(self, rows: int) -> bool:
+        """True if `update` saves passes, with factors of so many rows. Backward must not read the
+        weight itself after it.
+        """
         dtype = self.narrow_weight.layout.dtype
         is_narrow = dtype != self.blobs[0].dtype
-        return is_narrow and self.ops.fuses_update(self.rows, self.blobs[0].shape, dtype)
+        return is_narrow and self.ops.fuses_update(rows, self.blobs[0].shape, dtype)
 
 
 class _Margin(NamedTuple):

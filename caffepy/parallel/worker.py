@@ -36,6 +36,7 @@ class WorkerSolver(Solver):
         self.capture, self.fuse = root.capture, root.fuse
         if root.saves_memory:
             self.save_memory(*root.recompute)
+        self.iterations.step.scripts_look = root.iterations.step.scripts_look
         self.loss = 0.0
         self.totals = Totals(0, [], 0.0)
         self.follow(root, positions)

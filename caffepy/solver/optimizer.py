@@ -1,6 +1,7 @@
 """Optimizer: an update rule on the flat parameters of a net, and the history that it keeps."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class Optimizer:
         self._param, self._params, self._state, self._device = param, params, state, device
         with device.scope():
             like = params.data
+            self._mean: Any = np.zeros_like(state.scale)  # the scale of a sum over solvers
             self.history: list[Array] = [np.zeros_like(like) for _ in range(self.rule.histories)]
         specs = [each.spec for each in learnable]
         still = [0.0]  # of the one element that `params` has if the net learns nothing
@@ -57,12 +59,17 @@ class Optimizer:
             update = Update(self._param, w, g, history, numbered, correction)
             self.rule.apply(ops.backend(self._device), update)
 
-    def apply_with_product(self, number: int, a: Array, b: Array) -> None:
-        """Update the parameter of this number, (R, C), with the gradient a.T @ b."""
+    def apply_with_product(self, number: int, a: Array, b: Array, solvers: int = 1) -> None:
+        """Update the parameter of this number, (R, C), with the gradient a.T @ b, by the number of
+        `solvers` whose gradients add up to it.
+        """
         flat = self._params.data, *self.history
         arrays = [self._params.split(each)[number] for each in flat]
         numbers = self.rule.all_numbers(self._param, self._state.correction)
         segments = self._with_numbers(self._part(number, number + 1)[1])
+        if solvers > 1:
+            scale: Any = self._state.scale
+            segments = segments._replace(scale=np.multiply(scale, 1 / solvers, out=self._mean))
         ops.backend(self._device).product_update(self.rule.name, a, b, arrays, segments, numbers)
 
     def _left(self, flat: Sequence[Array]) -> Iterator[tuple[list[Array], Segments]]:

@@ -146,7 +146,7 @@ class CapturedRunner:
     # what is captured
 
     def _iteration(self) -> None:
-        with self._step.overwrite_gradients(update=self._step.checks_early):
+        with self._step.overwrite_gradients(update=self._step.lets_layers_update):
             self._begin()
             self._pass()
             self._close()

@@ -52,14 +52,21 @@ class Synchronizer(Callback, Protocol):
     `updates` is True if this solver updates its parameters; else it gets the root's in `on_start`.
     Without `reduces_early` nothing calls `after_backward`. `abort_flag` is the host address of the
     abort flag, for a GPU; nonzero after the all-reduce means that the averaged gradient is invalid.
+    With `has_factors` large weights may be updated by the factors of all solvers, of which there
+    are `size`: `update_by_factors` calls the layers' `update`.
     """
 
     updates: bool
     reduces_early: bool
+    has_factors: bool
     abort_flag: int
+    size: int
 
     def after_backward(self, layer: int) -> object:
         """Called after each layer's backward pass, with iter_size 1: reduce what is complete."""
+
+    def update_by_factors(self) -> object:
+        """Update the weights of layers that have an `update`, with the sum of all gradients."""
 
 
 class _LayerHook:
@@ -149,15 +156,20 @@ class TrainingStep:
             self._looked_ahead = True
             for _, node in self.net.own_nodes:
                 node.layer.read_ahead()
-            with self.overwrite_gradients(update=self.checks_early):
+            with self.overwrite_gradients(update=self.lets_layers_update):
                 self.net.compile_ahead(self.graphs.eager_steps)
             with self.device.scope(), ops.backend(self.device).compile_ahead():
                 self.optimizer.apply()
 
     @property
+    def _others(self) -> list[Callback]:
+        """The callbacks but the synchronizer."""
+        return [callback for callback in self.callbacks if callback is not self.synchronizer]
+
+    @property
     def gradients_untouched(self) -> bool:
         """True if no callback or Python layer can modify gradients during a step."""
-        others = [callback for callback in self.callbacks if callback is not self.synchronizer]
+        others = self._others
         called = (*others, *self.graphs.net_callbacks)
         return not any(layer.may_modify_gradients for layer in self.net.layers) and all(
             getattr(callback, "adds_nothing", False) for callback in called
@@ -168,11 +180,26 @@ class TrainingStep:
         """True if the loss check can overlap backward: no clipping, no loss scale, no callbacks."""
         return self.param.iter_size == 1 and not (self.update_state.needs_norm or self.callbacks)
 
+    @property
+    def updates_by_factors(self) -> bool:
+        """True if layers can update their weights by the factors of all solvers, after the loss
+        check and the all-reduce: no clipping, no loss scale, no other callbacks.
+        """
+        if self.synchronizer is None or not self.synchronizer.has_factors:
+            return False
+        return self.param.iter_size == 1 and not (self.update_state.needs_norm or self._others)
+
+    @property
+    def lets_layers_update(self) -> bool:
+        """True if layers can update large weights in a captured iteration."""
+        return self.checks_early or self.updates_by_factors
+
     def overwrite_gradients(self, update: bool = False) -> AbstractContextManager[None]:
         """Make layers overwrite (beta = 0) large gradients instead of adding, with iter_size 1.
 
         With `update`, those that can update their weights at once, so that `Optimizer.apply` leaves
-        them out, if nobody can look at gradients: `check_and_scale` must come before backward.
+        them out, if nobody can look at gradients: `check_and_scale` must come before backward, or
+        with a synchronizer before it updates by factors.
         """
         return self._overwriting(update) if self._large else nullcontext()
 
@@ -180,7 +207,8 @@ class TrainingStep:
     def _overwriting(self, update: bool) -> Iterator[None]:
         try:
             self._set_overwrites(self.param.iter_size == 1 and self.gradients_untouched)
-            seen = self.graphs.net_callbacks or self.param.snapshot_diff or self.scripts_look
+            hooks = [hook for hook in self.graphs.net_callbacks if not isinstance(hook, _LayerHook)]
+            seen = hooks or self.param.snapshot_diff or self.scripts_look
             if update and self.overwrites and not seen:
                 self._let_layers_update()
             yield
@@ -220,16 +248,21 @@ class TrainingStep:
                 layer.narrowed_on = ""
 
     def _let_layers_update(self) -> None:
+        size = self.synchronizer.size if self.synchronizer else 1
         for number, layer in sorted(self._large.items()):
-            if layer.fuses_update:
+            with_others = layer.factors is not None
+            if with_others == (size > 1) and layer.fuses_update(size * layer.rows):
                 layer.update = partial(self._update_with_product, number)
                 self.optimizer.updated.append(number)
-        self.whole = not self.optimizer.updated
+        self.whole = self.synchronizer is not None or not self.optimizer.updated
 
     def _update_with_product(self, number: int, a: Array, b: Array) -> None:
-        """Update the parameter of this number, (R, C), with the gradient a.T @ b."""
+        """Update the parameter of this number, (R, C), with the gradient a.T @ b; with a
+        synchronizer that is the sum over all solvers.
+        """
         self.device.wait_stream("control")
-        self.optimizer.apply_with_product(number, a, b)
+        solvers = self.synchronizer.size if self.synchronizer else 1
+        self.optimizer.apply_with_product(number, a, b, solvers)
 
     @property
     def overwrites(self) -> bool:
@@ -306,6 +339,8 @@ class TrainingStep:
         self.update_state.check_and_scale(self.params.diff)
         if self._updates:
             self.whole = False
+            if self.optimizer.updated and self.synchronizer:
+                self.synchronizer.update_by_factors()
             if self.capture and not self.device.is_cuda:
                 self._update_replay.run(self.optimizer.rule.numbers(self.param))
             else:

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy import models
+from caffepy import models, ops
 from caffepy.collectives import peers
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import DataError
@@ -295,6 +295,49 @@ def test_solvers_that_exchange_factors_follow_one(
         ran = on_gpus(size, "nccl", case.settings, text, case.iterations, capture=how == "replayed")
     assert re.search(r"the factors of the weight gradients of (ip1|fc6, fc7)", caplog.text)
     follow(name, size, ran, source)
+
+
+@pytest.mark.usefixtures("always_factors", "deterministic")
+def test_large_weights_are_updated_by_the_factors_of_all_solvers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without their gradients, where no script may look at these; and as with them, to the bit."""
+    text = (
+        library.dummies(
+            "in", 'type: "gaussian"', 'type: "uniform" max: 9.9', data=(32, 2048), label=(32,)
+        )
+        + library.inner_product("first", "data", 1024)
+        + library.relu("relu", "first")
+        + library.inner_product("second", "first", 10)
+        + library.softmax_loss("second")
+    )
+    updated, ended = list[tuple[int, ...]](), list[list[bytes]]()
+    devices = [CudaDevice(0), CudaDevice(1)]
+    backend: Any = ops.backend(devices[0])
+    of_factors, calls = backend.product_update, list[int]()
+
+    def noted(rule: str, a: Array, b: Array, *more: Any) -> None:
+        updated.append(a.shape)
+        of_factors(rule, a, b, *more)
+
+    monkeypatch.setattr(backend, "product_update", noted)
+    for looks in (False, True):
+        settings = 'base_lr: 0.01 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.001 display: 1 '
+        root, recorder = train(settings, text, devices[0], "bf16")
+        root.iterations.step.scripts_look = looks
+        topology = peers.prepare(peers.query(range(2)))
+        with P2PManager(
+            root, devices, topology, SyncOptions("nccl", deadlines=DEADLINES)
+        ) as manager:
+            root.step(ITERATIONS)
+            data = [params(solver).tobytes() for solver in (root, *manager.workers)]
+        root.close()
+        assert len(set(data)) == 1
+        ended.append([*data, np.array(recorder.losses).tobytes()])
+        calls.append(len(updated))
+    assert set(updated) == {(64, 1024)}
+    assert calls[0] == calls[1]
+    assert ended[0] == ended[1]
 
 
 STAYING = library.small_convolution(

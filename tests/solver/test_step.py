@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import caffepy as caffe
+from caffepy.collectives.factors import Factors
 from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.synchronizer import Synchronizer
+from caffepy.device.blob import Array
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net import gradients
 from caffepy.net.gradients import large_products
@@ -67,7 +69,7 @@ def test_large_weights_are_updated_with_their_gradients(monkeypatch: pytest.Monk
     straight = solver_of("weight_decay: 0.01 ", DEEPER)
     straight.step(4)
     monkeypatch.setattr(gradients, "LARGE", 41)
-    monkeypatch.setattr(InnerProduct, "fuses_update", True)
+    monkeypatch.setattr(InnerProduct, "fuses_update", lambda layer, rows: True)
     solver = solver_of("weight_decay: 0.01 ", DEEPER)
     step, net = solver.iterations.step, solver.net
     step.scripts_look = False
@@ -94,6 +96,78 @@ def test_large_weights_are_updated_with_their_gradients(monkeypatch: pytest.Monk
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-7)
 
 
+class TwoAlike(Synchronizer):
+    """The synchronizer of one of two solvers that see the same batch."""
+
+    has_factors = True
+
+    def __init__(self, layer: InnerProduct) -> None:
+        super().__init__(RankGroup(2), 0)
+        self.factors = Factors([layer], 0, 2, self.gather)
+
+    def gather(self, wholes: Sequence[Array]) -> None:
+        for whole in wholes:
+            whole[1] = whole[0]
+
+    def on_gradients_ready(self) -> None:
+        self.factors.exchange()
+
+    def update_by_factors(self) -> None:
+        self.factors.update()
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_large_weights_are_updated_by_the_factors_of_all_solvers(
+    looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the mean of their gradients, which is not written if no script may look."""
+    straight = solver_of("weight_decay: 0.01 ", DEEPER)
+    straight.step(4)
+    monkeypatch.setattr(gradients, "LARGE", 41)
+    rows_asked = []
+    monkeypatch.setattr(
+        InnerProduct, "fuses_update", lambda layer, rows: not rows_asked.append(rows)
+    )
+    solver = solver_of("weight_decay: 0.01 ", DEEPER)
+    step, net = solver.iterations.step, solver.net
+    step.scripts_look = looks
+    (first,) = large_products(net).values()
+    solver.synchronize(TwoAlike(first))
+    assert step.updates_by_factors
+    first.blobs[0].diff.fill(np.nan)
+    for iteration in range(4):
+        step.set_hyperparams(0.1, iteration)
+        with step.overwrite_gradients(update=step.lets_layers_update):
+            step.begin()
+            net.forward(steps=net.steps)
+            step.accumulate_loss()
+            net.backward(steps=net.steps)
+            step.gradients_ready()
+            assert step.whole
+            step.update()
+        assert step.whole
+        assert first.update is None
+    assert np.isnan(first.blobs[0].diff).all() == (not looks)
+    assert rows_asked == ([] if looks else [2 * first.rows] * 4)
+    for mine, other in zip(
+        (solver.params.data, *solver.history),
+        (straight.params.data, *straight.history),
+        strict=True,
+    ):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("why", ["clip_gradients: 1 ", "iter_size: 2 ", "a callback"])
+def test_weights_are_updated_with_their_gradients_where_these_are_needed(why: str) -> None:
+    solver = solver_of("" if why == "a callback" else why, DEEPER)
+    first = next(layer for layer in solver.net.layers if isinstance(layer, InnerProduct))
+    solver.synchronize(TwoAlike(first))
+    if why == "a callback":
+        solver.add_callback(Synchronizer(RankGroup(1), 0))
+    assert not solver.iterations.step.updates_by_factors
+    assert not solver.iterations.step.lets_layers_update
+
+
 class Looking:
     """A callback of a net that changes nothing."""
 
@@ -108,7 +182,7 @@ def test_weights_are_updated_after_all_gradients_where_these_are_seen(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradients, "LARGE", 41)
-    monkeypatch.setattr(InnerProduct, "fuses_update", True)
+    monkeypatch.setattr(InnerProduct, "fuses_update", lambda layer, rows: True)
     solver = solver_of("snapshot_diff: true " if why == "snapshot_diff" else "", DEEPER)
     step = solver.iterations.step
     step.scripts_look = why == "a script may look"

@@ -420,7 +420,8 @@ class GradientPush:
     that of the solvers of this worker, if there are several.
     """
 
-    capturable = adds_nothing = False
+    capturable = adds_nothing = has_factors = False  # gradients are pushed
+    size = 1
 
     def __init__(
         self, workers: ServedWorkers, rank: int = 0, node: Synchronizer | None = None
@@ -439,6 +440,9 @@ class GradientPush:
         """Average over this worker's solvers; the whole gradient is pushed at once."""
         if self._node:
             self._node.after_backward(layer)
+
+    def update_by_factors(self) -> None:
+        """Do nothing: see `has_factors`."""
 
     def on_gradients_ready(self) -> None:
         """Make the gradient the mean of all workers'."""
