@@ -58,6 +58,7 @@ class Heartbeat:
     """The callback of a net before each of its layers: signals are checked, the layer is noted."""
 
     capturable = replayable = adds_nothing = True  # a replayed step is polled instead
+    touches_nothing = True
 
     def __init__(self, monitor: "Monitor", net: Net) -> None:
         self._monitor, self._net, self._check = monitor, net, monitor.signals.check

@@ -72,7 +72,7 @@ class Synchronizer(Callback, Protocol):
 class _LayerHook:
     """The net's callback that tells a synchronizer which layers are done in an iteration."""
 
-    capturable = adds_nothing = True
+    capturable = adds_nothing = touches_nothing = True
 
     def __init__(self, step: "TrainingStep", synchronizer: Synchronizer) -> None:
         self._step, self._synchronizer = step, synchronizer
@@ -80,6 +80,11 @@ class _LayerHook:
     def __call__(self, layer: int) -> None:
         if self._step.begun:  # a script may run the net backward, too
             self._synchronizer.after_backward(layer)
+
+
+def _touches(callback: object) -> bool:
+    """True unless a callback says `touches_nothing = True`: it neither reads nor writes blobs."""
+    return not getattr(callback, "touches_nothing", False)
 
 
 def losses(net: Net) -> list[Blob]:
@@ -207,8 +212,8 @@ class TrainingStep:
     def _overwriting(self, update: bool) -> Iterator[None]:
         try:
             self._set_overwrites(self.param.iter_size == 1 and self.gradients_untouched)
-            hooks = [hook for hook in self.graphs.net_callbacks if not isinstance(hook, _LayerHook)]
-            seen = hooks or self.param.snapshot_diff or self.scripts_look
+            touched = any(map(_touches, self.graphs.net_callbacks))
+            seen = touched or self.param.snapshot_diff or self.scripts_look
             if update and self.overwrites and not seen:
                 self._let_layers_update()
             yield
@@ -233,7 +238,8 @@ class TrainingStep:
         arranged = []
         try:
             with self.device.side_stream(WEIGHTS):
-                for convolution in () if self.net.before_forward else self._convolutions:
+                touched = any(map(_touches, self.net.before_forward))
+                for convolution in () if touched else self._convolutions:
                     if convolution.conv.arrange_ahead(convolution.blobs[0].data):
                         arranged.append(convolution)
                 for layer in self._large.values():

@@ -16,6 +16,7 @@ from caffepy.net import gradients
 from caffepy.net.gradients import large_products
 from caffepy.solver import Signals, Solver
 from caffepy.solver.gradient_probe import Watch
+from caffepy.solver.monitor import Heartbeat, Monitor
 from tests.nets import library
 from tests.solver.cases import NET, solver_of
 
@@ -192,6 +193,22 @@ def test_weights_are_updated_after_all_gradients_where_these_are_seen(
         (first,) = step._large.values()
         assert first.update is None
         assert step.whole
+
+
+def test_weights_are_updated_with_their_gradients_beside_the_heartbeat_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradients, "LARGE", 41)
+    monkeypatch.setattr(InnerProduct, "fuses_update", lambda layer, rows: True)
+    solver = solver_of("", DEEPER)
+    heartbeat = Heartbeat(Monitor(Signals()), solver.net)
+    solver.net.before_forward.append(heartbeat)
+    solver.net.before_backward.append(heartbeat)
+    step = solver.iterations.step
+    step.scripts_look = False
+    with step.overwrite_gradients(update=True):
+        (first,) = step._large.values()
+        assert first.update is not None
 
 
 NORMS = NET.replace(
