@@ -138,8 +138,11 @@ def test_both_gradients_of_a_product_with_few_outputs(name, case, before):
 @pytest.mark.parametrize("case", PRODUCTS)
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_products_of_what_a_normalization_gives(name, case, ceiling):
-    """With the numbers of a BatchNorm behind them."""
-    kind, (x_shape, outputs) = LAST[name], PRODUCTS[case]
+    check_given(LAST[name], *PRODUCTS[case], ceiling)
+
+
+def check_given(kind, x_shape, outputs, ceiling):
+    """With the numbers of a BatchNorm behind the product."""
     channels, how = x_shape[1], ((1, 1), (0, 0), (1, 1))
     w_shape = outputs, channels, 1, 1
     rng = np.random.default_rng(0)

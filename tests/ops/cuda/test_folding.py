@@ -89,7 +89,7 @@ def test_all_passes(name, kind, monkeypatch):
     near(db_there.get(), db, kind)
 
 
-@pytest.mark.parametrize("candidate", [0, 1, 2], ids=["apart", "64", "128"])
+@pytest.mark.parametrize("candidate", [0, 1, 2, 3], ids=["apart", "64", "128", "few"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_before_a_batch_norm(name, kind, candidate, monkeypatch):

@@ -30,8 +30,8 @@ Above them are the fusions with what is beside a convolution:
                    kernels of ours that give them; likewise the gradient
     WithoutOutput  before a BatchNorm, where products of our own do all of it (covariance.py)
 
-Depthwise, and of products with few outputs, both gradients beside a BatchNorm are one pass in 16
-bits (`depthwise.backward_both`, `pointwise.narrow_both`).
+Depthwise, and of products with few outputs or few channels, both gradients beside a BatchNorm are
+one pass in 16 bits (`depthwise.backward_both`, `pointwise.narrow_both`, `pointwise_few.both`).
 
 In Caffe's layout (Plain) there is one level, "apart". Where cuDNN has no plan, arrays with the
 channels last are converted to float32 in Caffe's layout; where it has none there either, im2col and

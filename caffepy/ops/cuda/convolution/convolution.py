@@ -8,7 +8,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.core.errors import DeviceError
 from caffepy.device.blob import Layout
-from caffepy.ops.cuda import covariance, depthwise, pointwise, strided_images
+from caffepy.ops.cuda import covariance, depthwise, pointwise, pointwise_few, strided_images
 from caffepy.ops.cuda.bias_relu import relu_bias_backward
 from caffepy.ops.cuda.context import context, prepare_handles
 from caffepy.ops.cuda.convolution.max_pooled import MaxPooled
@@ -160,8 +160,8 @@ class Convolution:
 
     def skips_gradient(self, layout: Layout) -> bool:
         of = self._geometry, layout.dtype
-        suits = depthwise.suits_both(*of) or pointwise.suits_narrow_both(*of)
-        return layout.channels_last and suits
+        kernels = depthwise.suits_both, pointwise.suits_narrow_both, pointwise_few.suits
+        return layout.channels_last and any(suits(*of) for suits in kernels)
 
     def backward_norm_gradient(
         self, x: Array | None, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
@@ -171,8 +171,8 @@ class Convolution:
             return
         made = self._for(to.masked if isinstance(to, NormSums) else to, dy.g)
         assert isinstance(made, _ChannelsLast)
-        if isinstance(to, NormSums) and made.summed.suits_both(to):
-            made.summed.backward_both(w, dy, dw, to)
+        if made.summed.suits_both(to):
+            made.summed.backward_both(x, w, dy, dw, to)
             return
         assert x is not None
         n, c, *size = dy.g.shape

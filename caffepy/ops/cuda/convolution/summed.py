@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from caffepy.ops.cuda import autotune, depthwise, pointwise, rgb_images
+from caffepy.ops.cuda import autotune, depthwise, pointwise, pointwise_few, rgb_images
 from caffepy.ops.cuda.autotune import Make, Run, run_kept
 from caffepy.ops.cuda.convolution.arrangement import Arrangement
 from caffepy.ops.cuda.convolution.passes import LAUNCHES, Passes
@@ -17,6 +17,7 @@ from caffepy.ops.cuda.normalization import (
     BY_X,
     BY_Y,
     NO_MASK,
+    NO_RELU,
     Addition,
     as_planes,
     finish_norm,
@@ -64,6 +65,9 @@ class Summed:
             make = self._passes.folding.moments
             candidates += [partial(make, width) for width in pointwise.WIDTHS]
             what += " or folding"
+            if pointwise_few.suits(self._geometry, self._dtype):
+                candidates.append(lambda: self._few_moments)
+                what += " or few"
         elif b is None:
             ways = self._cudnn.arrangements
             ways = [way for way in ways if pointwise.suits_moments(way.geometry, self._dtype)]
@@ -89,10 +93,25 @@ class Summed:
         """Compute y of what the normalization makes of x, and return its partial sums."""
         if depthwise.suits(self._geometry, self._dtype):
             return depthwise.moments(self._geometry, self._dtype, given)(x, w, y)
+        if pointwise_few.suits(self._geometry, self._dtype):
+            return self._few_moments(x, w, None, y, y, given)
         way = self._cudnn.arrangements[0]
         weights, _ = way.weights(w)
         self._cudnn.end_forward(way, x)
         return pointwise.narrow_moments(self._geometry, self._dtype, given)(x, weights, y)
+
+    def _few_moments(
+        self,
+        x: Array,
+        w: Array,
+        b: None,
+        y: Array,
+        planes: Array,
+        given: Normalized | None = None,
+    ) -> tuple[Array, int]:
+        assert self._passes.folding is not None
+        self._passes.folding.begin_forward()
+        return pointwise_few.moments(self._geometry, x, w, y, given)
 
     def _depthwise_moments(self) -> Run:
         found = depthwise.moments(self._geometry, self._dtype)
@@ -142,21 +161,42 @@ class Summed:
         name = f"{what} {self._geometry}"
         return self._run(("sums", *variant), name, apart, candidates, (dy, w, norm))
 
-    def suits_both(self, norm: NormSums) -> bool:
-        """Return True if `backward_both` can compute what this normalization wants."""
-        mask = mask_kind(norm.ceiling, norm.y, norm.bits)
-        return norm.x is not None and norm.more is None and mask in (NO_MASK, BY_X)
+    def suits_both(self, to: NormSums | Array) -> bool:
+        """Return True if `backward_both` can compute what is wanted."""
+        if not isinstance(to, NormSums):
+            return pointwise_few.suits(self._geometry, self._dtype)
+        mask = mask_kind(to.ceiling, to.y, to.bits)
+        return to.x is not None and to.more is None and mask in (NO_MASK, BY_X)
 
-    def backward_both(self, w: Array, dy: NormGradient, dw: Array | None, norm: NormSums) -> None:
-        """Compute what the normalization wants past the gradient of y, and add to dw."""
-        after = what_follows(norm.ceiling)
-        make = partial(pointwise.narrow_both, self._geometry, self._dtype, after)
-        given = dy, self._passes.product_weights(w), norm
-        found = run_kept(self._runs, ("both", after), make, given)
-        sums, part = found or ((norm.line, 1), norm.line)  # ahead there are none, and none are read
+    def backward_both(
+        self, x: Array | None, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
+    ) -> None:
+        """Compute what the normalization wants past the gradient of y, or the gradient of x, and
+        add to dw.
+        """
+        of, sums = (self._geometry, self._dtype), isinstance(to, NormSums)
+        after = what_follows(to.ceiling) if isinstance(to, NormSums) else NO_RELU
+        given = x, w, dy, to
+
+        def fastest() -> Run | None:
+            made = pointwise_few.both(*of) if pointwise_few.suits(*of) else []
+            if sums and pointwise.suits_narrow_both(*of):
+                made.append(partial(self._narrow_both, after))
+            found = autotune.fastest(f"both {sums} {after} {self._geometry}", of[1], made, given)
+            return found and found[1]
+
+        found = run_kept(self._runs, ("both", sums, after), fastest, given)
+        partial_sums, part = found or ((w, 1), w)  # ahead there are none, and none are read
         size = part[0].size
-        addition = Addition(part, dw, len(part), size, size, size, 1)
-        finish_norm(sums, norm, None if dw is None else addition)
+        if isinstance(to, NormSums):
+            addition = Addition(part, dw, len(part), size, size, size, 1)
+            finish_norm(partial_sums, to, None if dw is None else addition)
+        elif dw is not None:
+            pointwise_few.add(part, dw)
+
+    def _narrow_both(self, after: int) -> Run:
+        found = pointwise.narrow_both(self._geometry, self._dtype, after)
+        return lambda x, w, dy, norm: found(dy, self._passes.product_weights(w), norm)
 
     def _gradient(self, width: int, variant: Variant) -> Run:
         if self._passes.folding is not None:
