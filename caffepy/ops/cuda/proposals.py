@@ -4,15 +4,19 @@ import numpy as np
 
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
-from caffepy.ops.cuda.launch import Array, c_type, launch
+from caffepy.ops.cuda.launch import Array, arrivals, c_type, launch
 
-COLUMN = 128
-"""Boxes that are decided about at a time, as in proposals.cu."""
+MOST = 5120
+"""Most boxes that are looked at in one launch, as in proposals.cu."""
 
-LEAST, EACH, MANY = 1280, 2, 2048
-"""Boxes that are looked at before the others: so many, or for each that is wanted. From MANY on
-twice as many are looked at next, else all.
-"""
+LEAST, EACH = 1280, 2
+"""Boxes that are looked at before the others: so many, or for each that is wanted."""
+
+DEVICE, WARPS, LINE = 132, 32, 64
+"""Multiprocessors of a large device, warps of a block and boxes of one, as in proposals.cu."""
+
+NOTES = 1 + MOST // 64
+"""Words of 8 bytes that blocks tell each other of an image, as in proposals.cu."""
 
 
 def decode_proposals(
@@ -35,18 +39,22 @@ def suppress_overlaps(
     boxes: Array, threshold: float, unit: float, kept: Array, counts: Array
 ) -> None:
     (images, count, _), most = boxes.shape, kept.shape[1]
-    columns = -(-count // COLUMN)
-    if not columns:
+    if not count:
         counts.fill(0)
-    if not images or not columns:
+    if not images or not count:
         return
-    bits = context().array("overlaps", (images, columns, count, COLUMN // 64), np.uint64)
-    find = kernel("proposals", f"find_overlaps<{c_type(boxes)}>")
-    keep = kernel("proposals", "keep_boxes")
-    first, behind = 0, max(LEAST, EACH * most)
-    while first < columns:
-        last = min(columns, -(-behind // COLUMN))
-        sizes = count, columns, first, most, float(threshold), float(unit)
-        find((last, last - first, images), (COLUMN,), (boxes, counts, bits, *sizes))
-        keep((images,), (1024,), (bits, kept, counts, count, columns, first, last, most))
-        first, behind = last, 2 * behind if behind >= MANY else count
+    begin = min(count, MOST, max(LEAST, EACH * most))
+    rest = -(-(count - begin) // MOST)
+    ends = [begin, *(begin + (count - begin) * k // rest for k in range(1, rest + 1))]
+    lines = -(-max(b - a for a, b in zip([0, *ends], ends, strict=False)) // LINE)
+    blocks = min(DEVICE, lines * (lines + 1))
+    room = LINE * -(-lines * (lines + 1) // blocks)  # a box beside a word has an entry at most
+    lists = context().array("overlaps", (images, blocks, room), np.uint64)
+    lengths = context().array("numbers of overlaps", (images, blocks), np.int32)
+    arrays = boxes, kept, counts, arrivals(images * NOTES), lists, lengths
+    run = kernel("proposals", f"suppress_overlaps<{c_type(boxes)}>")
+    first = 0
+    for end in ends:
+        sizes = count, first, end - first, most, room, float(threshold), float(unit)
+        run((blocks, images), (32 * WARPS,), (*arrays, *sizes))
+        first = end

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from tests.ops.cuda.compare import EXACT, agree
-from tests.ops.cuda.test_boxes import some_boxes
+from tests.ops.cuda.test_boxes import seeded, some_boxes
 
 pytestmark = pytest.mark.gpu
 
@@ -34,3 +34,14 @@ def test_boxes_behind_the_first_columns():
     boxes = np.round(boxes).astype(np.float32)[None]
     kept, counts = np.zeros((1, 700), np.int32), np.zeros(1, np.int32)
     agree("suppress_overlaps", boxes, 0.7, 1.0, kept, counts, tolerance=EXACT)
+
+
+def test_a_crowd_of_boxes():
+    """Many around each object, more than are looked at in two launches."""
+    draw = seeded(7)
+    objects = np.round(some_boxes(150, seed=8, size=0.3) * 800)
+    boxes = objects[draw.integers(0, len(objects), 12000)] + draw.normal(0, 5, (12000, 4))
+    kept, counts = np.zeros((1, 1500), np.int32), np.zeros(1, np.int32)
+    for most in (1500, 300):
+        given = boxes.astype(np.float32)[None], 0.7, 1.0, kept[:, :most].copy(), counts
+        agree("suppress_overlaps", *given, tolerance=EXACT)

@@ -52,7 +52,7 @@ struct alignas(16) Area {
     for (int k = 0; k < 4; ++k) v[k] = float(p[k]);
     size = __fmul_rn(__fadd_rn(__fsub_rn(v[2], v[0]), unit), __fadd_rn(__fsub_rn(v[3], v[1]), unit));
   }
-  // Whether areas of this size can be compared without a division; false for what is no number.
+  // Whether it can be far from others; false for what is no number.
   __device__ bool plain() const {
     bool finite = true;
     for (float x : v) finite &= fabsf(x) < 1e15f;
@@ -62,9 +62,8 @@ struct alignas(16) Area {
 
 // Whether the intersection over the union, rounded, is above a threshold.
 struct Limit {
-  float threshold, above, below, unit;
-  __device__ Limit(double threshold, double unit)
-      : threshold(float(threshold)), above(float(threshold) * 1.00001f), below(float(threshold) * 0.99999f), unit(float(unit)) {}
+  float threshold, unit;
+  __device__ Limit(double threshold, double unit) : threshold(float(threshold)), unit(float(unit)) {}
   __device__ float length(float low, float high) const { return __fadd_rn(__fsub_rn(high, low), unit); }
   __device__ bool passes(const Area& a, const Area& b) const {
     const float wide = length(fmaxf(a.v[0], b.v[0]), fminf(a.v[2], b.v[2]));
@@ -72,216 +71,249 @@ struct Limit {
     const float both = __fmul_rn(fmaxf(wide, 0.0f), fmaxf(high, 0.0f));
     return __fdiv_rn(both, __fsub_rn(__fadd_rn(a.size, b.size), both)) > threshold;
   }
-  // Shifts a bit into each of two words: it is not above the threshold, it is below, both for sure; if neither, that is not
-  // sure. For plain areas and a threshold that is above 0: without a division, by the signs of two sums.
-  __device__ void guess(const Area& a, const Area& b, unsigned& not_above, unsigned& is_below) const {
-    const float wide = length(fmaxf(a.v[0], b.v[0]), fminf(a.v[2], b.v[2]));
-    const float high = length(fmaxf(a.v[1], b.v[1]), fminf(a.v[3], b.v[3]));
-    const float both = __fmul_rn(fmaxf(wide, 0.0f), high);  // 0 or less unless both are above 0
-    const float either = __fsub_rn(__fadd_rn(a.size, b.size), both);
-    not_above = __funnelshift_l(__float_as_uint(fmaf(-above, either, both)), not_above, 1);
-    is_below = __funnelshift_l(__float_as_uint(fmaf(-below, either, both)), is_below, 1);
+};
+
+// Where a box is: boxes whose centres are further apart along an axis than they reach together do not overlap by more than
+// the threshold, since what they share of an axis is at least what they share of their areas.
+struct alignas(16) Near {
+  float x, wide, y, high;
+  Near() = default;
+  __device__ Near(const Area& of, const Limit& limit) {
+    const float t = limit.threshold, part = (1 - t) / (2 * (1 + t)) * 1.0001f + 1e-5f;
+    const bool known = of.plain() && t > 1e-6f && t < 1 && limit.unit >= 0;
+    const auto reach = [=](float low, float high) {  // with room for what rounding does
+      return part * limit.length(low, high) + 4e-7f * (fabsf(low) + fabsf(high));
+    };
+    x = known ? 0.5f * (of.v[0] + of.v[2]) : 0;
+    y = known ? 0.5f * (of.v[1] + of.v[3]) : 0;
+    wide = known ? reach(of.v[0], of.v[2]) : __uint_as_float(0x7f800000u);
+    high = known ? reach(of.v[1], of.v[3]) : __uint_as_float(0x7f800000u);
   }
 };
 
-constexpr int COLUMN = 128;           // boxes of a column, a bit each
-constexpr int WORDS = COLUMN / 32;
+// A bit for each of 32 other boxes, whether it may overlap: from the signs of sums.
+__device__ unsigned near(const Near& own, const Near* others) {
+  unsigned level = 0, vertical = 0;
+#pragma unroll
+  for (int b = 31; b >= 0; --b) {
+    const Near other = others[b];
+    level = __funnelshift_l(__float_as_uint(fabsf(other.x - own.x) - other.wide - own.wide), level, 1);
+    vertical = __funnelshift_l(__float_as_uint(fabsf(other.y - own.y) - other.high - own.high), vertical, 1);
+  }
+  return level & vertical;
+}
 
-struct alignas(16) Bits {
-  unsigned v[WORDS];
-  __device__ void operator|=(const Bits& other) {
-#pragma unroll
-    for (int w = 0; w < WORDS; ++w) v[w] |= other.v[w];
-  }
-  __device__ bool any() const {
-    unsigned all = 0;
-    for (unsigned word : v) all |= word;
-    return all;
-  }
-  __device__ int count() const {
-    int all = 0;
-    for (unsigned word : v) all += __popc(word);
-    return all;
-  }
-  // Those of the first `number` boxes of a column alone.
-  __device__ void cut(i64 number) {
-#pragma unroll
-    for (int w = 0; w < WORDS; ++w) {
-      const i64 here = number - 32 * w;
-      if (here < 32) v[w] &= here > 0 ? (1u << here) - 1 : 0;
-    }
-  }
+constexpr int WARPS = 32, LINE = 64;           // of a block; boxes of a warp, beside 32 others
+constexpr int MOST = 5120, WORDS = MOST / 32;  // boxes that are looked at, and words of them, a bit each
+constexpr int GROUPS = 5;                      // lists that a warp looks at, at most
+constexpr int AHEAD = 4, BATCH = 3;            // batches of entries that a thread keeps, and entries of one
+
+// What the last block is told of the others: bits of the boxes that one kept before overlaps; the blocks that are done; all 0
+// before and after.
+struct Notes {
+  u64 done;
+  unsigned gone[WORDS];
 };
 
-// Bit b of (n, q, p): another box, COLUMN * q + b, overlaps p, which is no later than the last of these. Blocks (of boxes p,
-// q from `first` on, n), a thread a box p. Nothing unless `counts` (N) are below `most`, where there are some.
-template <typename T>
-__global__ void __launch_bounds__(COLUMN)
-find_overlaps(const T* boxes, const int* counts, Bits* overlaps, i64 count, i64 columns, i64 first, i64 most,
-              double threshold, double unit) {
-  __shared__ Area others[COLUMN];
-  __shared__ unsigned odd[WORDS];
-  const i64 n = blockIdx.z, q = first + blockIdx.y, start = COLUMN * q, p = blockIdx.x * i64(COLUMN) + threadIdx.x;
-  if (blockIdx.x > q || (first && counts[n] >= most)) return;
-  const T* all = boxes + n * count * 4;
-  const int here = int(min(count - start, i64(COLUMN)));
-  const Limit limit(threshold, unit);
-  const bool quick = limit.threshold > 1e-6f && limit.threshold < 1e6f && limit.unit >= 0;
-  const Area other(all + 4 * (start + min(int(threadIdx.x), here - 1)), limit.unit);
-  others[threadIdx.x] = other;
-  const unsigned votes = __ballot_sync(0xffffffffu, !other.plain());
-  if (threadIdx.x % 32 == 0) odd[threadIdx.x / 32] = votes;
-  __syncthreads();
-  if (p >= count) return;
-  const Area own(all + 4 * p, limit.unit);
-  const unsigned none = quick && own.plain() ? 0 : 0xffffffffu;
-  Bits bits;
-#pragma unroll
-  for (int w = 0; w < WORDS; ++w) {
-    unsigned not_above = 0, is_below = 0;
-#pragma unroll
-    for (int b = 31; b >= 0; --b) limit.guess(own, others[32 * w + b], not_above, is_below);
-    unsigned unsure = (not_above & ~is_below) | odd[w] | none, over = ~not_above & ~unsure;
-    for (; unsure; unsure &= unsure - 1) {
-      const int b = __ffs(unsure) - 1;
-      if (limit.passes(own, others[32 * w + b])) over |= 1u << b;
-    }
-    bits.v[w] = over;
-  }
-  bits.cut(here);
-  if (blockIdx.x == q) bits.v[threadIdx.x / 32] &= ~(1u << threadIdx.x % 32);
-  overlaps[(n * columns + q) * count + p] = bits;
-}
+// `size` boxes of an image from `first` on. Lists (blocks, room) hold entries: a box, in the lowest 16 bits, overlaps those of
+// a word, in the next ones, whose bits are in the upper half; they come before it.
+template <typename T> struct Segment {
+  const T* boxes;
+  int first, size;
+  Notes* notes;
+  u64* lists;
+  int* lengths;  // of the lists
+  i64 room;
+  Limit limit;
+  __device__ Area area(int p) const { return {boxes + 4ll * p, limit.unit}; }
 
-__device__ unsigned warp_or(unsigned x) {
-#if __CUDA_ARCH__ >= 800
-  return __reduce_or_sync(0xffffffffu, x);
-#else
+  // By a warp: LINE boxes of the segment from `row` on beside 32 others, of which this lane knows the place of one, below 0:
+  // none. They are those of a word, or below 0 such as were kept before. `length`: of the list of this block.
+  __device__ void compare(int row, int place, int word, int* length) const {
+    struct alignas(16) Ends { float v[4]; };
+    __shared__ Near all_near[WARPS][32];
+    __shared__ Ends all_ends[WARPS][32];
+    const int lane = threadIdx.x % 32;
+    Near* near_of = all_near[threadIdx.x / 32];
+    Ends* ends_of = all_ends[threadIdx.x / 32];
+    const Area here = area(max(place, 0));
+    const Area own[2] = {area(first + min(row + lane, size - 1)), area(first + min(row + 32 + lane, size - 1))};
+    const unsigned there = __ballot_sync(0xffffffffu, place >= 0);
+    ends_of[lane] = {here.v[0], here.v[1], here.v[2], here.v[3]};
+    near_of[lane] = Near(here, limit);
+    __syncwarp();
 #pragma unroll
-  for (int offset = 16; offset; offset /= 2) x |= __shfl_xor_sync(0xffffffffu, x, offset);
-  return x;
-#endif
-}
-
-// Of the boxes of a column that may stay those that no kept one before overlaps, at most `most`, by a warp; `overlaps` are
-// those of boxes lane, lane + 32, ... with the column. All boxes that nothing undecided before them overlaps are decided at
-// once.
-__device__ Bits decide(Bits undecided, const Bits (&overlaps)[WORDS], i64 most) {
-  const unsigned before = (1u << threadIdx.x % 32) - 1;
-  Bits kept = {};
-  // Whether one of these boxes lies before box lane + 32 w and overlaps it.
-  const auto meets = [&](int w, const Bits& boxes) {
-    unsigned met = overlaps[w].v[w] & boxes.v[w] & before;
-#pragma unroll
-    for (int v = 0; v < w; ++v) met |= overlaps[w].v[v] & boxes.v[v];
-    return met != 0;
-  };
-  while (undecided.any()) {
-    Bits stay, go;
-#pragma unroll
-    for (int w = 0; w < WORDS; ++w) {
-      const bool open = undecided.v[w] >> threadIdx.x % 32 & 1;
-      stay.v[w] = __ballot_sync(0xffffffffu, open && !meets(w, undecided));
-    }
-#pragma unroll
-    for (int w = 0; w < WORDS; ++w) {
-      go.v[w] = __ballot_sync(0xffffffffu, meets(w, stay));
-      kept.v[w] |= stay.v[w];
-    }
-#pragma unroll
-    for (int w = 0; w < WORDS; ++w) undecided.v[w] &= ~(stay.v[w] | go.v[w]);
-  }
-  i64 room = most;
-#pragma unroll
-  for (int w = 0; w < WORDS; ++w) {
-    while (__popc(kept.v[w]) > room) kept.v[w] &= ~(0x80000000u >> __clz(kept.v[w]));
-    room -= __popc(kept.v[w]);
-  }
-  return kept;
-}
-
-// A block for each image takes the boxes of columns `first` to `last` in turn, a column at a time: those that no earlier
-// one of the kept overlaps, until `most` are kept. The first warp decides about a column, while the others look what boxes
-// kept before overlap in the next one; what those just kept overlap there the first warp has read ahead.
-__global__ void __launch_bounds__(1024)
-keep_boxes(const Bits* overlaps, int* kept, int* counts, i64 count, i64 columns, i64 first, i64 last, i64 most) {
-  constexpr int ROOM = 2048;
-  __shared__ Bits gone[3];  // of a column, the next one, and that after it
-  __shared__ int room[ROOM], shared_found[2];
-  const i64 n = blockIdx.x;
-  const int lane = threadIdx.x % 32;
-  overlaps += n * columns * count;
-  kept += n * most;
-  int* list = most <= ROOM ? room : kept;
-  int found = first ? counts[n] : 0;
-  if (found >= most) return;
-  for (int k = threadIdx.x; k < found; k += blockDim.x) list[k] = kept[k];
-  if (threadIdx.x < 3) gone[threadIdx.x] = {};
-  __syncthreads();
-  const auto look = [&](i64 q, int from, int step) {
-    constexpr int U = 4;  // of a thread on their way
-    const Bits* of_column = overlaps + q * count;
-    Bits bits = {};
-    for (int start = from; start < found; start += U * step) {
-      Bits got[U];
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        got[u] = {};
-        if (start + u * step < found) got[u] = of_column[list[start + u * step]];
+    for (int r = 0; r < 2; ++r) {
+      const int k = row + 32 * r + lane;
+      unsigned over = 0;
+      for (unsigned may = k < size ? near(Near(own[r], limit), near_of) & there : 0; may; may &= may - 1) {
+        const int b = __ffs(may) - 1;
+        if (limit.passes(own[r], Area(ends_of[b].v, limit.unit))) over |= 1u << b;
       }
-#pragma unroll
-      for (int u = 0; u < U; ++u) bits |= got[u];
+      if (word >= 0 && k < 32 * word + 32) over &= (1u << max(k - 32 * word, 0)) - 1;  // those before this one
+      const unsigned some = __ballot_sync(0xffffffffu, over != 0);
+      if (!some) continue;
+      if (word < 0) {
+        if (lane == 0) atomicOr(notes->gone + (row / 32 + r), some);
+        continue;
+      }
+      int start = 0;
+      if (lane == 0) start = atomicAdd(length, __popc(some));
+      start = __shfl_sync(0xffffffffu, start, 0) + __popc(some & ((1u << lane) - 1));
+      if (over) lists[blockIdx.x * room + start] = u64(over) << 32 | unsigned(word << 16 | k);
     }
+    __syncwarp();
+  }
+
+  // By the last block: the boxes that no earlier one of the kept overlaps, up to `most` with those found before. Round by
+  // round those stay that wait for none before them, and those go that one which stays overlaps. Returns how many are kept.
+  __device__ int decide(int* kept, int found, int most) const {
+    __shared__ unsigned open[WORDS], stays[WORDS], waits[WORDS], goes[WORDS];
+    __shared__ int before[WORDS], shared_found;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = int(gridDim.x);
+    int ends[GROUPS], total = 0;  // of the lists of this warp, one behind the other
 #pragma unroll
-    for (int w = 0; w < WORDS; ++w) {
-      const unsigned all = warp_or(bits.v[w]);
-      if (lane == 0 && all) atomicOr(&gone[q % 3].v[w], all);
+    for (int g = 0; g < GROUPS; ++g) {
+      const int block = warp + WARPS * g;
+      ends[g] = total += block < blocks ? __ldcg(lengths + block) : 0;
     }
-  };
-  look(first, threadIdx.x, blockDim.x);
-  Bits with[WORDS], next[WORDS], late = {};  // of the first warp: a column's boxes with it, and with the next column
-  const auto load = [&](i64 q) {
+    const auto entry = [&](int i) {
+      int block = warp, start = 0;
 #pragma unroll
-    for (int w = 0; w < WORDS; ++w) {
-      const i64 p = COLUMN * q + lane + 32 * w;
-      const bool here = q < last && p < count;
-      with[w] = next[w] = {};
-      if (here) with[w] = overlaps[q * count + p];
-      if (here && q + 1 < last) next[w] = overlaps[(q + 1) * count + p];
-    }
-  };
-  if (threadIdx.x < 32) load(first);
-  __syncthreads();
-  for (i64 q = first; q < last && found < most; ++q) {
-    if (threadIdx.x < 32) {
-      Bits open;
-#pragma unroll
-      for (int w = 0; w < WORDS; ++w) open.v[w] = ~(gone[q % 3].v[w] | late.v[w]);
-      open.cut(count - COLUMN * q);
-      const Bits stay = decide(open, with, most - found);
-      Bits bits = {};
-      int rank = found;
-#pragma unroll
-      for (int w = 0; w < WORDS; ++w) {
-        if (stay.v[w] >> lane & 1) {
-          bits |= next[w];
-          const int k = rank + __popc(stay.v[w] & ((1u << lane) - 1));
-          list[k] = kept[k] = int(COLUMN * q + lane + 32 * w);
+      for (int g = 0; g + 1 < GROUPS; ++g)
+        if (i >= ends[g]) {
+          block = warp + WARPS * (g + 1);
+          start = ends[g];
         }
-        rank += __popc(stay.v[w]);
-      }
+      return i < total ? __ldcg(lists + block * room + i - start) : 0;
+    };
+    u64 ahead[AHEAD][BATCH];
 #pragma unroll
-      for (int w = 0; w < WORDS; ++w) late.v[w] = warp_or(bits.v[w]);
-      if (lane == 0) {
-        shared_found[q % 2] = rank;
-        gone[(q + 2) % 3] = {};
-      }
-      load(q + 1);
-    } else if (q + 1 < last) {
-      look(q + 1, threadIdx.x - 32, blockDim.x - 32);
+    for (int k = 0; k < AHEAD; ++k)
+#pragma unroll
+      for (int s = 0; s < BATCH; ++s) ahead[k][s] = entry(32 * (BATCH * k + s) + lane);
+    if (threadIdx.x < WORDS) {
+      const int word = threadIdx.x, whole = size / 32;
+      const unsigned there = word < whole ? 0xffffffffu : word > whole ? 0u : (1u << size % 32) - 1;
+      open[word] = ~__ldcg(notes->gone + word) & there;
+      notes->gone[word] = 0;
+      stays[word] = waits[word] = goes[word] = 0;
     }
     __syncthreads();
-    found = shared_found[q % 2];
+    // Looks at entries, and drops those of boxes that are decided about.
+    const auto look = [&](u64 (&entries)[BATCH]) {
+      bool any = false, is_open[BATCH], is_met[BATCH], is_waiting[BATCH];
+      for (u64 entry : entries) any |= entry != 0;
+      if (!__any_sync(0xffffffffu, any)) return;
+#pragma unroll
+      for (int s = 0; s < BATCH; ++s) {
+        const unsigned k = unsigned(entries[s]) & 0xffff, word = unsigned(entries[s]) >> 16, over = unsigned(entries[s] >> 32);
+        is_open[s] = over && (open[k / 32] >> k % 32 & 1);
+        is_met[s] = (stays[word] & over) != 0;
+        is_waiting[s] = (open[word] & over) != 0;
+      }
+#pragma unroll
+      for (int s = 0; s < BATCH; ++s) {
+        const unsigned k = unsigned(entries[s]) & 0xffff;
+        if (!is_open[s])
+          entries[s] = 0;
+        else if (is_met[s] || is_waiting[s])
+          atomicOr((is_met[s] ? goes : waits) + k / 32, 1u << k % 32);
+      }
+    };
+    bool left;
+    do {
+#pragma unroll
+      for (int k = 0; k < AHEAD; ++k)
+        if (32 * BATCH * k < total) look(ahead[k]);
+#pragma unroll 1
+      for (int start = 32 * BATCH * AHEAD; start < total; start += 32 * BATCH) {
+        u64 more[BATCH];
+#pragma unroll
+        for (int s = 0; s < BATCH; ++s) more[s] = entry(start + 32 * s + lane);
+        look(more);
+      }
+      __syncthreads();
+      left = false;
+      if (threadIdx.x < WORDS) {
+        const int word = threadIdx.x;
+        const unsigned mine = open[word], go = goes[word], stay = mine & ~waits[word] & ~go;
+        if (mine) {
+          stays[word] |= stay;
+          open[word] = mine & ~(stay | go);
+          waits[word] = goes[word] = 0;
+        }
+        left = (mine & ~(stay | go)) != 0;
+      }
+    } while (__syncthreads_or(left));
+    if (warp == 0) {
+      constexpr int EACH = WORDS / 32;
+      int own = 0;
+      for (int e = 0; e < EACH; ++e) own += __popc(stays[EACH * lane + e]);
+      int all = own;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, all, offset);
+        if (lane >= offset) all += other;
+      }
+      int rank = found + all - own;
+      for (int e = 0; e < EACH; ++e) {
+        before[EACH * lane + e] = rank;
+        rank += __popc(stays[EACH * lane + e]);
+      }
+      if (lane == 31) shared_found = min(rank, most);
+    }
+    __syncthreads();
+    for (int word = warp; word < WORDS; word += WARPS) {
+      const unsigned stay = stays[word];
+      const int rank = before[word] + __popc(stay & ((1u << lane) - 1));
+      if (stay >> lane & 1 && rank < most) kept[rank] = first + 32 * word + lane;
+    }
+    return shared_found;
   }
-  if (threadIdx.x == 0) counts[n] = found;
+};
+
+// Of the boxes `first` to first + size - 1 of each image, those that no earlier one of the kept overlaps, until `most` are
+// kept: blocks (shares of the comparisons, an image), no more than GROUPS * WARPS, the last of which decides.
+template <typename T>
+__global__ void __launch_bounds__(32 * WARPS, 1)
+suppress_overlaps(const T* boxes, int* kept, int* counts, Notes* notes, u64* lists, int* lengths, i64 count, i64 first,
+                  i64 size, i64 most, i64 room, double threshold, double unit) {
+  __shared__ bool last;
+  __shared__ int length;
+  const i64 n = blockIdx.y;
+  const int found = first ? counts[n] : 0, lines = int(size + LINE - 1) / LINE, words = (found + 31) / 32, lane = threadIdx.x % 32;
+  if (first && found >= most) return;
+  kept += n * most;
+  lengths += n * gridDim.x;
+  const Segment<T> segment{boxes + 4 * n * count, int(first), int(size), notes + n, lists + n * gridDim.x * room,
+                           lengths,               room,       Limit(threshold, unit)};
+  if (threadIdx.x == 0) length = 0;
+  __syncthreads();
+  const int own = lines * (lines + 1), all = own + lines * words;
+  for (int u = blockIdx.x + gridDim.x * (threadIdx.x / 32); u < all; u += gridDim.x * WARPS) {
+    if (u < own) {  // line k has 2 k + 2 words
+      int k = int((sqrtf(4.0f * float(u) + 1.0f) - 1.0f) * 0.5f);
+      while (k * (k + 1) > u) --k;
+      while ((k + 1) * (k + 2) <= u) ++k;
+      const int word = u - k * (k + 1), b = 32 * word + lane;
+      segment.compare(LINE * k, b < size ? int(first) + b : -1, word, &length);
+    } else {
+      const int k = (u - own) / words, b = 32 * (u - own - k * words) + lane;
+      segment.compare(LINE * k, b < found ? kept[b] : -1, -1, &length);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    lengths[blockIdx.x] = length;
+    __threadfence();
+    last = atomicAdd(&notes[n].done, 1ull) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const int now = segment.decide(kept, found, int(most));
+  if (threadIdx.x > 0) return;
+  counts[n] = now;
+  notes[n].done = 0;
 }
