@@ -42,11 +42,11 @@ WARPS = 4
 shared memory.
 """
 
-BITS = 512 // 8
-"""Bytes of bits of boxes for each row of a plane in PSROIPooling's backward, as in roi.cu."""
+OUTPUTS = 3
+"""Outputs of which a block of PSROIPooling's backward takes a bin."""
 
 SHARED = 44 << 10
-"""Bytes of shared memory of such a block."""
+"""Most bytes of shared memory of a block of ROIPooling's backward, and of the tables of a box."""
 
 Blocks = tuple[int, ...]
 
@@ -140,16 +140,12 @@ def psroi_pool_forward(x: Array, boxes: Rois, y: Array, scale: float) -> None:
 
 
 def psroi_pool_backward(dy: Array, rois: Array, dx: Array, scale: float) -> None:
-    images, channels, h, w = dx.shape
-    sizes = channels, h, w, dy.shape[2], len(dy), float(scale)
-    shared = h * ((w | 1) * _width(dx) + BITS)
-    if shared <= SHARED and w < 1 << 15:
-        arguments = dy, rois, dx, *sizes
-        _launch(f"psroi_pool_backward<{c_type(dx)}>", (channels, images), PARTS, arguments, shared)
-        return
-    _launch(
-        f"psroi_backward<{c_type(dx)}, 0>", (channels, images), PARTS, (dy, rois, dx, dx, 0, *sizes)
-    )
+    (images, channels, h, w), bins = dx.shape, dy.shape[2]
+    room = next((n for n in (512, 256, 128, 64) if (h + w) * n // 8 <= ROOM), 32)
+    groups = -(-channels // bins**2 // OUTPUTS) * bins**2
+    arguments = dy, rois, dx, channels, h, w, bins, len(dy), float(scale), room
+    expression, shared = f"psroi_pool_backward<{c_type(dx)}, {OUTPUTS}>", (h + w) * room // 8
+    _launch(expression, (groups, images), min(room, PARTS), arguments, shared)
 
 
 def _tables(
@@ -197,8 +193,8 @@ def roi_align_backward(
     rule = float(scale), samples, beyond, int(sensitive)
     tables, size, readers = _tables(dx, rois, (rows, columns), (h, w), True, *rule)
     if sensitive:
-        arguments = dy, rois, tables, dx, size, channels, h, w, rows, boxes, float(scale)
-        _launch(f"psroi_backward<{c_type(dx)}, 1>", (channels, images), PARTS, arguments)
+        arguments = dy, rois, tables, dx, size, channels, h, w, rows, boxes
+        _launch(f"psroi_align_backward<{c_type(dx)}>", (channels, images), PARTS, arguments)
         return
     if not dx.size:
         return

@@ -776,78 +776,89 @@ roi_align_backward(const T* dy, const T* rois, const char* readers, T* dx, i64 s
   }
 }
 
-// The plane of a channel of an image, which belongs to bin (i, j), in shared memory. Each box gives the cells of its bin a
-// share of dy: first each row learns which boxes reach it, a bit each in `words` (words of ROOM, h); then a thread adds up a
-// part of a row, the boxes in their order.
-template <typename T>
-__global__ void __launch_bounds__(256, 8)
-psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 channels, i64 h, i64 w, i64 bins, i64 boxes, double scale) {
+// Blocks (groups of G outputs for each bin (i, j), an image). Each box gives the cells of its bin a share of dy: first rows and
+// columns learn which boxes reach them, a bit each in `words` (room / 32, h + w); a thread has a cell at a time, and adds up what
+// those give that reach both its row and its column, the boxes in their order.
+template <typename T, int G>
+__global__ void __launch_bounds__(256)
+psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 channels, i64 h, i64 w, i64 bins, i64 boxes, double scale, i64 room) {
   using A = Wide<T>;
-  constexpr int ROOM = 512, SEGMENT = 32;
+  constexpr int ROOM = 512;  // the largest one
   extern __shared__ double shared[];
-  __shared__ short2 columns[ROOM];
-  __shared__ A shares[ROOM];
-  A* sums = reinterpret_cast<A*>(shared);
-  const int pitch = int(w) | 1, lines = int(h), width = int(w), segments = (width + SEGMENT - 1) / SEGMENT;
-  unsigned* words = reinterpret_cast<unsigned*>(sums + lines * pitch);
-  const int j = int(blockIdx.x % bins), i = int(blockIdx.x / bins % bins);
-  for (int p = threadIdx.x; p < lines * pitch; p += blockDim.x) sums[p] = 0;
+  __shared__ A shares[G][ROOM];
+  unsigned* words = reinterpret_cast<unsigned*>(shared);
+  const int lines = int(h), width = int(w), all = lines + width, lane = threadIdx.x % 32;
+  const int square = int(bins * bins), bin = int(blockIdx.x) % square, i = bin / int(bins), j = bin - i * int(bins);
+  const int first = int(blockIdx.x) / square * G, own = min(G, int(channels) / square - first);
+  const Boxes<T> given(rois);
+  const T* of_bin = dy + first * square + bin;
+  T* to = dx + (blockIdx.y * channels + first * square + bin) * h * w;
   i64 start = 0;
+  bool again = false;
   do {
-    for (int k = threadIdx.x; k < lines * (ROOM / 32); k += blockDim.x) words[k] = 0;
+    for (int k = threadIdx.x; k < all * (int(room) / 32); k += blockDim.x) words[k] = 0;
     int known = 0;
-    for (; start < boxes && known + int(blockDim.x) <= ROOM; start += blockDim.x) {
+    for (; start < boxes && known + int(blockDim.x) <= room; start += blockDim.x) {
       const i64 r = start + threadIdx.x;
       Cells down{0, 0}, across{0, 0};
-      A share = 0;
-      if (r < boxes && i64(float(rois[5 * r])) == blockIdx.y) {
-        const T* roi = rois + 5 * r;
-        share = A(dy[r * channels + blockIdx.x]);
-        down = Part(float(roi[2]), float(roi[4]), float(scale), bins).cells(i, h);
-        across = Part(float(roi[1]), float(roi[3]), float(scale), bins).cells(j, w);
+      A of_box[G] = {};
+      if (r < boxes && given.image(r) == blockIdx.y) {
+#pragma unroll
+        for (int g = 0; g < G; ++g)
+          if (g < own) of_box[g] = A(of_bin[r * channels + g * square]);
+        down = given.template along<Part>(r, 1, float(scale), bins).cells(i, h);
+        across = given.template along<Part>(r, 0, float(scale), bins).cells(j, w);
       }
       const bool here = down.begin < down.end && across.begin < across.end;
       const Rank rank(here);
       if (here) {
         const int k = known + int(rank.before);
-        columns[k] = {static_cast<short>(across.begin), static_cast<short>(across.end)};
-        shares[k] = share / A((down.end - down.begin) * (across.end - across.begin));
-        for (int a = down.begin; a < down.end; ++a) atomicOr(words + k / 32 * lines + a, 1u << k % 32);
+        const unsigned bit = 1u << k % 32;
+        const A area = A((down.end - down.begin) * (across.end - across.begin));
+#pragma unroll
+        for (int g = 0; g < G; ++g) shares[g][k] = of_box[g] / area;
+        for (int a = down.begin; a < down.end; ++a) atomicOr(words + k / 32 * all + a, bit);
+        for (int b = across.begin; b < across.end; ++b) atomicOr(words + k / 32 * all + lines + b, bit);
       }
       known += int(rank.all);
     }
     __syncthreads();
-    for (int k = threadIdx.x; k < lines * segments; k += blockDim.x) {
-      const int segment = k / lines, a = k - segment * lines, left = segment * SEGMENT, right = min(left + SEGMENT, width);
-      A* row = sums + a * pitch;
-      for (int word = 0; 32 * word < known; ++word)
-        for (unsigned some = words[word * lines + a]; some; some &= some - 1) {
-          const int box = 32 * word + __ffs(some) - 1;
-          const short2 reach = columns[box];
-          const A share = shares[box];
-          const int end = min(int(reach.y), right);
-          for (int b = max(int(reach.x), left); b < end; ++b) row[b] += share;
+    for (int a = threadIdx.x / 32; a < lines; a += blockDim.x / 32)
+      for (int b = lane; b - lane < width; b += 32) {
+        A sum[G];
+#pragma unroll
+        for (int g = 0; g < G; ++g) sum[g] = again && b < width && g < own ? A(to[g * square * h * w + a * width + b]) : A(0);
+        for (int word = 0; 32 * word < known; ++word) {
+          unsigned some = words[word * all + a];
+          if (!some) continue;
+          some &= b < width ? words[word * all + lines + b] : 0;
+          for (; some; some &= some - 1) {
+            const int k = 32 * word + __ffs(some) - 1;
+#pragma unroll
+            for (int g = 0; g < G; ++g) sum[g] += shares[g][k];
+          }
         }
-    }
+#pragma unroll
+        for (int g = 0; g < G; ++g)
+          if (b < width && g < own) to[g * square * h * w + a * width + b] = T(sum[g]);
+      }
     __syncthreads();
+    again = true;
   } while (start < boxes);
-  T* to = dx + (blockIdx.y * channels + blockIdx.x) * h * w;
-  for (int a = threadIdx.x / 32; a < lines; a += blockDim.x / 32)
-    for (int b = threadIdx.x % 32; b < width; b += 32) to[a * width + b] = T(sums[a * pitch + b]);
 }
 
-// A block for each channel of an image, which belongs to bin (i, j). Each box gives the cells of its bin a share of dy, or
-// ALIGN what they weigh. A warp takes a row, a lane two columns, and the boxes in their order; more than ROOM boxes of
-// an image add to dx in turns.
-template <typename T, int ALIGN>
+// A block for each channel of an image, which belongs to bin (i, j). Each box gives the pixels of its bin what they
+// weigh. A warp takes a row, a lane two columns, and the boxes in their order; more than ROOM boxes of an image add to dx in
+// turns.
+template <typename T>
 __global__ void __launch_bounds__(256, 8)
-psroi_backward(const T* dy, const T* rois, char* tables, T* dx, i64 size, i64 channels, i64 h, i64 w, i64 bins, i64 boxes,
-               double scale) {
+psroi_align_backward(const T* dy, const T* rois, char* tables, T* dx, i64 size, i64 channels, i64 h, i64 w, i64 bins,
+                     i64 boxes) {
   using A = Wide<T>;
   constexpr int ROOM = 512, M = 2;
   __shared__ int4 cells[ROOM];  // rows from x to y, columns from z to w
   __shared__ A shares[ROOM];
-  __shared__ const A* weights[ALIGN ? ROOM : 1][2];  // of row 0 and column 0, if they were read
+  __shared__ const A* weights[ROOM][2];  // of row 0 and column 0, if they were read
   const int lane = threadIdx.x % 32, j = int(blockIdx.x % bins), i = int(blockIdx.x / bins % bins);
   T* to = dx + (blockIdx.y * channels + blockIdx.x) * h * w;
   i64 start = 0;
@@ -861,19 +872,11 @@ psroi_backward(const T* dy, const T* rois, char* tables, T* dx, i64 size, i64 ch
       const A *by_row = nullptr, *by_column = nullptr;
       if (r < boxes && i64(float(rois[5 * r])) == blockIdx.y) {
         share = A(dy[r * channels + blockIdx.x]);
-        if (ALIGN) {
-          const Table<A> table(tables + r * size, bins, bins, h, w);
-          const Bin down = table.down[i], across = table.across[j];
-          range = {down.first, down.first + down.count, across.first, across.first + across.count};
-          by_row = table.of_down + down.start - down.first;
-          by_column = table.of_across + across.start - across.first;
-        } else {
-          const T* roi = rois + 5 * r;
-          const Cells down = Part(float(roi[2]), float(roi[4]), float(scale), bins).cells(i, h);
-          const Cells across = Part(float(roi[1]), float(roi[3]), float(scale), bins).cells(j, w);
-          range = {down.begin, down.end, across.begin, across.end};
-          share /= A((down.end - down.begin) * (across.end - across.begin));
-        }
+        const Table<A> table(tables + r * size, bins, bins, h, w);
+        const Bin down = table.down[i], across = table.across[j];
+        range = {down.first, down.first + down.count, across.first, across.first + across.count};
+        by_row = table.of_down + down.start - down.first;
+        by_column = table.of_across + across.start - across.first;
       }
       const bool here = range.x < range.y && range.z < range.w;
       const Rank rank(here);
@@ -881,10 +884,8 @@ psroi_backward(const T* dy, const T* rois, char* tables, T* dx, i64 size, i64 ch
         const int k = known + int(rank.before);
         cells[k] = range;
         shares[k] = share;
-        if (ALIGN) {
-          weights[k][0] = by_row;
-          weights[k][1] = by_column;
-        }
+        weights[k][0] = by_row;
+        weights[k][1] = by_column;
       }
       known += int(rank.all);
     }
@@ -903,11 +904,11 @@ psroi_backward(const T* dy, const T* rois, char* tables, T* dx, i64 size, i64 ch
           for (unsigned some = __ballot_sync(0xffffffffu, covers); some; some &= some - 1) {
             const int k = base + __ffs(some) - 1;
             const int4 range = cells[k];
-            const A value = ALIGN ? shares[k] * weights[ALIGN ? k : 0][0][a] : shares[k];
+            const A value = shares[k] * weights[k][0][a];
 #pragma unroll
             for (int m = 0; m < M; ++m) {
               const int b = left + 32 * m;
-              if (b >= range.z && b < range.w) sum[m] += ALIGN ? value * weights[ALIGN ? k : 0][1][b] : value;
+              if (b >= range.z && b < range.w) sum[m] += value * weights[k][1][b];
             }
           }
         }
