@@ -30,11 +30,6 @@ SHARED = 1024
 EACH = 2
 """Boxes of a thread that matches them, as in boxes.cu."""
 
-FUSED, FUSED_STAGE = 128, 40 << 10
-"""Threads of a block that matches boxes and takes their losses, as in boxes.cu, and most bytes of
-their rows of scores in shared memory.
-"""
-
 LOSSES = 512
 """Boxes for which one more block pays."""
 
@@ -50,28 +45,6 @@ def decode_boxes(locations: Array, priors: Array, code: BoxCode, boxes: Array) -
     launch("boxes", "decode_boxes", boxes, boxes.size // 4, locations, priors, boxes, *sizes)
 
 
-def _matching(
-    boxes: Array,
-    truths: Array,
-    label: int,
-    rule: Matching,
-    images: int,
-    threads: int,
-    each: int,
-    check: TruthCheck | None,
-) -> tuple[tuple[int, int], tuple[Any, ...]]:
-    """Return the grid, with `each` boxes a thread, and what kernels that match take at the end."""
-    count, known = boxes.shape[1], len(truths)
-    tiles, memory = -(-count // (each * threads)), context().array
-    tops = memory("best pairs", (known, tiles * threads // 32), np.uint64)
-    matched = memory("matched", (images, tiles), np.int32)
-    pairs = memory("pairs", (images, known, 3), np.uint64) if known > threads else tops
-    blocks = tops, matched, pairs, arrivals(images)
-    sizes = int(len(boxes) > 1), count, known, label, int(rule.difficult), int(rule.inside)
-    numbers = float(rule.threshold), int(rule.every), *_rules(check)
-    return (tiles, images), (*blocks, *sizes, *numbers)
-
-
 def match_boxes(
     boxes: Array,
     truths: Array,
@@ -81,11 +54,32 @@ def match_boxes(
     overlaps: Array,
     counts: Array,
 ) -> None:
-    if not matches.size:
-        return
-    grid, last = _matching(boxes, truths, label, rule, len(matches), THREADS, EACH, None)
-    match = kernel("boxes", f"match_boxes<{c_type(boxes)}>")
-    match(grid, (THREADS,), (boxes, truths, matches, overlaps, counts, *last))
+    _match(boxes, truths, label, rule, matches, overlaps, counts, None)
+
+
+def _match(
+    boxes: Array,
+    truths: Array,
+    label: int,
+    rule: Matching,
+    matches: Array,
+    overlaps: Array,
+    counts: Array,
+    check: TruthCheck | None,
+) -> None:
+    """Match boxes, and check the true ones, too."""
+    (images, count), known = matches.shape, len(truths)
+    tiles, memory = -(-count // (EACH * THREADS)), context().array
+    tops = memory("best pairs", (known, tiles * THREADS // 32), np.uint64)
+    matched = memory("matched", (images, tiles), np.int32)
+    pairs = memory("pairs", (images, known, 3), np.uint64) if known > THREADS else tops
+    blocks = tops, matched, pairs, arrivals(images)
+    sizes = int(len(boxes) > 1), count, known, label, int(rule.difficult), int(rule.inside)
+    arguments = boxes, truths, matches, overlaps, counts, *blocks, *sizes
+    numbers = float(rule.threshold), int(rule.every), *_rules(check)
+    if matches.size:
+        match = kernel("boxes", f"match_boxes<{c_type(boxes)}>")
+        match((tiles, images), (THREADS,), (*arguments, *numbers))
 
 
 def match_with_losses(
@@ -103,19 +97,11 @@ def match_with_losses(
     of_location: Array,
     of_class: Array,
 ) -> None:
-    images, classes = len(matches), scores.shape[2]
-    shared = 4 * FUSED * _row_words(classes)
-    if not matches.size or shared > FUSED_STAGE:
+    if not matches.size:
         check_truths(truths, check)
-        match_boxes(priors[:1], truths, -1, matching, matches, overlaps, counts)
-        kinds, losses = (check.background, check.any_class), (labels, of_location, of_class)
-        box_losses(scores, locations, priors, truths, matches[:, None], rule, *kinds, *losses)
-        return
-    grid, last = _matching(priors[:1], truths, -1, matching, images, FUSED, 1, check)
-    arrays = scores, locations, priors, truths, matches, overlaps, counts
-    arguments = *arrays, labels, of_location, of_class, *last, divisor(classes), LEAST
-    match = kernel("boxes", f"match_with_losses<{c_type(scores)}>")
-    match(grid, (FUSED,), (*arguments, *_numbers(rule)), shared_mem=shared)
+    _match(priors[:1], truths, -1, matching, matches, overlaps, counts, check)
+    kinds, losses = (check.background, check.any_class), (labels, of_location, of_class)
+    box_losses(scores, locations, priors, truths, matches[:, None], rule, *kinds, *losses)
 
 
 def _numbers(rule: LocationLoss) -> tuple[int, ...]:

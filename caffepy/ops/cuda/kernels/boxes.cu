@@ -3,7 +3,6 @@
 // location_losses.
 
 #include "pack.cuh"
-#include "ahead.cuh"
 #include "reduce.cuh"
 #include "block_reduce.cuh"
 #include "flags.cuh"
@@ -32,14 +31,19 @@ struct Box {
   }
 };
 
-// Intersection over union; 0 for boxes that only touch.
-__device__ float overlap(const Box& a, const Box& b) {
+// The area that two boxes share; 0 if they only touch.
+__device__ float shared_area(const Box& a, const Box& b) {
   const float wide = __fsub_rn(fminf(a.v[2], b.v[2]), fmaxf(a.v[0], b.v[0]));
   const float high = __fsub_rn(fminf(a.v[3], b.v[3]), fmaxf(a.v[1], b.v[1]));
-  if (!(wide > 0 && high > 0)) return 0;
-  const float both = __fmul_rn(wide, high);
-  return __fdiv_rn(both, __fsub_rn(__fadd_rn(a.area(), b.area()), both));
+  return wide > 0 && high > 0 ? __fmul_rn(wide, high) : 0.0f;
 }
+
+// Intersection over union, of boxes of these areas.
+__device__ float share(float both, float area, float other) {
+  return both > 0 ? __fdiv_rn(both, __fsub_rn(__fadd_rn(area, other), both)) : 0.0f;
+}
+
+__device__ float overlap(const Box& a, const Box& b) { return share(shared_area(a, b), a.area(), b.area()); }
 
 template <typename T> __device__ Box variances(const T* row, bool scaled) {
   return scaled ? Box(row) : Box(1, 1, 1, 1);
@@ -148,10 +152,13 @@ template <typename T> struct Truths {
 __device__ u64 pair(unsigned both, i64 place) { return u64(both) << 32 | (0xffffffffu - unsigned(place)); }
 __device__ i64 place_of(u64 found) { return i64(0xffffffffu - unsigned(found)); }
 
-// The best pair of a true box with the boxes of a line, EACH for each lane, of those below `limit`, by a warp.
-template <int EACH, typename T>
+constexpr int TILE = 256, EACH = 2;  // threads of match_boxes, and true boxes that it takes at a time; boxes of a thread
+constexpr int LINE = 32 * EACH;       // boxes of a warp
+
+// The best pair of a true box with the boxes of a line, of those below `limit`, by a warp.
+template <typename T>
 __device__ u64 best_below(const T* boxes, const Box& truth, i64 line, i64 count, bool inside, u64 limit) {
-  const i64 start = (line * 32 + threadIdx.x % 32) * EACH;
+  const i64 start = line * LINE + threadIdx.x % 32 * EACH;
   Box of[EACH];
 #pragma unroll
   for (int e = 0; e < EACH; ++e) of[e] = read_four(boxes + 4 * min(start + e, count - 1));
@@ -170,7 +177,7 @@ __device__ u64 best_below(const T* boxes, const Box& truth, i64 line, i64 count,
 // as large and earlier; then it turns to the next one, until all pairs are of different boxes. That gives what taking the
 // best pair of those left in turn would give. `tops` (known, lines): the best pair of each true box with the boxes of a
 // line. `best` and `next` have room for a pair each.
-template <int TILE, int EACH, typename T>
+template <typename T>
 __device__ void settle(const T* boxes, const Truths<T>& truths, const u64* tops, i64 lines, i64 boxes_count, bool inside,
                        u64* best, u64* next, const int* row, int count) {
   const int lane = threadIdx.x % 32;
@@ -193,7 +200,7 @@ __device__ void settle(const T* boxes, const Truths<T>& truths, const u64* tops,
           const u64 top = start + lane < lines ? __ldcg(tops + row[k] * lines + start + lane) : 0;
           if (top < own) found = max(found, top);
           for (unsigned left = __ballot_sync(0xffffffffu, top >= own); left; left &= left - 1)
-            found = max(found, best_below<EACH>(boxes, truth, start + __ffs(left) - 1, boxes_count, inside, own));
+            found = max(found, best_below(boxes, truth, start + __ffs(left) - 1, boxes_count, inside, own));
         }
         found = warp_max(found);
       }
@@ -206,23 +213,17 @@ __device__ void settle(const T* boxes, const Truths<T>& truths, const u64* tops,
   } while (any);
 }
 
-// How true boxes are matched and checked, and what blocks know of each other: `tops` (known, lines of boxes), `matched`
-// (images, tiles); `pairs` (images, known, 3) for images with more true boxes than a block has threads; `arrived`
-// (images), 0 before and after. They are not checked if `bad_label` is null.
-#define MATCHING                                                                                                       \
-  u64 *tops, int *matched, u64 *pairs, u64 *arrived, i64 own, i64 count, i64 known, i64 label, i64 difficult, i64 inside, \
-      double threshold, i64 every, i64 classes, i64 background, i64 any_class, double *bad_label, double *bad_box
-#define BY_MATCHING                                                                                                    \
-  tops, matched, pairs, arrived, own, count, known, label, difficult, inside, threshold, every, classes, background,   \
-      any_class, bad_label, bad_box
-
-// Blocks (tiles of boxes, images) of TILE threads, EACH boxes a thread: -2 where one crosses the edge and that leaves it
-// out, with `every` the true box of the image that it overlaps most, the threshold or more, else -1; and its largest
-// overlap. visit(place, match, whether there is such a box) by the block. The last block of an image to finish then
-// takes the best pairs, of those left, as long as there are any: take(place, match) by a warp.
-template <int TILE, int EACH, typename T, typename V, typename F>
-__device__ void match_tile(const T* boxes, const T* rows, int* matches, T* overlaps, int* counts, V visit, F take, MATCHING) {
-  __shared__ float corners[TILE][4];
+// Blocks (tiles of boxes, images), EACH boxes a thread: -2 where one crosses the edge and that leaves it out, with `every`
+// the true box of the image that it overlaps most, the threshold or more, else -1; and its largest overlap. The last
+// block of an image to finish then takes the best pairs, of those left, as long as there are any. `tops` (known, lines of
+// boxes) and `matched` (images, tiles) are what blocks know; `pairs` (images, known, 3) is for images with more than TILE
+// true boxes; `arrived` (images) is 0 before and after. The first block also checks the true boxes, unless `bad_label` is null.
+template <typename T>
+__global__ void __launch_bounds__(TILE)
+match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* counts, u64* tops, int* matched, u64* pairs,
+            u64* arrived, i64 own, i64 count, i64 known, i64 label, i64 difficult, i64 inside, double threshold, i64 every,
+            i64 classes, i64 background, i64 any_class, double* bad_label, double* bad_box) {
+  __shared__ float corners[TILE][4], areas[TILE];
   __shared__ int row_of[TILE];
   __shared__ u64 shared_pairs[2][TILE];
   __shared__ bool last;
@@ -235,11 +236,12 @@ __device__ void match_tile(const T* boxes, const T* rows, int* matches, T* overl
   overlaps += n * count;
   Box a[EACH];
   bool crosses[EACH], may[EACH];
-  float largest[EACH];
+  float largest[EACH], area[EACH];
   int at[EACH];
 #pragma unroll
   for (int e = 0; e < EACH; ++e) {
     a[e] = read_four(boxes + 4 * min(first + e, count - 1));
+    area[e] = a[e].area();
     crosses[e] = inside && a[e].crosses();
     may[e] = first + e < count && !crosses[e];
     largest[e] = LEAST;
@@ -248,27 +250,45 @@ __device__ void match_tile(const T* boxes, const T* rows, int* matches, T* overl
   int mine = 0;  // true boxes of this image that are wanted
   for (i64 start = 0; start < known; start += TILE) {
     const i64 t = start + threadIdx.x;
-    const bool here = t < known && truths.of(t, n) && truths.wanted(t);
+    bool here = false;
+    Box truth;
+    if (t < known) {
+      const Box left = read_four(rows + 8 * t), right = read_four(rows + 8 * t + 4);
+      here = i64(left.v[0]) == n && left.v[0] >= 0 && (difficult || right.v[3] == 0) && (label < 0 || i64(left.v[1]) == label);
+      truth = Box(left.v[3], right.v[0], right.v[1], right.v[2]);
+    }
     const Rank rank(here);
     if (here) {
-      const Box truth = truths.box(t);
       for (int k = 0; k < 4; ++k) corners[rank.before][k] = truth.v[k];
+      areas[rank.before] = truth.area();
       row_of[rank.before] = int(t);
     }
     __syncthreads();
     mine += int(rank.all);
     for (unsigned k = 0; k < rank.all; ++k) {
       const Box truth(corners[k]);
+      u64* top = tops + row_of[k] * lines + line;
+      float both[EACH];
+      bool any = false;
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        both[e] = may[e] ? shared_area(a[e], truth) : 0.0f;
+        any |= both[e] > 0;
+      }
+      if (!__any_sync(0xffffffffu, any)) {
+        if (lane == 0) *top = 0;
+        continue;
+      }
       unsigned bits = 0;
       i64 place = 0;
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
-        const float both = may[e] ? overlap(a[e], truth) : 0.0f;
-        if (both > largest[e]) {
-          largest[e] = both;
+        const float part = share(both[e], area[e], areas[k]);
+        if (part > largest[e]) {
+          largest[e] = part;
           at[e] = row_of[k];
         }
-        const unsigned of_box = both > LEAST ? __float_as_uint(both) : 0;
+        const unsigned of_box = part > LEAST ? __float_as_uint(part) : 0;
         if (of_box > bits) {
           bits = of_box;
           place = first + e;
@@ -276,7 +296,7 @@ __device__ void match_tile(const T* boxes, const T* rows, int* matches, T* overl
       }
       const unsigned most = warp_max(bits);
       const int best = __ffs(__ballot_sync(0xffffffffu, bits == most)) - 1;
-      if (lane == best) tops[row_of[k] * lines + line] = most ? pair(most, place) : 0;
+      if (lane == best) *top = most ? pair(most, place) : 0;
     }
     __syncthreads();
   }
@@ -284,12 +304,10 @@ __device__ void match_tile(const T* boxes, const T* rows, int* matches, T* overl
 #pragma unroll
   for (int e = 0; e < EACH; ++e) {
     const bool is = every && at[e] >= 0 && largest[e] >= float(threshold);
-    const int match = crosses[e] && mine ? -2 : is ? at[e] : -1;
     if (first + e < count) {
-      matches[first + e] = match;
+      matches[first + e] = crosses[e] && mine ? -2 : is ? at[e] : -1;
       overlaps[first + e] = T(at[e] < 0 ? 0.0f : largest[e]);
     }
-    visit(first + e, match, first + e < count);
     found += __syncthreads_count(is);
   }
   if (threadIdx.x == 0) {
@@ -328,7 +346,7 @@ __device__ void match_tile(const T* boxes, const T* rows, int* matches, T* overl
     if (lane == 0) best[k] = most;
   }
   __syncthreads();
-  settle<TILE, EACH>(boxes, truths, tops, lines, count, inside != 0, best, next, row, mine);
+  settle(boxes, truths, tops, lines, count, inside != 0, best, next, row, mine);
   if (warp == 0) {
     found = 0;
     for (i64 tile = lane; tile < tiles; tile += 32) found += __ldcg(matched + n * tiles + tile);
@@ -350,14 +368,6 @@ __device__ void match_tile(const T* boxes, const T* rows, int* matches, T* overl
     counts[2 * n + 1] = found;
     arrived[n] = 0;
   }
-  for (int k = warp; k < mine; k += TILE / 32)
-    if (best[k]) take(place_of(best[k]), row[k]);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(256)
-match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* counts, MATCHING) {
-  match_tile<256, 2>(boxes, rows, matches, overlaps, counts, [](i64, int, bool) {}, [](i64, int) {}, BY_MATCHING);
 }
 
 // How far four locations are from those of the true box; 0 where that costs nothing.
@@ -638,30 +648,11 @@ struct Rows {
       reinterpret_cast<Pack<T, V>*>(y)[p] = pack;
     }
   }
-  // Begins to copy the rows, where the device can and they lie as they are to lie.
-  template <typename T> __device__ bool copy(const T* x, unsigned rows) const {
-#if __CUDA_ARCH__ >= 800
-    if constexpr (PACK == 4) {
-      if (pitch != count || !whole(x, rows)) return false;
-      for (unsigned p = threadIdx.x; p < rows * count / PACK; p += blockDim.x) copy_ahead<16>(words + PACK * p, x + PACK * p, true);
-      close_group();
-      return true;
-    }
-#endif
-    return false;
-  }
   // Whether these rows are whole packs of 16 bytes.
   template <typename T> __device__ bool whole(const T* p, unsigned rows) const {
     return aligned(p, 16) && rows * count % PACK == 0;
   }
 };
-
-// Waits for what Rows::copy began.
-__device__ void await_copies(bool copied) {
-#if __CUDA_ARCH__ >= 800
-  if (copied) wait_for_groups<0>();
-#endif
-}
 
 __device__ float maximum(const float* row, unsigned count) {
   float most = row[0];
@@ -885,42 +876,6 @@ __global__ void long_class_losses(const T* x, const int* labels, T* losses, i64 
     const float loss = long_class_loss(x + r * count, count, labels[r], float(least));
     if (threadIdx.x % 32 == 0) losses[r] = T(loss);
   }
-}
-
-// match_boxes of priors, and box_losses of what it finds: a thread for each box, whose scores are on their way meanwhile.
-template <typename T>
-__global__ void __launch_bounds__(128, 8)
-match_with_losses(const T* x, const T* locations, const T* priors, const T* rows, int* matches, T* overlaps, int* counts,
-                  int* labels, T* of_location, T* of_class, MATCHING, i64 ready, double least, i64 kind, i64 scaled,
-                  i64 square, i64 crossing) {
-  extern __shared__ int4 packs[];
-  const Rows scores(reinterpret_cast<float*>(packs), classes, ready);
-  const LocationRule rule(kind, scaled, square, crossing);
-  const i64 start = blockIdx.y * count, first = start + blockIdx.x * i64(blockDim.x);
-  const unsigned here = unsigned(min(start + count - first, i64(blockDim.x)));
-  const bool copied = scores.copy(x + first * classes, here);
-  if (!copied) scores.read_all(x + first * classes, here);
-  const auto of_place = [=](i64 p, int match) {
-    return T(match < 0 ? 0.0f : location_loss(locations + 4 * (start + p), priors, rows, match, p, count, rule));
-  };
-  const auto visit = [&](i64 p, int match, bool there) {
-    await_copies(copied);
-    __syncthreads();
-    if (!there) return;
-    const int own = label_of(rows, match, background, any_class);
-    labels[start + p] = own;
-    of_class[start + p] = T(class_loss(scores.row(threadIdx.x), scores.count, own, float(least)));
-    of_location[start + p] = of_place(p, match);
-  };
-  const auto take = [&](i64 p, int match) {
-    const int own = label_of(rows, match, background, any_class);
-    const float loss = long_class_loss(x + (start + p) * classes, classes, own, float(least));
-    if (threadIdx.x % 32) return;
-    labels[start + p] = own;
-    of_class[start + p] = T(loss);
-    of_location[start + p] = of_place(p, match);
-  };
-  match_tile<128, 1>(priors, rows, matches, overlaps, counts, visit, take, BY_MATCHING);
 }
 
 template <typename T>
