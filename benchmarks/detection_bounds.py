@@ -1,16 +1,18 @@
 """Bounds of operations of detectors on one GPU: kernels that do one part of an operation alone.
 
-usage: python benchmarks/detection_bounds.py [--rounds 7]
+usage: python benchmarks/detection_bounds.py [--rounds 7] [--only PATTERN]
 
 Timed as detection_ops.py does, in a captured graph and on arrays that come from memory, us a part:
-launches of kernels that do nothing, and kernels that read and write as many bytes as an operation,
-and compute nothing.
+launches of kernels that do nothing; kernels that read and write as many bytes as an operation, and
+compute nothing; and kernels that do, with as many blocks and as much shared memory as an operation,
+nothing of it but what each way to do it must.
 """
 
 import argparse
 import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import cupy
 import numpy as np
@@ -24,41 +26,185 @@ from detection_ops import (
 
 from caffepy.device.cuda import CudaDevice
 
-MOVES = r"""
+PARTS = r"""
+typedef long long i64;
 extern "C" __global__ void nothing() {}
-extern "C" __global__ void moves(const int4* from, int4* to, long long reads, long long writes) {
-  const long long first = blockIdx.x * 256ll + threadIdx.x, step = gridDim.x * 256ll;
+extern "C" __global__ void moves(const int4* from, int4* to, i64 reads, i64 writes) {
+  const i64 first = blockIdx.x * 256ll + threadIdx.x, step = gridDim.x * 256ll;
   int4 sum = {};
 #pragma unroll 8
-  for (long long i = first; i < reads; i += step) {
+  for (i64 i = first; i < reads; i += step) {
     const int4 x = from[i];
     sum.x ^= x.x; sum.y ^= x.y; sum.z ^= x.z; sum.w ^= x.w;
   }
 #pragma unroll 8
-  for (long long i = first; i < writes; i += step) to[i] = sum;
+  for (i64 i = first; i < writes; i += step) to[i] = sum;
   if (sum.x == 0x12345678) to[0] = sum;
+}
+
+// Every number that a block found before reaches the last block to arrive, which takes turns: each waits for what the one
+// before wrote to shared memory.
+__device__ void hand_over(unsigned found, unsigned* to, unsigned* arrived, i64 turns) {
+  __shared__ unsigned words[1024];
+  __shared__ bool last;
+  if (threadIdx.x % 32 == 0) to[blockIdx.x * 32 + threadIdx.x / 32] = found;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (unsigned i = threadIdx.x; i < gridDim.x * 32; i += 1024) found ^= __ldcg(to + i);
+  words[threadIdx.x] = found;
+  __syncthreads();
+  for (int t = 0; t < turns; ++t) {
+    const unsigned other = words[(found + t) % 1024];
+    __syncthreads();
+    words[threadIdx.x] = found ^= other;
+    __syncthreads();
+  }
+  to[threadIdx.x] = found;
+  if (threadIdx.x == 0) *arrived = 0;
+}
+
+// So many pairs of boxes: whether their centres are as far apart as they reach, along both axes, from the signs of sums.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+compares(const float4* boxes, unsigned* to, unsigned* arrived, i64 count, i64 pairs, i64 turns) {
+  __shared__ float4 all[32][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const i64 units = pairs / 2048;  // of 64 boxes beside 32
+  unsigned found = 0;
+  for (i64 u = blockIdx.x + gridDim.x * warp; u < units; u += gridDim.x * 32) {
+    const float4 own[2] = {boxes[(u * 64 + lane) % count], boxes[(u * 64 + 32 + lane) % count]};
+    all[warp][lane] = boxes[(u * 32 + lane) % count];
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      unsigned level = 0, vertical = 0;
+#pragma unroll
+      for (int b = 0; b < 32; ++b) {
+        const float4 x = all[warp][b];
+        level = __funnelshift_l(__float_as_uint(fabsf(x.x - own[r].x) - x.y - own[r].y), level, 1);
+        vertical = __funnelshift_l(__float_as_uint(fabsf(x.z - own[r].z) - x.w - own[r].w), vertical, 1);
+      }
+      found ^= level & vertical;
+    }
+    __syncwarp();
+  }
+  hand_over(__ballot_sync(0xffffffffu, found & 1), to, arrived, turns);
+}
+
+// Four planes into shared memory, side by side; then of each bin nine cells, at no two threads' banks at once, their largest
+// and its place, written.
+extern "C" __global__ void __launch_bounds__(512, 4)
+maxima(const float* x, float* y, int* index, i64 plane, i64 channels, i64 boxes, i64 bins) {
+  extern __shared__ float4 cells[];
+  float* words = reinterpret_cast<float*>(cells);
+  const float* from = x + blockIdx.x * 4 * plane;
+  for (int p = threadIdx.x; p < plane; p += 512)
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(unsigned(__cvta_generic_to_shared(words + 4 * p + k))),
+                   "l"(from + k * plane + p) : "memory");
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
+  const int all = int(boxes * bins);
+  for (int k = threadIdx.x; k < all; k += 512) {
+    float best[4], place[4] = {};
+    const int start = k % 2048;
+    const float4 first = cells[start];
+    best[0] = first.x; best[1] = first.y; best[2] = first.z; best[3] = first.w;
+#pragma unroll 1
+    for (int i = 1; i < 9; ++i) {
+      const float4 next = cells[start + 32 * i];
+      const float of[4] = {next.x, next.y, next.z, next.w};
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        asm("{ .reg .pred larger; setp.gt.f32 larger, %2, %0; @larger add.f32 %0, %2, 0f80000000; "
+            "@larger fma.rn.f32 %1, %1, 0f00000000, %3; }" : "+f"(best[c]), "+f"(place[c]) : "f"(of[c]), "f"(float(i)));
+    }
+    const int b = k / int(bins);
+    const i64 to = ((blockIdx.y * boxes + b) * channels + blockIdx.x * 4) * bins + (k - b * int(bins));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      y[to + c * bins] = best[c];
+      index[to + c * bins] = int(place[c]);
+    }
+  }
+}
+
+// What each bin gives, added to a sum in shared memory, as if no two of 32 were at one place; then the sums of four warps.
+extern "C" __global__ void __launch_bounds__(128, 5)
+adds(const float* dy, const int* index, float* dx, i64 plane, i64 channels, i64 boxes, i64 bins) {
+  extern __shared__ float sums[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  volatile float* own = sums + warp * plane;
+  for (int p = lane; p < plane; p += 32) own[p] = 0;
+  __syncwarp();
+  const int each = int(bins);
+  for (int b = warp; b < boxes; b += 16) {
+    int place[4][2];
+    float by[4][2];
+#pragma unroll
+    for (int u = 0; u < 4; ++u)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const i64 at = ((b + 4 * u) * channels + blockIdx.x) * bins + 32 * e + lane;
+        place[u][e] = -1;
+        if (b + 4 * u < boxes && 32 * e + lane < each) {
+          place[u][e] = index[at];
+          by[u][e] = dy[at];
+        }
+      }
+#pragma unroll
+    for (int u = 0; u < 4; ++u)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (unsigned(place[u][e]) < unsigned(plane)) own[place[u][e]] += by[u][e];
+  }
+  __syncthreads();
+  for (int p = threadIdx.x; p < plane; p += 128)
+    dx[blockIdx.x * plane + p] = (sums[p] + sums[plane + p]) + (sums[2 * plane + p] + sums[3 * plane + p]);
 }
 """
 
 X, Y = 4 * 512 * 38 * 63, 4 * 128 * 512 * 49
-PARTS, Y_PARTS = 4 * 1029 * 38 * 63, 4 * 128 * 1029
+PARTS_X, PARTS_Y = 4 * 1029 * 38 * 63, 4 * 128 * 1029
 SCORES, PLACES = 4 * 21 * IMAGES * COUNT, 4 * IMAGES * COUNT
 
 BYTES = {
     "ROIPooling forward": (X, 2 * Y),
     "ROIPooling backward": (2 * Y, X),
-    "PSROIPooling forward": (PARTS, Y_PARTS),
-    "PSROIPooling backward": (Y_PARTS, PARTS),
+    "PSROIPooling forward": (PARTS_X, PARTS_Y),
+    "PSROIPooling backward": (PARTS_Y, PARTS_X),
+    "MultiBoxLoss forward": (SCORES + PLACES, 2 * PLACES),
     "losses of MultiBoxLoss": (SCORES + PLACES, 3 * PLACES),
     "MultiBoxLoss backward": (2 * PLACES + SCORES // 25, SCORES + 4 * PLACES),
     "mining": (4 * PLACES, PLACES),
 }
 """Bytes that are read, and written."""
 
+LOOKS = {
+    "NMS of 6,000": [(1280 * 1280 // 2, 6)],
+    "NMS of 12,000": [(4000 * 4000 // 2, 9)],
+    "NMS of 12,000 in a crowd": [(4000 * 4000 // 2, 9), (4000 * 4000 // 2 + 4000 * 1510, 9)],
+}
+"""Pairs of boxes that are compared, and how many that wait for each other are decided about one
+after the other, in each launch; for the boxes of detection_ops.py.
+"""
 
-def moves(reads: int, writes: int) -> Callable[[], Work]:
+Make = Callable[[], Work]
+
+
+def part(name: str) -> Any:
+    return cupy.RawModule(code=PARTS, options=("-std=c++17",)).get_function(name)
+
+
+def moves(reads: int, writes: int) -> Make:
     """A function that makes a kernel which reads and writes so many bytes."""
-    run = cupy.RawModule(code=MOVES).get_function("moves")
+    run = part("moves")
 
     def make() -> Work:
         source, to = (cupy.zeros(max(n, 16) // 4, np.float32) for n in (reads, writes))
@@ -69,8 +215,42 @@ def moves(reads: int, writes: int) -> Callable[[], Work]:
 
 
 def nothing() -> Work:
-    run = cupy.RawModule(code=MOVES).get_function("nothing")
+    run = part("nothing")
     return lambda: run((132,), (256,), ())
+
+
+def looks(given: list[tuple[int, int]]) -> Make:
+    """A function that makes the comparisons and the chains of decisions of a suppression."""
+    run = part("compares")
+
+    def make() -> Work:
+        boxes, to = cupy.ones((12000, 4), np.float32), cupy.zeros(1 << 14, np.uint32)
+        arrived = cupy.zeros(1, np.uint32)
+
+        def work() -> None:
+            for pairs, turns in given:
+                run((132,), (1024,), (boxes, to, arrived, len(boxes), pairs, turns))
+
+        return work
+
+    return make
+
+
+def maxima() -> Work:
+    run = part("maxima")
+    run.max_dynamic_shared_size_bytes = 48 << 10
+    x, y, index = cupy.zeros(X // 4, np.float32), *(cupy.zeros(Y // 4, t) for t in ("f", "i"))
+    arguments = x, y, index, 38 * 63, 512, 32, 49
+    return lambda: run((128, 4), (512,), arguments, shared_mem=16 * 38 * 63)
+
+
+def adds() -> Work:
+    run = part("adds")
+    rng = np.random.default_rng(0)
+    dy, dx = (cupy.zeros(n // 4, np.float32) for n in (Y, X))
+    index = cupy.asarray(rng.integers(0, 38 * 63, Y // 4).astype(np.int32))
+    arguments = dy, index, dx, 38 * 63, 512, 128, 49
+    return lambda: run((512,), (128,), arguments, shared_mem=16 * 38 * 63)
 
 
 def main() -> None:
@@ -81,8 +261,11 @@ def main() -> None:
     args = parser.parse_args()
     device = CudaDevice(0)
     with device.scope():
-        parts: list[tuple[str, float, Callable[[], Work]]] = [("a launch", 0, nothing)]
+        parts: list[tuple[str, float, Make]] = [("a launch", 0, nothing)]
         parts += [(f"bytes of {n}", sum(b), moves(*b)) for n, b in BYTES.items()]
+        parts += [(f"pairs and turns of {n}", 0, looks(g)) for n, g in LOOKS.items()]
+        parts += [("maxima of ROIPooling forward", X + 2 * Y, maxima)]
+        parts += [("sums of ROIPooling backward", X + 2 * Y, adds)]
     sys.stdout.write("| part | us | MB |\n|---|---|---|\n")
     for name, size, make in parts:
         if not re.search(args.only, name):
