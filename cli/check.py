@@ -60,9 +60,10 @@ def check(
     a net by its fields. The code of Python layers runs; no file that a layer names is written.
 
     Several files, or folders with all prototxts below them, are checked one by one, with a line for
-    each; with --json an object a line (JSON lines, no list): file, kind, ok, error, layers,
-    parameters. The exit code is 3 if one is wrong. Of a solver its own fields are checked, not the
-    files of its nets. With --json one definition gives a list with an object for each net.
+    each and for each of its warnings; with --json an object a line (JSON lines, no list): file,
+    kind, ok, error, layers, parameters, warnings (a list). The exit code is 3 if one is wrong. Of a
+    solver its own fields are checked, not the files of its nets. With --json one definition gives a
+    list with an object for each net.
 
     With --synthetic, images and labels have a shape with which the net can be built, if nothing
     states it.
@@ -122,7 +123,7 @@ def _check_all(
     images = {path: shape for path, shape in shapes.items() if shape and not wanted["image"]}
     wrong = 0
     for found in check_files(files, images=images, **wanted):
-        click.echo(found.json() if as_json else found.line())
+        click.echo(found.json() if as_json else found.text())
         wrong += not found.ok
     if not as_json:
         click.echo(f"{len(files):,} files, {wrong:,} with an error")

@@ -44,7 +44,7 @@ WAITING = 0.01
 @dataclass(frozen=True)
 class FileInfo:
     """A file: "net", "solver", "label map" or "other"; what is wrong, if anything; layers and
-    learnable parameters of its largest net, None if no net of it was built.
+    learnable parameters of its largest net, None if no net of it was built; warnings, each once.
     """
 
     file: str
@@ -53,19 +53,19 @@ class FileInfo:
     error: str | None = None
     layers: int | None = None
     parameters: int | None = None
+    warnings: tuple[str, ...] = ()
 
     def json(self) -> str:
         """Return an object in one line."""
         return json.dumps(asdict(self))
 
-    def line(self) -> str:
-        """Return a line for a person."""
-        if self.error is not None:
-            return f"{self.file}: {self.kind}: error: {self.error}"
-        size = ""
-        if self.layers is not None:
-            size = f", {self.layers:,} layers, {self.parameters:,} parameters"
-        return f"{self.file}: {self.kind}: ok{size}"
+    def text(self) -> str:
+        """Return a line for a person, and one more for each warning."""
+        result = "ok" if self.error is None else f"error: {self.error}"
+        if self.error is None and self.layers is not None:
+            result += f", {self.layers:,} layers, {self.parameters:,} parameters"
+        told = [result, *(f"warning: {warning}" for warning in self.warnings)]
+        return "\n".join(f"{self.file}: {self.kind}: {what}" for what in told)
 
 
 def files_in(paths: Iterable[str]) -> Iterator[str]:
@@ -181,7 +181,7 @@ class _Beside:
 
 def _serve(pipe: Connection) -> None:
     """Check the files that come through the pipe, in a process of its own."""
-    logging.disable()
+    logging.disable(logging.INFO)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())  # what Python layers print is no line of ours
     lock = threading.Lock()
@@ -209,6 +209,17 @@ def _serve(pipe: Connection) -> None:
             tell(found)
 
 
+class _Warnings(logging.Handler):
+    """What is logged as a warning or worse, each text once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts[record.getMessage()] = None
+
+
 def check_file(file: str, tell: Callable[[str], object], **options: Any) -> FileInfo:
     """Check a file, telling its kind before each of its nets and at the end.
 
@@ -217,6 +228,8 @@ def check_file(file: str, tell: Callable[[str], object], **options: Any) -> File
     """
     kind, infos = "net", list[NetInfo]()
     error = None
+    warnings = _Warnings()
+    logging.getLogger("caffepy").addHandler(warnings)
     try:
         text = read_text(file)
         names = set(outer_fields(text))
@@ -242,7 +255,9 @@ def check_file(file: str, tell: Callable[[str], object], **options: Any) -> File
         error = f"{file}: there is not enough memory to build this net"
     except (Exception, SystemExit) as bug:  # the other files are checked nonetheless
         error = f"{file}: a bug of caffepy: {type(bug).__name__}: {bug}"
+    finally:
+        logging.getLogger("caffepy").removeHandler(warnings)
     largest = max(infos, key=lambda info: len(info.layers), default=None)
     layers = len(largest.layers) if largest else None
     parameters = largest.parameters if largest else None
-    return FileInfo(file, kind, error is None, error, layers, parameters)
+    return FileInfo(file, kind, error is None, error, layers, parameters, tuple(warnings.texts))

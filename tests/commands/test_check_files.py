@@ -57,10 +57,10 @@ def test_prototxts_below_folders_are_found_once(folder: Path) -> None:
 def test_what_comes_of_a_file(folder: Path) -> None:
     good = told(str(folder / "a/good.prototxt"))
     assert good == FileInfo(good.file, "net", True, None, 2, 965)
-    assert good.line() == f"{good.file}: net: ok, 2 layers, 965 parameters"
+    assert good.text() == f"{good.file}: net: ok, 2 layers, 965 parameters"
     wrong = told(str(folder / "a/wrong.prototxt"))
     assert not wrong.ok
-    assert f'{wrong.file}:3:1: layer "ip" (InnerPrduct): unknown layer type' in wrong.line()
+    assert f'{wrong.file}:3:1: layer "ip" (InnerPrduct): unknown layer type' in wrong.text()
     assert told(str(folder / "b/map.prototxt")).kind == "label map"
     for text in (FILES["b/odd.ptototxt"], 'name: "DPU" type: "DPU" batch: 4'):
         (folder / "b/odd.ptototxt").write_text(text)
@@ -74,6 +74,30 @@ def test_what_comes_of_a_file(folder: Path) -> None:
     own = SOLVER.replace('net: "%s"', "train_net_param { %s }" % NET)
     (folder / "own.prototxt").write_text(own)
     assert told(str(folder / "own.prototxt")).parameters == 965
+
+
+UNREAD = """
+layer { name: "in" type: "Input" top: "a" top: "b" top: "c" input_param {
+  shape { dim: 1 dim: 8 } shape { dim: 1 dim: 8 } shape { dim: 1 dim: 2 dim: 8 } } }
+layer { name: "out" type: "DetectionOutput" bottom: "a" bottom: "b" bottom: "c" top: "d"
+  detection_output_param { num_classes: 4 save_output_param { label_map_file: "none" } } }
+layer { name: "x" type: "Silence" bottom: "d" include { phase: TRAIN } }
+"""
+
+
+def test_warnings_are_told_once_with_their_file(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "a/unread.prototxt").write_text(UNREAD)
+    monkeypatch.setattr(check_files, "cores", lambda: 1)
+    assert main.run(["check", str(folder / "a"), "--json"]) == 3
+    good, unread, wrong = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert unread["ok"]
+    assert [len(found["warnings"]) for found in (good, unread, wrong)] == [0, 1, 0]
+    assert unread["warnings"][0].startswith("label_map_file none is not there; it is not read")
+    first, second = told(unread["file"]).text().splitlines()
+    assert first == f"{unread['file']}: net: ok, 3 layers, 0 parameters"
+    assert second == f"{unread['file']}: net: warning: {unread['warnings'][0]}"
 
 
 def test_a_bug_in_one_file_is_no_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +128,7 @@ def test_nets_that_hang_or_crash(
     monkeypatch.setattr(check_files, "cores", lambda: 1)
     assert main.run(["check", str(folder / "a"), str(folder / "b"), "--json"]) == 3
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert set(lines[0]) == {"file", "kind", "ok", "error", "layers", "parameters"}
+    assert set(lines[0]) == {"file", "kind", "ok", "error", "layers", "parameters", "warnings"}
     errors = {Path(line["file"]).name: line["error"] or "" for line in lines}
     assert [Path(line["file"]).name for line in lines if line["ok"]] == [
         "good.prototxt",
