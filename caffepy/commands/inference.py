@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from caffepy import ops
 from caffepy.commands.devices import choose_device
 from caffepy.core.errors import ConfigError
-from caffepy.core.registry import nearest
+from caffepy.core.registry import listed, nearest
 from caffepy.device.blob import Blob
 from caffepy.device.device import Device
 from caffepy.net import Net
@@ -104,7 +104,7 @@ def find_blob(net: Net, name: str) -> Blob:
     if name not in net.blobs:
         known = [blob for blob in net.blobs if "_split_" not in blob]
         raise ConfigError(
-            f'no blob "{name}" in the net{nearest(name, known)} (blobs: {", ".join(known)})',
+            f'no blob "{name}" in the net{nearest(name, known)} (blobs: {listed(known)})',
             net.path,
         )
     return net.blobs[name]

@@ -1,6 +1,6 @@
 """One registry class: names to things, filled by decorators, helpful about unknown names."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from caffepy.core.errors import ConfigError
@@ -13,7 +13,7 @@ of a name for which that says nothing.
 """
 
 FEW = 40
-"""Number of names up to which a message lists all although one is near."""
+"""Number of names up to which a message lists all."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -35,6 +35,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f', did you mean "{best}"?' if likeness(best) >= LEAST else ""
 
 
+def listed(names: Sequence[str]) -> str:
+    """Return the names, joined by commas; the first few and how many more, if there are many."""
+    more = f" and {len(names) - FEW:,} more" if len(names) > FEW else ""
+    return ", ".join(names[:FEW]) + more
+
+
 class Registry(dict[str, T]):
     """Names to things of one kind, the word for which in messages is `kind` ("layer type")."""
 
@@ -54,7 +60,7 @@ class Registry(dict[str, T]):
 
     def __missing__(self, name: str) -> T:
         near = nearest(name, self)
-        known = "" if near and len(self) > FEW else f" (known: {', '.join(self)})"
+        known = "" if near and len(self) > FEW else f" (known: {listed(list(self))})"
         raise ConfigError(f'unknown {self.kind} "{name}"{near}{known}')
 
     def __iter__(self) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.core.python_modules import is_there
-from caffepy.core.registry import nearest
+from caffepy.core.registry import listed, nearest
 from caffepy.device.blob import MAX_COUNT
 from caffepy.layer.prior_box import boxes_of_place
 from caffepy.layer.rpn import read_settings
@@ -363,4 +363,4 @@ def _hint(name: str, known: list[str], left_out: dict[str, str]) -> str:
         return f'; layer "{left_out[name]}" {later}'
     if not known:
         return "; no layer before it has a top"
-    return nearest(name, known) or f"; blobs so far: {', '.join(known)}"
+    return nearest(name, known) or f"; blobs so far: {listed(known)}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from caffepy.core.errors import CaffeError, UsageError, UserCodeError
 from caffepy.core.files import AnyPath
-from caffepy.core.registry import FEW, nearest
+from caffepy.core.registry import listed, nearest
 from caffepy.device.blob import Array, on_host
 from caffepy.layer import Layer as InnerLayer
 from caffepy.layer.base import Blobs
@@ -59,10 +59,9 @@ class ByName(OrderedDict[str, T]):
     def __missing__(self, name: str) -> NoReturn:
         names = [known for known in self if "_split_" not in known]
         near = nearest(name, names) if isinstance(name, str) else ""
-        told = ", ".join(names[:FEW]) or "none"
-        if (more := len(names) - FEW) > 0:
-            told += f" and {more} more"
-        raise KeyError(f'the net has no {self._of} "{name}"{near}; it has {told}')
+        raise KeyError(
+            f'the net has no {self._of} "{name}"{near}; it has {listed(names) or "none"}'
+        )
 
 
 class Averager(Protocol):

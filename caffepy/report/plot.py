@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from caffepy.core.errors import UsageError, install
 from caffepy.core.files import written
-from caffepy.core.registry import nearest
+from caffepy.core.registry import listed, nearest
 from caffepy.report.series import PANELS, Curve, Run, panel_of
 from caffepy.report.text import extension_of
 
@@ -128,8 +128,7 @@ def _panels(runs: Sequence[Run], wanted: Sequence[str]) -> Iterator[tuple[str, l
     for name in wanted:
         if name not in known:
             raise UsageError(
-                f'no run has curves of "{name}"{nearest(name, known)} (there are: '
-                f"{', '.join(known)})"
+                f'no run has curves of "{name}"{nearest(name, known)} (there are: {listed(known)})'
             )
     for panel in PANELS:
         curves = [

@@ -109,9 +109,19 @@ def test_unknown_layer_type_names_the_nearest() -> None:
         net_of(INPUT + 'layer { name: "c" type: "Convolutoin" bottom: "x" top: "c" }')
 
 
-def test_an_unknown_layer_type_like_no_other_lists_all() -> None:
-    with pytest.raises(ConfigError, match=r'unknown layer type "Q" \(known: AbsVal, .*, Yolov3'):
+def test_an_unknown_layer_type_like_no_other_lists_a_few() -> None:
+    told = r'unknown layer type "Q" \(known: AbsVal, .{200,800} and \d+ more\)$'
+    with pytest.raises(ConfigError, match=told):
         net_of(INPUT + 'layer { name: "c" type: "Q" bottom: "x" top: "c" }')
+
+
+def test_an_unknown_bottom_like_no_other_lists_a_few() -> None:
+    chain = "".join(
+        f'layer {{ name: "{i}" type: "ReLU" bottom: "{b}" top: "{i}" }}'
+        for i, b in zip(range(100, 150), ["x", *range(100, 149)], strict=True)
+    )
+    with pytest.raises(ConfigError, match=r"; blobs so far: x, y, 100, .*, 137 and 12 more$"):
+        net_of(INPUT + chain + 'layer { name: "c" type: "ReLU" bottom: "qqqq" top: "c" }')
 
 
 def test_the_param_of_another_type_is_told() -> None:
