@@ -3,7 +3,6 @@
 import click
 
 from caffepy.cli import options
-from caffepy.core.errors import INTERRUPTED
 
 
 @click.command(short_help="Start servers on which nets are trained by run after run.")
@@ -116,4 +115,4 @@ def server(
         cluster, name or "", servers, replicas, snapshot_prefix, snapshot_every, display, grace
     )
     result = (stop if stops else serve)(given)
-    return result.exit_code or (INTERRUPTED if result.stopped else 0)
+    return result.exit_code

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from caffepy.core.errors import STOPPED, CaffeError, SyncError, UsageError
+from caffepy.core.errors import INTERRUPTED, STOPPED, CaffeError, SyncError, UsageError
 from caffepy.core.files import check_writable
 from caffepy.parallel.parameter_server.attachment import check_running, this_process
 from caffepy.parallel.parameter_server.client import Client
@@ -95,8 +95,12 @@ class ServerResult:
 
     @property
     def exit_code(self) -> int:
-        """75 after a signal and a snapshot, as of a run; else 0."""
-        return STOPPED if self.stopped and self.snapshot else 0
+        """0 for servers that were ended by `stop`, 75 after a signal and a snapshot, 130 after one
+        where they held nothing, as of a run.
+        """
+        if not self.stopped:
+            return 0
+        return STOPPED if self.snapshot else INTERRUPTED
 
 
 def serve(options: ServerOptions) -> ServerResult:

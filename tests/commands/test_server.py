@@ -16,7 +16,7 @@ import pytest
 from caffepy.cli import main
 from caffepy.commands import server
 from caffepy.commands.server import ServerOptions, ServerResult, found, serve, stop
-from caffepy.core.errors import STOPPED, SyncError, UsageError
+from caffepy.core.errors import INTERRUPTED, STOPPED, SyncError, UsageError
 from caffepy.parallel.parameter_server import detached, heartbeat
 from caffepy.parallel.parameter_server.detached import DetachedCoordinator
 from caffepy.parallel.parameter_server.messages import COORDINATOR, Rule
@@ -194,7 +194,9 @@ def test_servers_that_held_nothing_end_without_a_snapshot(engine: Engine, tmp_pa
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         end = beside(end_them)
-        assert serve(OPTIONS) == ServerResult(None, stopped=True)
+        result = serve(OPTIONS)
+        assert result == ServerResult(None, stopped=True)
+        assert result.exit_code == INTERRUPTED
         end()
     finally:
         signal.signal(signal.SIGHUP, before)
