@@ -247,16 +247,21 @@ def _in_order(layer: str, parts: dict[str, Array]) -> list[Array]:
 def to_tensors(layers: Iterable[tuple[str, str, Sequence[Array]]], names: Map) -> dict[str, Array]:
     """Return the tensors of layers, each a name, its type if it is known, and its blobs.
 
-    ConfigError if two blobs are one tensor.
+    ConfigError if two blobs are one tensor. Statistics that are no numbers once divided by their
+    weight are told, and kept.
     """
     tensors: dict[str, Array] = {}
+    damaged: list[str] = []
     for layer, type_, blobs in layers:
         parts: dict[int, str] = {i: str(i) for i in range(len(blobs))}
         arrays = dict(enumerate(blobs))
         if _has_statistics(type_, blobs):
             weight = float(arrays.pop(2).reshape(-1)[0])
-            for i in (0, 1):
-                arrays[i] = arrays[i] * np.float32(1 / weight if weight else 0)
+            with np.errstate(over="ignore", invalid="ignore"):
+                for i in (0, 1):
+                    arrays[i] = arrays[i] * np.float32(1 / weight if weight else 0)
+            if not all(np.isfinite(arrays[i]).all() for i in (0, 1)):
+                damaged.append(f"{layer} (weight {weight:g})")
             parts = {i: part for i, part in enumerate(STATISTICS) if part}
         elif len(blobs) <= len(PARTS):
             parts = dict(enumerate(PARTS))
@@ -267,6 +272,9 @@ def to_tensors(layers: Iterable[tuple[str, str, Sequence[Array]]], names: Map) -
                 raise ConfigError(f'"{blob}" and another blob are both "{tensor}"')
             tensors[tensor] = _transposed(array, rule, blob, back=True)
     names.warn_of_unused("blob")
+    if damaged:
+        told = "Statistics that divided by their weight are not all finite, of layers: %s"
+        log.warning(told, ", ".join(damaged))
     return tensors
 
 

@@ -123,6 +123,21 @@ def test_statistics_are_divided_by_their_weight_and_others_are_numbered() -> Non
     }
 
 
+@pytest.mark.filterwarnings("error")
+def test_statistics_that_are_no_numbers_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    net = NetParameter()
+    for name, mean, weight in (("a", 2, 1e-45), ("b", 2, np.nan), ("c", np.inf, 0), ("d", 2, 1)):
+        arrays = np.float32([mean, 4]), np.float32([6, 8]), np.float32([weight])
+        net.layer.add(name=name, type="BatchNorm", blobs=map(binary.array_to_blob, arrays))
+    Path("x.caffemodel").write_bytes(net.SerializeToString())
+    convert("x.caffemodel", "x.safetensors")
+    assert files.load_file("x.safetensors")["d.running_mean"].tolist() == [2, 4]
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "not all finite, of layers: a (weight 1.4013e-45), b (weight nan), c (weight 0)"
+    )
+
+
 @pytest.mark.parametrize(
     ("pattern", "name", "parts"),
     [
