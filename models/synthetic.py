@@ -8,7 +8,7 @@ from itertools import zip_longest
 from math import prod
 from typing import NamedTuple
 
-from caffepy.core.errors import ConfigError
+from caffepy.core.errors import ConfigError, one_or_each
 from caffepy.models import path
 from caffepy.proto.caffe_pb2 import (
     DummyDataParameter,
@@ -250,10 +250,7 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
     channels = 1 if grey else channels
     means = len(transform.mean_value) if layer.type in _WITH_MEANS else 0
     if means not in (0, 1, channels):
-        raise ConfigError(
-            f'layer "{layer.name}": {means} mean_value for {channels} channels; give 1 or '
-            f"{channels}"
-        )
+        raise ConfigError(f'layer "{layer.name}": {means} mean_value for {one_or_each(channels)}')
     return [channels, *length, height, width]
 
 

@@ -82,6 +82,11 @@ class SyncError(CaffeError):
     exit_code = 7
 
 
+def one_or_each(channels: int) -> str:
+    """Tell how many values fit: "3 channels; give 1 or 3"."""
+    return "1 channel; give 1" if channels == 1 else f"{channels} channels; give 1 or {channels}"
+
+
 def install(extra: str) -> str:
     """Return how to install an extra of caffepy, by its name and from a clone."""
     return f"pip install 'caffepy[{extra}]' (in a clone '.[{extra}]')"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.core.errors import ConfigError, DataError
+from caffepy.core.errors import ConfigError, DataError, one_or_each
 from caffepy.data import augment, boxes
 from caffepy.data.datum import Annotated, decode_annotated, planes
 from caffepy.data.loader import JointLoader, Shape
@@ -202,7 +202,7 @@ class AnnotatedLoader(JointLoader):
             return 0
         if len(means) not in (1, augment.channels_of(image)):
             count = augment.channels_of(image)
-            raise ConfigError(f"{len(means)} mean_value for {count} channels; give 1 or {count}")
+            raise ConfigError(f"{len(means)} mean_value for {one_or_each(count)}")
         colour = np.rint(means).clip(0, 255).astype(np.uint8)
         return colour if image.ndim == 3 else int(colour[0])
 

@@ -10,7 +10,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from caffepy.core.errors import ConfigError, DataError
+from caffepy.core.errors import ConfigError, DataError, one_or_each
 from caffepy.data.datum import COLOR, GRAY, opened
 from caffepy.device.blob import Array
 from caffepy.proto.caffe_pb2 import (
@@ -227,7 +227,7 @@ def _each_channel(values: Sequence[float], image: Array, name: str) -> list[floa
     """A value for each channel, from one for all of them or one each; 0 if there are none."""
     count = channels_of(image)
     if len(values) not in (0, 1, count):
-        raise ConfigError(f"{len(values)} {name} for {count} channels; give 1 or {count}")
+        raise ConfigError(f"{len(values)} {name} for {one_or_each(count)}")
     return list(values) if len(values) == count else [values[0] if values else 0.0] * count
 
 

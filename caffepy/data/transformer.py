@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from caffepy import ops
-from caffepy.core.errors import ConfigError, DataError
+from caffepy.core.errors import ConfigError, DataError, one_or_each
 from caffepy.core.files import locate
 from caffepy.data.datum import COLOR, GRAY, NATIVE
 from caffepy.device.blob import Array, shape_string
@@ -109,7 +109,7 @@ class Transformer:
         param, mean, crop = self.param, self.mean, self.crop
         if param.mean_value and len(param.mean_value) not in (1, channels):
             count = len(param.mean_value)
-            raise ConfigError(f"{count} mean_value for {channels} channels; give 1 or {channels}")
+            raise ConfigError(f"{count} mean_value for {one_or_each(channels)}")
         if param.mean_file and mean is not None and mean.shape != shape:
             shapes = f"{shape_string(mean.shape)}, the image {shape_string(shape)}"
             rule = "it must be of the size of the whole image, before any crop"

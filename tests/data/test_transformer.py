@@ -144,7 +144,7 @@ REFUSED = {
     "two values for three channels": (
         "mean_value: 1 mean_value: 2",
         ConfigError,
-        "2 mean_value for 3 channels",
+        "2 mean_value for 3 channels; give 1 or 3",
     ),
     "large crop": ("crop_size: 9", ConfigError, "crop_size 9 is larger than the image, 8 x 11"),
     "mean of another size": (

@@ -239,13 +239,14 @@ def test_losses_of_large_nets_are_looked_for_once(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(("force", "count"), [("", 2), ("force_gray: true", 3)])
-def test_means_that_are_not_one_for_each_channel(force: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("force", "count", "each"),
+    [("", 2, "3 channels; give 1 or 3"), ("force_gray: true", 3, "1 channel; give 1$")],
+)
+def test_means_that_are_not_one_for_each_channel(force: str, count: int, each: str) -> None:
     text = 'layer { name: "d" type: "Data" top: "x" top: "y" data_param { batch_size: 2 } '
     text += f"transform_param {{ crop_size: 8 {force} {'mean_value: 9 ' * count} }} }}"
-    channels = 1 if force else 3
-    told = f'layer "d": {count} mean_value for {channels} channels; give 1 or {channels}'
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=f'layer "d": {count} mean_value for {each}'):
         synthetic(parse(text, NetParameter()))
 
 
