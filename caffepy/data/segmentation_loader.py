@@ -1,5 +1,5 @@
 """Batches of images with label images: ImageSegData of PSPNet and DeepLab, DenseImageData of
-SegNet. Image and label are scaled, cropped and mirrored alike.
+SegNet, ImageLabelmapData of HED. Image and label are scaled, cropped and mirrored alike.
 """
 
 from collections.abc import Sequence
@@ -69,6 +69,13 @@ class SegmentationLoader(JointLoader):
         if self.transformer.crop:
             label = label[top : top + pixels.shape[1], left : left + pixels.shape[2]]
         return pixels, label[:, ::-1] if is_mirrored else label
+
+    def _cut(self, item: int, image: Array, label: Array, draws: Array) -> tuple[Array, Array]:
+        """The result of `_cropped`; ConfigError that names the item if it is smaller."""
+        try:
+            return self._cropped(image, label, draws)
+        except ConfigError as error:
+            raise ConfigError(f"{self.source.name(item)}: {error.message}") from None
 
     def _output_of(self, size: Size) -> Size:
         """The size of an image of this size after its crop."""
@@ -225,15 +232,50 @@ class DenseImageLoader(SegmentationLoader):
         return size[0] // self._factor, size[1] // self._factor
 
     def make(self, item: Any, draws: Array, first: Array) -> tuple[Array, Any]:
-        image, label = self._checked(item)
-        try:
-            return self._cropped(image, label, draws)
-        except ConfigError as error:
-            raise ConfigError(f"{self.source.name(item)}: {error.message}") from None
+        return self._cut(item, *self._checked(item), draws)
 
     def label_shapes(self) -> list[Shape]:
         _, height, width = self.shape()
         return [(self.batch_size, 1, *self._label_size((height, width)))]
+
+    def pack(self, labels: Sequence[Any]) -> list[Array]:
+        return [np.stack(labels)[:, None]]
+
+
+class LabelmapLoader(SegmentationLoader):
+    """Images and edges of `image_data_param`: 1 where a label image has 128 or more, else 0, which
+    HED's sums in 8 bits make of the edges that most people drew.
+
+    Crops and mirrors are drawn in the TEST phase, too, and with new_height and new_width label
+    images are interpolated like images, as in the fork.
+    """
+
+    def __init__(self, layer: LayerParameter, device: Device, path: str | None) -> None:
+        param = layer.image_data_param
+        self._size = _new_size(param)
+        source = ImagePairs(
+            locate(param.source, path),
+            param.root_folder,
+            path,
+            seed=device.draw_seed() if param.shuffle else None,
+            skip=device.draw_seed() % param.rand_skip if param.rand_skip else None,
+        )
+        transformer = Transformer(layer.transform_param, TRAIN, device, path)
+        super().__init__(source, transformer, param.batch_size, COLOR if param.is_color else GRAY)
+
+    def read(self, item: int) -> tuple[Array, Array]:
+        image, label = self.source.image(item, self._mode), self.source.label_image(item)
+        size = self._size or (image.shape[0], image.shape[1])
+        if self._size:
+            label = _resized(label, size, cv2.INTER_LINEAR)
+        return _resized(image, size, cv2.INTER_LINEAR), label
+
+    def make(self, item: Any, draws: Array, first: Array) -> tuple[Array, Any]:
+        image, label = self._checked(item)
+        return self._cut(item, image, (label >= 128).astype(np.uint8), draws)
+
+    def label_shapes(self) -> list[Shape]:
+        return [(self.batch_size, 1, *self.shape()[1:])]
 
     def pack(self, labels: Sequence[Any]) -> list[Array]:
         return [np.stack(labels)[:, None]]

@@ -116,6 +116,21 @@ class ImageSegData(Prefetching):
         return ImageSegLoader(self.param, self.phase, self.device, self.path)
 
 
+@layer("ImageLabelmapData")
+class ImageLabelmapData(Prefetching):
+    """-> (N, C, h, w) and labels 0 and 1 (N, 1, h, w): image files of a list with images of edges
+    (Xie and Tu 2015).
+    """
+
+    tops = (2, 2)
+
+    def open(self) -> Loader:
+        from caffepy.data.segmentation_loader import LabelmapLoader  # here, since it loads OpenCV
+
+        check_fields(self.param.image_data_param, "image_data_param", MOVED)
+        return LabelmapLoader(self.param, self.device, self.path)
+
+
 @layer("ImageGtData")
 class ImageGtData(Prefetching):
     """-> (N, 3, h, w), maps of true boxes (N, 6, h / rate, w / rate), one for each field, and

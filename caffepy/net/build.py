@@ -192,6 +192,21 @@ def compare_classes(param: NetParameter, path: str | None = None) -> None:
                 )
 
 
+def compare_losses(param: NetParameter, path: str | None = None) -> None:
+    """Warn of the first SigmoidCrossEntropyLoss with the edges of an ImageLabelmapData layer, which
+    HED's program computes otherwise.
+    """
+    edges = {t for x in param.layer if x.type == "ImageLabelmapData" for t in x.top[1:]}
+    for layer in param.layer:
+        if layer.type == "SigmoidCrossEntropyLoss" and edges.intersection(layer.bottom[1:]):
+            _warn_once(
+                f"{where(path, layer)}: computed as in BVLC Caffe. HED's program balances edges "
+                "and other pixels under this name; if the net is HED's, write "
+                "SigmoidCrossEntropyBalanceLoss in all its losses"
+            )
+            return
+
+
 def _locations(param: NetParameter) -> dict[str, float]:
     """Return the number of boxes of which convolutions of a map predict locations, by the map."""
     makers = {top: layer for layer in param.layer for top in layer.top if top not in layer.bottom}

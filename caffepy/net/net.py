@@ -25,6 +25,7 @@ from caffepy.layer import Layer
 from caffepy.net.branches import with_branches
 from caffepy.net.build import (
     compare_classes,
+    compare_losses,
     divide_batches,
     filter_state,
     insert_splits,
@@ -84,6 +85,7 @@ class Net:
         replace_python(kept, path)
         tell_priors(kept, path)
         compare_classes(kept, path)
+        compare_losses(kept, path)
         if batch_parts > 1:
             kept = divide_batches(kept, batch_parts, path)
         if log.isEnabledFor(logging.INFO):

@@ -1,4 +1,4 @@
-"""AnnotatedData, ImageSegData and DenseImageData: what the forks put on the tops, distributions of
+"""AnnotatedData, ImageSegData, DenseImageData and ImageLabelmapData: what the forks put on the tops, distributions of
 random changes, and what cannot be read.
 """
 
@@ -402,7 +402,7 @@ def pairs(tmp_path):
 
 
 def segmented(pairs, kind, data="", transform="", tops=2, source="list", **other):
-    field = "image_data_param" if kind == "ImageSegData" else "dense_image_data_param"
+    field = "dense_image_data_param" if kind == "DenseImageData" else "image_data_param"
     text = (
         f'layer {{ type: "{kind}" {field} {{ source: "{source}.txt" batch_size: 2 {data} }} '
         f"transform_param {{ {transform} }} }}"
@@ -471,6 +471,32 @@ def test_no_labels_and_sizes_without_a_crop(pairs):
     np.testing.assert_array_equal(sizes[:, 0, 0], [[12, 16]] * 2)
 
 
+@pytest.mark.parametrize("size", ["", "new_height: 6 new_width: 8"])
+def test_edges_against_a_loop(size, pairs):
+    folder = str(pairs.parent)
+    images, labels = segmented(pairs, "ImageLabelmapData", size, "mean_value: 7").forward()
+    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+        wanted, edges = cv2.imread(f"{folder}/{i}.png"), cv2.imread(f"{folder}/{i}_label.png", 0)
+        if size:
+            wanted, edges = cv2.resize(wanted, (8, 6)), cv2.resize(edges, (8, 6))
+        assert image.shape[1:] == label.shape[1:] == edges.shape
+        for y, x in np.ndindex(edges.shape):
+            assert list(image[:, y, x]) == [value - 7.0 for value in wanted[y, x]]
+            assert label[0, y, x] == round(edges[y, x] / 255)
+    assert 0 < labels.mean() < 1
+
+
+def test_edges_are_cut_and_mirrored_like_images(pairs):
+    made = segmented(pairs, "ImageLabelmapData", "", "crop_size: 7 mirror: true", phase=TEST)
+    places = set()
+    for _ in range(10):
+        images, labels = made.forward()
+        np.testing.assert_array_equal(images[:, 2] >= 128, labels[:, 0])
+        assert images.shape == (2, 3, 7, 7)
+        places.add(images[0].tobytes())
+    assert len(places) > 2  # of two images: crops are random in the TEST phase, too
+
+
 SEGMENTATION_REFUSED = {
     "label sizes": ("DenseImageData", "unlike", "", "", "image has 12 x 16 pixels, its label 3 x"),
     "a word": ("DenseImageData", "words", "", "", r'words.txt:2: "1.png" is not an image path, a'),
@@ -487,6 +513,14 @@ SEGMENTATION_REFUSED = {
         "",
         "0.png: a crop of 3 x 30 is larger than the image, 12 x 16",
     ),
+    "large crop of edges": (
+        "ImageLabelmapData",
+        "list",
+        "",
+        "crop_size: 13",
+        "0.png: .*13.* is larger than the image, 12 x 16",
+    ),
+    "edge sizes": ("ImageLabelmapData", "unlike", "", "", "image has 12 x 16 pixels, its label 3"),
     "divided": ("DenseImageData", "list", "label_divide_factor: 2", "", "needs new_height and new"),
     "number": ("ImageSegData", "list", "", "", r'"0_label.png" is no number; for label images wri'),
     "mean": ("ImageSegData", "list", "", 'mean_file: "m"', "takes a mean_value for each channel"),

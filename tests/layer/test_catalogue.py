@@ -405,6 +405,7 @@ BATCHES = {
     "HDF5Data": REPLAY,
     "ImageData": REPLAY,
     "ImageGtData": "test_field_data.py::test_against_a_loop",
+    "ImageLabelmapData": "test_annotated_data.py::test_edges_against_a_loop",
     "ImageSegData": FORKS,
     "MemoryData": "test_data.py::test_memory_goes_around",
     "VideoData": "test_annotated_data.py::test_frames_of_a_video",

@@ -1,5 +1,6 @@
 import logging
 
+import cv2
 import numpy as np
 import pytest
 
@@ -195,6 +196,39 @@ def test_other_classes_than_are_found_are_a_warning(settings, told, caplog):
     for message in messages:
         assert 'layer "judge" (DetectionEvaluate)' in message
         assert message.endswith(f"write {told}")
+
+
+HED = """
+layer { name: "in" type: "%s" top: "image" top: "edges" %s }
+layer { name: "score" type: "Convolution" bottom: "image" top: "score"
+  convolution_param { num_output: 1 kernel_size: 1 } }
+layer { name: "fine" type: "%s" bottom: "score" bottom: "edges" top: "fine" }
+layer { name: "fused" type: "%s" bottom: "score" bottom: "edges" top: "fused" }
+"""
+FILES = 'image_data_param { source: "pairs.txt" batch_size: 1 }'
+SHAPES = "input_param { shape { dim: [1, 3, 4, 4] } shape { dim: [1, 1, 4, 4] } }"
+PLAIN, BALANCED = "SigmoidCrossEntropyLoss", "SigmoidCrossEntropyBalanceLoss"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "loss", "count"),
+    [
+        ("ImageLabelmapData", FILES, PLAIN, 1),
+        ("ImageLabelmapData", FILES, BALANCED, 0),
+        ("Input", SHAPES, PLAIN, 0),
+    ],
+)
+def test_the_loss_of_hed_is_a_warning_once(kind, settings, loss, count, tmp_path, caplog):
+    for name in ("image", "edges"):
+        cv2.imwrite(f"{tmp_path}/{name}.png", np.zeros((4, 4, 3), np.uint8))
+    (tmp_path / "pairs.txt").write_text("image.png edges.png")
+    for _ in range(2):  # the train net and the test net
+        Net(definition(HED % (kind, settings, loss, loss)), path=f"{tmp_path}/hed.prototxt")
+    messages = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(messages) == count
+    for message in messages:
+        assert 'layer "fine" (SigmoidCrossEntropyLoss): computed as in BVLC Caffe' in message
+        assert message.endswith(f"write {BALANCED} in all its losses")
 
 
 def test_one_layer_without_its_aspect_ratio_is_not_taken_for_one_of_textboxes():

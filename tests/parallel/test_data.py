@@ -52,6 +52,8 @@ LAYERS = {
     "scale_factors: 0.5 mean_value: 7 }",
     "DenseImageData": 'dense_image_data_param { source: "pairs.txt" batch_size: 2 mirror: true '
     "crop_height: 3 crop_width: 4 shuffle: true }",
+    "ImageLabelmapData": 'image_data_param { source: "pairs.txt" batch_size: 2 shuffle: true } '
+    "transform_param { mirror: true crop_size: 5 }",
     "MemoryData": "memory_data_param { batch_size: 2 channels: 3 height: 6 width: 6 }",
     "DummyData": "dummy_data_param { shape { dim: 2 dim: 3 dim: 6 dim: 6 } shape { dim: 2 } "
     'data_filler { type: "gaussian" } data_filler { type: "uniform" } }',
@@ -59,7 +61,8 @@ LAYERS = {
 }
 TESTED = 5
 """Batches of a test."""
-IMAGES = ("AnnotatedData", "DenseImageData", "ImageSegData")  # their labels are boxes or images
+IMAGES = ("AnnotatedData", "DenseImageData", "ImageLabelmapData", "ImageSegData")
+"""Their labels are boxes or images."""
 ONCE = ("Data", "HDF5Data", "ImageData", "MemoryData", "Python")  # their labels tell the records
 
 MODULE = """
