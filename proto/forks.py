@@ -162,7 +162,7 @@ _FIELDS = {
     "HeartSeg": {"TransformationParameter": "crop_size_l"},
     "R*CNN": {"MILParameter": "context_per_roi"},
     "DSS": {"ImageDataParameter": "normalize"},
-    "DeepLab": {"ImageDataParameter": "has_label"},
+    "DeepLab": {"ImageDataParameter": "has_label", "LayerParameter": "softmaxloss_param"},
     "S2VT": {"EltwiseParameter": "coeff_blob"},
     "ddtm's": {"DataParameter": "cursor"},
     "Synopsys": {

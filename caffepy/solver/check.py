@@ -54,6 +54,12 @@ def check_param(param: SolverParameter, path: str | None) -> None:
     _check_name(param.type, rules, "type", path)
     if not name:
         raise ConfigError(f"lr_policy is missing (known: {', '.join(policies)})", path)
+    if name == "stepearly":
+        problem = (
+            'lr_policy "stepearly" is one of an early Caffe (pull request 190), which lowers the '
+            'rate by the accuracy of tests and caffepy does not have; "plateau" goes by the loss'
+        )
+        raise ConfigError(problem, at_field(path, "lr_policy"))
     _check_name(name, policies, "lr_policy", path)
     if param.ap_version not in VERSIONS:
         problem = f'ap_version "{param.ap_version}" is none of {", ".join(VERSIONS)}'

@@ -67,6 +67,7 @@ def test_multistep_moves_one_step_a_call_and_logs_it(caplog: pytest.LogCaptureFi
 
 BAD = {
     "missing": (SolverParameter(base_lr=1), "lr_policy is missing"),
+    "early": (param("stepearly"), 'does not have; "plateau" goes by the loss'),
     "unknown": (param("stepp"), 'unknown lr_policy "stepp", did you mean "step"?'),
     "gamma": (param("exp", gamma=-1), "needs a gamma of 0 or more, not -1"),
     "stepsize": (param("step", gamma=0.1), "needs a stepsize above 0; it is missing"),
