@@ -182,7 +182,8 @@ class Iterations:
         self.statistics.release()
         pending, rates = list[PendingStep](), list[float]()
         for ahead, iteration in enumerate(range(self.iter, self.iter + count)):
-            pending.append(PendingStep(iteration, current_step, self.plateau.event, positions))
+            before = {**positions, "tick": positions["tick"] + ahead}  # a pass each
+            pending.append(PendingStep(iteration, current_step, self.plateau.event, before))
             current_step = advance(step.param, iteration, current_step)
             rates.append(rate(step.param, iteration, current_step, self.rate_factor))
             step.set_hyperparams(rates[-1], iteration, ahead)

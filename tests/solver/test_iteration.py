@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import DivergenceError
+from caffepy.device.device import Device
 from caffepy.ops.update_state import StepResult, StepStatus
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Action, Solver
@@ -207,6 +208,34 @@ def test_iterations_of_one_graph_are_those_that_are_enqueued_singly(
     # before a display at 20 and 40, a test at 25 and 50, and the end
     assert graphs.count("8 iterations") == 5
     assert singly + 8 * 5 == 60
+
+
+def test_a_stopped_iteration_of_one_graph_has_its_own_count_of_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From which masks are drawn when a snapshot of before it is resumed."""
+    graphs = Graphs()
+    graphs.use(monkeypatch)
+    solver = solver_of(SETTINGS, STAYING, reporter=Several())
+    solver.action = no_signal
+    monkeypatch.setattr(Device, "step_count", property(lambda device: 100 + solver.iter))
+    read = solver.update_state.step_results
+
+    def stopped(wait: bool, room: int = 1) -> list[StepResult]:
+        """As of a GPU whose loss of iteration 28 is not a number."""
+        pending = solver.iterations._pending
+        return [
+            result._replace(loss=np.nan, status=StepStatus.STOPPED)
+            if step.iteration > 27
+            else result
+            for step, result in zip(list(pending), read(wait, room), strict=False)
+        ]
+
+    monkeypatch.setattr(solver.update_state, "step_results", stopped)
+    with pytest.raises(DivergenceError, match="iteration 28: the loss is nan"):
+        solver.step(64)
+    assert graphs[-1] == "8 iterations"
+    assert solver.iterations.positions()["tick"] == 128
 
 
 def test_what_changes_between_iterations_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
