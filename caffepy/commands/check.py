@@ -373,8 +373,10 @@ def _with_fitting_labels(
     source = {top: top for layer in state.layer if layer.type == "DummyData" for top in layer.top}
     pairs = []  # type of loss, what it predicts, the top of data that it compares this with
     for layer in state.layer:
-        if layer.type in _KEEP_SHAPE and layer.bottom[0] in source:
-            source[layer.top[0]] = source[layer.bottom[0]]
+        if layer.type in _KEEP_SHAPE:
+            for x, y in zip(layer.bottom[:1], layer.top, strict=False):
+                if x in source:
+                    source[y] = source[x]
         elif layer.type in {*_COMPARE, "SoftmaxWithLoss"} and len(layer.bottom) > 1:
             x, label = layer.bottom[:2]
             if x in source and layer.type in _COMPARE:

@@ -514,3 +514,18 @@ def test_labels_take_the_shape_of_what_they_are_compared_with(case: str, tmp_pat
     (net,) = inspect(path, synthetic=True, image=(3, 10, 10))
     (label,) = (one for one in net.layers if one.name == "l")
     assert list(label.tops["z"]) == shape
+
+
+@pytest.mark.parametrize("wrong", ['type: "Power" top: "q"', 'type: "Sigmoid" bottom: "label"'])
+def test_a_layer_without_bottom_or_top_is_the_users_error(wrong: str, tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        f"""
+        layer {{ name: "d" type: "HDF5Data" top: "x" top: "label"
+          hdf5_data_param {{ batch_size: 2 }} }}
+        layer {{ name: "wrong" {wrong} }}
+        layer {{ name: "loss" type: "EuclideanLoss" bottom: "x" bottom: "label" top: "loss" }}
+        """,
+    )
+    with pytest.raises(ConfigError, match="wrong"):
+        inspect(path, synthetic=True, image=(3, 10, 10))
