@@ -173,7 +173,7 @@ def version_beside(model: str) -> tuple[str, str]:
     with suppress(CaffeError, OSError):
         param = read_solver(path)
         files = [locate(name, path) for name in (param.net, param.train_net, *param.test_net)]
-        named = any(name and os.path.samefile(name, model) for name in files)
+        named = any(os.path.exists(name) and os.path.samefile(name, model) for name in files)
         if named and param.ap_version in VERSIONS:
             return param.ap_version, f"as {path} says"
     return VERSIONS[0], "unless --ap-version says another"

@@ -334,6 +334,8 @@ def test_precision_is_averaged_as_the_solver_beside_the_net_says(tmp_path: Path)
     assert beside.outputs == given.outputs != plain.outputs
     assert beside.table().splitlines()[1] == f"average precision: 11point (as {solver} says)"
     assert json.loads(given.json())["ap_version"] == "11point"
+    solver.write_text('train_net: "gone.prototxt" test_net: "net.prototxt" ap_version: "11point"')
+    assert score(str(net), [], iterations=4).ap_version == "11point"
 
 
 def test_a_data_layer_that_is_not_shared_is_told_of(
