@@ -45,7 +45,7 @@ _DENSE = frozenset({"DenseImageData", "ImageLabelmapData", "ImageSegData"})
 """Those whose labels are images."""
 
 _WITH_MEANS = frozenset({"AnnotatedData", "Data", "ImageData", "MemoryData"})
-"""Those of images alone whose mean_value is one number, or one for each channel."""
+"""Data layers of images alone whose mean_value is one number, or one for each channel."""
 
 _VOXELS = frozenset({"VideoSegmentationData", "VideoWithVoxelTruthData"})
 """Those whose labels are volumes, as their data: C3D's."""

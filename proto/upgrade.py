@@ -175,7 +175,7 @@ _SIDES = ("kernel_size", "stride", "pad")
 
 
 def _axes(param: PoolingParameter) -> int:
-    """How often R-C3D's layer gives a size, once for each axis; 1 for Caffe's."""
+    """Number of axes for which R-C3D's layer gives a size of its own; 1 for Caffe's."""
     return 1 + max(len(getattr(param, f"further_{name}")) for name in _SIDES)
 
 

@@ -24,8 +24,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure() -> None:
-    """Let no process that a test starts ignore SIGHUP because pytest runs under nohup, which this
-    process goes on to outlive.
+    """Keep processes that a test starts from ignoring SIGHUP because pytest runs under nohup, which
+    this process goes on to outlive.
     """
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)

@@ -133,8 +133,8 @@ class Factors:
         return [blob.shape for layer in self._layers for blob in self._all.get(layer, ())]
 
     def exchange(self) -> None:
-        """Make the gradients of all layers, which have run backward, the mean of dy.T @ x, but for
-        those that `update` will update without.
+        """Make the gradients of all layers, which have run backward, the mean of dy.T @ x; layers
+        that `update` updates need none.
 
         All factors go in one launch, since a GPU that waits for other ranks does nothing else. The
         caller waits for STREAM.
@@ -148,7 +148,7 @@ class Factors:
                     layer.weight_gradient(*self._of_all(layer), False, 1 / self._size)
 
     def update(self) -> None:
-        """Let the layers that have `InnerProduct.update` do so, with the sum of dy.T @ x."""
+        """Update weights of layers that have `InnerProduct.update`, with the sum of dy.T @ x."""
         for layer in self._layers:
             if layer.update is not None:
                 layer.update(*layer.gradient_factors(*self._of_all(layer)))

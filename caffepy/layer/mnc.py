@@ -28,7 +28,7 @@ class _Testing(RcnnLayer):
 
 
 class ProposalLayer(_Testing, rpn.ProposalLayer):
-    """As py-faster-rcnn's; the settings of its gradient say nothing in the TEST phase."""
+    """Layer of py-faster-rcnn; the settings of MNC's gradient say nothing in the TEST phase."""
 
     defaults: Mapping[str, Any] = {
         **rpn.ProposalLayer.defaults,

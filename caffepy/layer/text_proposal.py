@@ -11,7 +11,7 @@ from caffepy.core.errors import ConfigError
 from caffepy.layer.rpn import Blobs, RcnnLayer, check_one_image
 
 HEIGHTS = np.array([11, 16, 23, 33, 48, 68, 97, 139, 198, 283])
-"""Of the anchors, which are 16 pixels wide."""
+"""Heights of the anchors, which are 16 pixels wide."""
 
 
 class ProposalLayer(RcnnLayer):

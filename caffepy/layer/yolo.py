@@ -128,7 +128,7 @@ class YoloLoss(LossLayer):
     }
 
     takes_ssds = False
-    """Whether true boxes may be SSD's, (1, 1, G, 8), whose first class is 1."""
+    """True if true boxes may be SSD's, (1, 1, G, 8), whose first class is 1."""
 
     def prepare(self, boxes: int, classes: int, truths: Blob) -> None:
         """Take the numbers of boxes of a cell and of classes, and the kind of true boxes."""

@@ -358,8 +358,8 @@ class PhaseTimer(Protocol):
         """Count time again."""
 
     def sample(self, number: int, count: int) -> None:
-        """Let the last of `count` iterations that are enqueued as one, of which that of this number
-        comes next, stand for all: marks take their time. `sample(0, 1)` ends that.
+        """Take the time of the last of `count` iterations, which are enqueued as one, for that of
+        each; the one of this number comes next. `sample(0, 1)` ends that.
         """
 
     def begin(self) -> None:

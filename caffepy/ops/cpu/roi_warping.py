@@ -27,7 +27,7 @@ def _side(begin: Any, end: Any, scale: Any) -> tuple[Any, Any]:
 
 @_inside
 def _corner(k: int, start: Any, stop: Any, parts: int, size: int) -> tuple[bool, int, int, Any]:
-    """Whether corner k lies in the map, the two pixels around it, and the share of the second."""
+    """True if corner k lies in the map, the two pixels around it, and the share of the second."""
     kind = type(start)
     place = start + kind(k) * (max(stop - start, kind(0)) / kind(parts))
     inside = not (place < kind(-0.5) or place > kind(size) - kind(0.5))
@@ -42,7 +42,7 @@ def _corner(k: int, start: Any, stop: Any, parts: int, size: int) -> tuple[bool,
 
 @_inside
 def _takes(pixel: int, k: int, start: Any, stop: Any, parts: int) -> bool:
-    """Whether MNC's gradient of a pixel looks at corner k."""
+    """True if MNC's gradient of a pixel looks at corner k."""
     kind = type(start)
     bin_size = max(stop - start + kind(1), kind(1)) / kind(parts)
     behind = kind(pixel) - start

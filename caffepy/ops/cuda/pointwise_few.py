@@ -24,7 +24,7 @@ SIDES = (64, 128)
 """Most channels on either side, for each of which there is a kernel."""
 
 THREADS, STAGES = 512, 3
-"""As in pointwise_few.cu."""
+"""Constants of pointwise_few.cu."""
 
 
 def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
