@@ -39,8 +39,11 @@ class Part(NamedTuple):
     size: int
 
     def read(self) -> bytes:
-        """Return the content; OSError if the file is another one."""
-        return os.pread(_open(*self[:3]), self.size, self.start)
+        """Return the content; OSError if the file is another one, or has become shorter."""
+        content = os.pread(_open(*self[:3]), self.size, self.start)
+        if len(content) < self.size:  # half an image might be decoded
+            raise OSError(f"{self.path} ends within what was to be read")
+        return content
 
 
 @cache

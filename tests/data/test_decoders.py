@@ -372,9 +372,10 @@ def test_processes_read_parts_of_a_file_while_it_is_the_same(two: Decoders, tmp_
         Part(*where, status.st_ino, 6, size),
         Part(*where, status.st_ino, 6 + size, size),
         Part(*where, status.st_ino, 6 + 2 * size, size),  # behind the end
+        Part(*where, status.st_ino, 6 + size, size + 1),  # cut off within it
         Part(*where, status.st_ino + 1, 6, size),
     ]
-    assert decode(two, parts) == {0: True, 1: True, 2: False, 3: False}
+    assert decode(two, parts) == {0: True, 1: True, 2: False, 3: False, 4: False}
 
 
 def test_image_files_of_an_lmdb_are_parts_of_its_file(tmp_path: Path) -> None:
