@@ -358,10 +358,10 @@ def _reshaped(net: NetParameter, top: str, shape: list[int]) -> list[int] | None
         ):
             continue
         dims = [d or s for d, s in zip_longest(param.shape.dim, shape[: len(param.shape.dim)])]
-        stated = prod(d for d in dims if d > 0)
-        if None in dims or param.num_axes != -1 or prod(shape) % stated == 0:
+        if None in dims or param.num_axes != -1:
             return None
-        return [d if d > 0 else 1 for d in dims]
+        stated = prod(d for d in dims if d > 0)
+        return [d if d > 0 else 1 for d in dims] if prod(shape) % stated else None
     return None
 
 

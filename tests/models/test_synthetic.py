@@ -209,6 +209,7 @@ def test_arrays_with_two_kinds_of_labels() -> None:
         ("dim: 0 dim: 0 dim: 77 dim: 1", [3, 3, 77, 1]),
         ("dim: 0 dim: -1 dim: 11 dim: 1", [3, 1, 11, 1]),
         ("dim: 0 dim: -1 dim: 9", [3, 3, 9, 9]),  # as it is
+        ("dim: 0 dim: 0 dim: 0 dim: 0 dim: 0 dim: 7", [3, 3, 9, 9]),  # more axes than there are
     ],
 )
 def test_a_reshape_states_the_shape_of_data(dims: str, shape: list[int]) -> None:
