@@ -196,7 +196,7 @@ def _read_detection(path: str, root: str) -> list[tuple[str, str]]:
 
 
 def _read_classification(path: str) -> list[tuple[str, int]]:
-    if all(len(line.split()) < 2 for line in lines_of(path)):
+    if max((len(line.split()) for line in lines_of(path)), default=0) == 1:
         raise DataError(
             f"{path} has no labels behind its images; for the boxes of a folder of PASCAL VOC give "
             "--anno-type detection"

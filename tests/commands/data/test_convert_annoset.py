@@ -291,6 +291,8 @@ def test_wrong_lists_and_label_maps(voc: Path) -> None:
     fails("pairs.txt", "give --label-map FILE", label_map=None)
     fails("pairs.txt", 'pairs.txt:1: "Annotations/a.xml" is no label', anno_type="classification")
     Path("words.txt").write_text("JPEGImages/a.jpg Annotations/a.xml\nJPEGImages/b.jpg\n")
+    Path("empty.txt").write_text("\n")
+    fails("empty.txt", "empty.txt lists no images", anno_type="classification")
     Path("alone.txt").write_text("a\nb\n")
     fails(
         "alone.txt", "no labels .* of PASCAL VOC give --anno-type det", anno_type="classification"
