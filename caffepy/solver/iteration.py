@@ -119,7 +119,7 @@ class Iterations:
         self.loop = Loop(step, self.eager.check_loss)
         self._seconds = inf  # the least of an iteration
         self._mean = inf  # seconds of an iteration, of the last TIMED ones
-        self._timed = 0, 0.0  # when these began: iteration and time
+        self._timed = 0, -inf  # when these began: iteration and time
         self._is_worker = is_worker
         self._pending: deque[PendingStep] = deque()
         self._held: dict[str, Any] | None = None  # positions before the test or iteration at work

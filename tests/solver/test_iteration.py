@@ -238,6 +238,18 @@ def test_a_stopped_iteration_of_one_graph_has_its_own_count_of_passes(
     assert solver.iterations.positions()["tick"] == 128
 
 
+def test_a_resumed_run_measures_its_own_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the seconds since the system's start, by the number of iterations before."""
+    Graphs().use(monkeypatch)
+    monkeypatch.setattr("caffepy.solver.iteration.LONGEST", 1e9)
+    iterations = solver_of(SETTINGS, STAYING).iterations
+    monkeypatch.setattr(iterations.captured, "can_repeat", lambda: True)
+    iterations.move_to(10**9, 0)
+    assert iterations.prepare(8) == 0
+    iterations.move_to(10**9 + 3, 0)
+    assert iterations.prepare(8) == 8
+
+
 def test_what_changes_between_iterations_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs()
     graphs.use(monkeypatch)
