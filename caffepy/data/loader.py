@@ -504,10 +504,8 @@ class JointLoader(SequentialLoader):
         if self.mean is not None and self.mean.shape[1:] != (1, 1):
             self._mean_image, self.mean = self.mean, None  # it belongs to pixels before the crop
         if self._decoders:
-            told = (
-                "%s: images are decoded by threads; other ways are for Data, ImageData, WindowData"
-            )
-            log.warning(told, source.path)
+            ways = "images are decoded by threads; other ways are for Data, ImageData, WindowData"
+            log.warning("%s: %s", source.path, ways)
             self._decoders = None
 
     def crop(self, pixels: Array, draws: Array) -> tuple[Array, int, int, bool]:

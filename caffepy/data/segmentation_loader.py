@@ -39,6 +39,19 @@ def _new_size(param: ImageDataParameter | DenseImageDataParameter) -> Size | Non
     return (param.new_height, param.new_width) if param.new_height else None
 
 
+def _pairs(
+    param: ImageDataParameter | DenseImageDataParameter, device: Device, path: str | None
+) -> ImagePairs:
+    """Return the pairs of images that a list names, in the order that `param` asks for."""
+    return ImagePairs(
+        locate(param.source, path),
+        param.root_folder,
+        path,
+        seed=device.draw_seed() if param.shuffle else None,
+        skip=device.draw_seed() % param.rand_skip if param.rand_skip else None,
+    )
+
+
 class SegmentationLoader(JointLoader):
     """Base: what `make` and `pack` have in common. Labels are (N, 1, h, w)."""
 
@@ -71,7 +84,7 @@ class SegmentationLoader(JointLoader):
         return pixels, label[:, ::-1] if is_mirrored else label
 
     def _cut(self, item: int, image: Array, label: Array, draws: Array) -> tuple[Array, Array]:
-        """The result of `_cropped`; ConfigError that names the item if it is smaller."""
+        """Return the result of `_cropped`; ConfigError that names the item if it is smaller."""
         try:
             return self._cropped(image, label, draws)
         except ConfigError as error:
@@ -212,13 +225,7 @@ class DenseImageLoader(SegmentationLoader):
                 "resized to a part of that size"
             )
         transformer = Transformer(transform, TRAIN, device, path)
-        source = ImagePairs(
-            locate(param.source, path),
-            param.root_folder,
-            path,
-            seed=device.draw_seed() if param.shuffle else None,
-            skip=device.draw_seed() % param.rand_skip if param.rand_skip else None,
-        )
+        source = _pairs(param, device, path)
         super().__init__(source, transformer, param.batch_size, COLOR if param.is_color else GRAY)
 
     def read(self, item: int) -> tuple[Array, Array]:
@@ -253,13 +260,7 @@ class LabelmapLoader(SegmentationLoader):
     def __init__(self, layer: LayerParameter, device: Device, path: str | None) -> None:
         param = layer.image_data_param
         self._size = _new_size(param)
-        source = ImagePairs(
-            locate(param.source, path),
-            param.root_folder,
-            path,
-            seed=device.draw_seed() if param.shuffle else None,
-            skip=device.draw_seed() % param.rand_skip if param.rand_skip else None,
-        )
+        source = _pairs(param, device, path)
         transformer = Transformer(layer.transform_param, TRAIN, device, path)
         super().__init__(source, transformer, param.batch_size, COLOR if param.is_color else GRAY)
 
