@@ -47,9 +47,9 @@ from caffepy.solver.statistics import Statistics
 from caffepy.solver.step import TrainingStep
 from caffepy.solver.worker_group import WorkerGroup
 
-MOST, LONGEST = 8, 0.005
-"""Iterations that a GPU gets as one graph, unless they take more than so many seconds: between
-graphs signals are polled.
+MOST, LONGEST = 8, 0.02
+"""Iterations that a GPU gets as one graph, unless as many one by one take more than so many seconds:
+between graphs signals are polled. Four GPUs that wait for the host take 1 ms for an iteration.
 """
 
 TIMED = 32
