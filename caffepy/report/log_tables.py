@@ -49,6 +49,17 @@ def read_lines(path: str) -> list[str]:
         raise ConfigError(f'could not open "{path}": {reason(error)}') from None
 
 
+def _read_log(path: str) -> list[str]:
+    """`read_lines`; ConfigError, too, if no line has a time."""
+    lines = read_lines(path)
+    if not any(map(Clock(path).time, lines)):
+        raise ConfigError(
+            f'"{path}" is not a training log: no line begins with glog\'s time, as in '
+            "I1128 17:32:20.518199"
+        )
+    return lines
+
+
 class Clock:
     """Reads the times of consecutive lines; if the month goes back, a new year has begun."""
 
@@ -122,9 +133,9 @@ def parse_log(path: str) -> tuple[list[Row], list[Row]]:
 
     What ends the script is skipped here: lines of one word or none, outputs that are -nan or -inf,
     dates with a year, and a log without the line `Solving`, whose first line counts as the start. A
-    log without rows is a warning. ConfigError if the log cannot be read.
+    log without rows is a warning. ConfigError if the file cannot be read or is not a log.
     """
-    lines = read_lines(path)
+    lines = _read_log(path)
     clock = Clock(path)
     train, test = _Table(TRAIN), _Table(TEST)
     start, first = _start(lines, clock)
@@ -198,10 +209,10 @@ def _save(path: str, folder: str, tables: Sequence[str]) -> list[str]:
 def log_columns(path: str) -> tuple[str, str]:
     """Return the tables of train and test lines of parse_log.sh, which cuts lines by field numbers.
 
-    Output #0 of the test net counts as accuracy and #1 as loss. ConfigError if the log cannot be
-    read.
+    Output #0 of the test net counts as accuracy and #1 as loss. ConfigError if the file cannot be
+    read or is not a log.
     """
-    lines = read_lines(path)
+    lines = _read_log(path)
     losses = [line for line in lines if ", loss = " in line]
     tests = [line for line in lines if "Testing net" in line]
     first_test = (i for i, line in enumerate(lines) if re.search("Iteration .* Testing net", line))

@@ -384,7 +384,7 @@ def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
 
 def test_a_locale_that_lacks_a_character(tmp_path: Path) -> None:
     file = tmp_path / "\u65e5.log"
-    file.touch()
+    file.write_text("I1128 17:32:20.518199  6170 train.cpp:1] Starting\n")
     done = python_m(
         "parse-log",
         str(file),

@@ -56,11 +56,23 @@ def test_json_writes_files_only_where_it_is_told(capsys: Captured) -> None:
     assert len(names()) == 2
 
 
-def test_what_is_no_log_is_told(capsys: Captured) -> None:
-    Path("other.txt").write_text("once upon a time\n")
-    assert main.run(["parse-log", "other.txt"]) == 0
-    assert '"other.txt" has no rows' in capsys.readouterr().err
-    assert names() == ["other.txt"]
+def test_a_log_without_rows_warns_as_caffes_scripts_end_well(capsys: Captured) -> None:
+    Path("other.log").write_text("I1128 17:32:20.518199  6170 train.cpp:1] Starting\n")
+    assert main.run(["parse-log", "other.log"]) == 0
+    assert '"other.log" has no rows' in capsys.readouterr().err
+    assert names() == ["other.log"]
+
+
+@pytest.mark.parametrize("how", [[], ["--columns"], ["--json"]])
+def test_a_table_is_not_a_log(how: list[str], capsys: Captured) -> None:
+    Path("digits_metrics.csv").write_text("iteration,loss\n0,2.3\n")
+    assert main.run(["parse-log", "digits_metrics.csv", *how]) == 3
+    assert capsys.readouterr() == (
+        "",
+        'caffepy: error: "digits_metrics.csv" is not a training log: no line begins with glog\'s '
+        "time, as in I1128 17:32:20.518199\n",
+    )
+    assert names() == ["digits_metrics.csv"]
 
 
 WRONG = {
