@@ -104,7 +104,7 @@ def find_blob(net: Net, name: str) -> Blob:
     if name not in net.blobs:
         known = [blob for blob in net.blobs if "_split_" not in blob]
         raise ConfigError(
-            f'no blob "{name}" in the net{nearest(name, known)} (blobs: {listed(known)})',
+            f'no blob "{name}" in the net{nearest(name, known)} (blobs: {listed(known, name)})',
             net.path,
         )
     return net.blobs[name]

@@ -22,23 +22,26 @@ def nearest(name: str, known: Iterable[str]) -> str:
     The name, if not too short, may be like the beginning of a known one; of several the first is
     the nearest. The dashes of flags count for nothing.
     """
+    best = max(known, key=lambda one: _likeness(one, name), default="")
+    return f', did you mean "{best}"?' if _likeness(best, name) >= LEAST else ""
+
+
+def listed(names: Sequence[str], wrong: str) -> str:
+    """Return the names, joined by commas; of many those that are most like the wrong one, the
+    nearest first, and how many more there are.
+    """
+    if len(names) <= FEW:
+        return ", ".join(names)
+    likest = sorted(names, key=lambda one: _likeness(one, wrong), reverse=True)
+    return f"{', '.join(likest[:FEW])} and {len(names) - FEW:,} more"
+
+
+def _likeness(known: str, name: str) -> float:
     from difflib import SequenceMatcher  # only needed for a mistake
 
-    name = name.casefold().lstrip("-")
-
-    def likeness(of: str) -> float:
-        of = of.casefold().lstrip("-")
-        whole, begin = (SequenceMatcher(None, x, name).ratio() for x in (of, of[: len(name)]))
-        return max(whole, BEGINNING * begin * (len(name) > SHORT))
-
-    best = max(known, key=likeness, default="")
-    return f', did you mean "{best}"?' if likeness(best) >= LEAST else ""
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the names, joined by commas; the first few and how many more, if there are many."""
-    more = f" and {len(names) - FEW:,} more" if len(names) > FEW else ""
-    return ", ".join(names[:FEW]) + more
+    known, name = (one.casefold().lstrip("-") for one in (known, name))
+    whole, begin = (SequenceMatcher(None, x, name).ratio() for x in (known, known[: len(name)]))
+    return max(whole, BEGINNING * begin * (len(name) > SHORT))
 
 
 class Registry(dict[str, T]):
@@ -60,7 +63,7 @@ class Registry(dict[str, T]):
 
     def __missing__(self, name: str) -> T:
         near = nearest(name, self)
-        known = "" if near and len(self) > FEW else f" (known: {listed(list(self))})"
+        known = "" if near and len(self) > FEW else f" (known: {listed(list(self), name)})"
         raise ConfigError(f'unknown {self.kind} "{name}"{near}{known}')
 
     def __iter__(self) -> Iterator[str]:

@@ -378,4 +378,4 @@ def _hint(name: str, known: list[str], left_out: dict[str, str]) -> str:
         return f'; layer "{left_out[name]}" {later}'
     if not known:
         return "; no layer before it has a top"
-    return nearest(name, known) or f"; blobs so far: {listed(known)}"
+    return nearest(name, known) or f"; blobs so far: {listed(known, name)}"

@@ -60,7 +60,7 @@ class ByName(OrderedDict[str, T]):
         names = [known for known in self if "_split_" not in known]
         near = nearest(name, names) if isinstance(name, str) else ""
         raise KeyError(
-            f'the net has no {self._of} "{name}"{near}; it has {listed(names) or "none"}'
+            f'the net has no {self._of} "{name}"{near}; it has {listed(names, str(name)) or "none"}'
         )
 
 

@@ -128,7 +128,8 @@ def _panels(runs: Sequence[Run], wanted: Sequence[str]) -> Iterator[tuple[str, l
     for name in wanted:
         if name not in known:
             raise UsageError(
-                f'no run has curves of "{name}"{nearest(name, known)} (there are: {listed(known)})'
+                f'no run has curves of "{name}"{nearest(name, known)} (there are: '
+                f"{listed(known, name)})"
             )
     for panel in PANELS:
         curves = [
