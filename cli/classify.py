@@ -107,5 +107,6 @@ def classify(
         output=output,
         **values,
     )
-    click.echo(result.json() if as_json else result.table())
+    if as_json or result.has_read:
+        click.echo(result.json() if as_json else result.table())
     result.check()

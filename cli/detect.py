@@ -145,8 +145,8 @@ def detect(
         result = of_windows.detect(source, net.path, weights, **values)
     if output:
         result.save(output)
-    finds_boxes = isinstance(result, of_boxes.Found)
-    if as_json or finds_boxes or not output:
+    shows = result.has_read if isinstance(result, of_boxes.Found) else not output
+    if as_json or shows:
         click.echo(result.json() if as_json else result.table())
     if isinstance(result, of_boxes.Found):
         result.check()

@@ -85,6 +85,11 @@ class Classification:
             objects.append({"image": image.image, **found})
         return as_json(objects)
 
+    @property
+    def has_read(self) -> bool:
+        """True if an image could be read, so that `table` has more than `check` says."""
+        return not all(image.error for image in self.images)
+
     def check(self) -> None:
         """Raise a DataError that names the images that could not be read, if there are any."""
         check_all_read([image.error for image in self.images])

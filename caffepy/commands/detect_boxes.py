@@ -112,6 +112,11 @@ class Found:
         with written(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
             file.write(self.json() + "\n")
 
+    @property
+    def has_read(self) -> bool:
+        """True if an image could be read, so that `table` has more than `check` says."""
+        return not all(image.error for image in self.images)
+
     def check(self) -> None:
         """Raise a DataError that names the images that could not be read, if there are any."""
         check_all_read([image.error for image in self.images])

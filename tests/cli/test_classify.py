@@ -79,6 +79,14 @@ def test_an_image_that_cannot_be_read(capsys: Captured) -> None:
     assert shown.err == "caffepy: error: bad.png: not an image that can be decoded (3 bytes)\n"
 
 
+def test_images_that_cannot_be_read_are_reported_once(capsys: Captured) -> None:
+    message = "gone.png: cannot be read: no such file or directory"
+    assert main.run(["classify", "gone.png", *NET]) == 4
+    assert capsys.readouterr() == ("", f"caffepy: error: {message}\n")
+    assert main.run(["classify", "gone.png", *NET, "--json"]) == 4
+    assert json.loads(capsys.readouterr().out) == [{"image": "gone.png", "error": message}]
+
+
 def test_flags_become_values(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 

@@ -274,6 +274,15 @@ def test_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[2][:2] == ["bad.png", "unreadable"]
 
 
+def test_images_that_cannot_be_read_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "detect gone.png --model ssd.prototxt --weights ssd.caffemodel"
+    message = "gone.png: cannot be read: no such file or directory"
+    assert main.run(line.split()) == 4
+    assert capsys.readouterr() == ("", f"caffepy: error: {message}\n")
+    assert main.run([*line.split(), "--json"]) == 4
+    assert json.loads(capsys.readouterr().out) == [{"image": "gone.png", "error": message}]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
