@@ -38,7 +38,10 @@ class Detector(ImageNet):
         self.configure_crop(context_pad)
 
     def configure_crop(self, context_pad: int | None) -> None:
-        """Show this many pixels around each window; beyond the image's edge, the mean."""
+        """Show this many pixels of the net's input around each window; beyond the image, the mean.
+
+        ValueError for half of the input's height or width, or more.
+        """
         in_ = self.inputs[0]
         channels, height, width = self.blobs[in_].shape[1:]
         self.crop_dims = np.array([height, width, channels])
@@ -76,7 +79,10 @@ class Detector(ImageNet):
         return found
 
     def detect_selective_search(self, image_fnames: Iterable[str]) -> list[dict[str, Any]]:
-        """Run `detect_windows` on the proposals of selective search, by the package for MATLAB."""
+        """Run `detect_windows` on the proposals of selective search.
+
+        ConfigError without its package, selective_search_ijcv_with_python, which runs MATLAB.
+        """
         try:
             search = import_module(SELECTIVE_SEARCH)
         except ImportError:
@@ -91,7 +97,8 @@ class Detector(ImageNet):
     def crop(self, im: Array, window: Window) -> Array:
         """Return the window (ymin, xmin, ymax, xmax) of an image (H, W, K).
 
-        With a `context_pad` it has the net's size, and includes the surroundings.
+        With a `context_pad` it has the net's size, and includes the surroundings. ValueError for an
+        empty window, or one outside of the image.
         """
         y0, x0, y1, x1 = (int(side) for side in window)
         if not self.context_pad:

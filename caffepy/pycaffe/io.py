@@ -61,13 +61,13 @@ def array_to_blobproto(arr: ArrayLike, diff: ArrayLike | None = None) -> caffe_p
 
 
 def arraylist_to_blobprotovector_str(arraylist: Iterable[ArrayLike]) -> bytes:
-    """Return a serialized BlobProtoVector of these arrays."""
+    """Return a serialized BlobProtoVector of these arrays, of any shapes."""
     blobs = map(array_to_blobproto, arraylist)
     return caffe_pb2.BlobProtoVector(blobs=blobs).SerializeToString()
 
 
 def blobprotovector_str_to_arraylist(str: bytes) -> list[Array]:
-    """Return the arrays of a serialized BlobProtoVector."""
+    """Return the arrays of a serialized BlobProtoVector, each in its shape."""
     return [blobproto_to_array(blob) for blob in caffe_pb2.BlobProtoVector.FromString(str).blobs]
 
 
@@ -141,7 +141,8 @@ def resize_image(im: Array, new_dims: Sequence[int] | Array, interp_order: int =
     and pixels beyond its edge have its smallest value, as in scikit-image's
     `resize(mode="constant", anti_aliasing=False)`; for other numbers of channels the centres of the
     corner pixels stay where they are, as in SciPy's `zoom`. `interp_order` is 0 (nearest), 1
-    (linear) or, with SciPy installed, that of a spline up to 5.
+    (linear) or, with SciPy installed, that of a spline up to 5. ValueError unless `im` has three
+    axes.
     """
     im = np.asarray(im)
     if im.ndim != 3:
@@ -271,7 +272,10 @@ class Transformer:
         return image
 
     def deprocess(self, in_: str, data: ArrayLike) -> Array:
-        """Invert `preprocess`, but for the size; axes of size 1 are dropped first."""
+        """Invert `preprocess` of an item (C, H, W), but for the size: return (H, W, C).
+
+        Axes of size 1 are dropped first.
+        """
         self._shape(in_)
         image = np.array(data).squeeze()
         if (input_scale := self.input_scale.get(in_)) is not None:
@@ -287,7 +291,10 @@ class Transformer:
         return image
 
     def set_transpose(self, in_: str, order: Sequence[int]) -> None:
-        """Set the order of the image's axes: (2, 0, 1) turns (H, W, K) into (K, H, W)."""
+        """Set the order of the image's axes: (2, 0, 1) turns (H, W, K) into (K, H, W).
+
+        ValueError unless it names each axis of an item of the input.
+        """
         axes = len(self._shape(in_)) - 1
         if len(order) != axes:
             raise ValueError(
@@ -296,7 +303,10 @@ class Transformer:
         self.transpose[in_] = order
 
     def set_channel_swap(self, in_: str, order: Sequence[int]) -> None:
-        """Set the order of the channels, then the first axis: (2, 1, 0) turns RGB into BGR."""
+        """Set the order of the channels, then the first axis: (2, 1, 0) turns RGB into BGR.
+
+        ValueError unless it names each channel of the input.
+        """
         channels = self._shape(in_)[1]
         if len(order) != channels:
             raise ValueError(
@@ -311,7 +321,9 @@ class Transformer:
         self.raw_scale[in_] = scale
 
     def set_mean(self, in_: str, mean: ArrayLike) -> None:
-        """Set the mean to subtract: a number a channel, or an image (C, H, W), which is resized."""
+        """Set the mean to subtract: a number a channel (C,), or an image (C, H, W) or (H, W), which
+        is resized to the input. ValueError for other shapes.
+        """
         _, channels, *dims = self._shape(in_)
         mean = np.asarray(mean)
         if mean.ndim == 1:

@@ -45,14 +45,20 @@ def set_mode_gpu() -> None:
 
 
 def set_device(index: int) -> None:
-    """Choose the GPU, numbered from 0, for nets that are built from now on."""
+    """Choose the GPU, numbered from 0, for nets that are built from now on.
+
+    CaffeError for a number below 0; a GPU that is not there is an error of the first net.
+    """
     if operator.index(index) < 0:
         raise CaffeError(f"a GPU has a number from 0, not {index}")
     _mode.index = index
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed the calling thread's random numbers; call it before building nets."""
+    """Seed the calling thread's random numbers; call it before building nets.
+
+    CaffeError for a seed below 0.
+    """
     if seed < 0:
         raise CaffeError(f"a random seed is 0 or more, not {seed}")
     _mode.random.seed(seed)
@@ -64,7 +70,10 @@ def solver_count() -> int:
 
 
 def set_solver_count(count: int) -> None:
-    """Set the number of solvers that train together, before this thread's is built."""
+    """Set the number of solvers that train together, before this thread's is built.
+
+    CaffeError for a number below 1.
+    """
     if count < 1:
         raise CaffeError(f"a solver count is 1 or more, not {count}")
     _mode.solver_count = count
@@ -76,7 +85,10 @@ def solver_rank() -> int:
 
 
 def set_solver_rank(rank: int) -> None:
-    """Set the rank of this thread's solver; rank 0 alone tests, displays and saves."""
+    """Set the rank of this thread's solver; rank 0 alone tests, displays and saves.
+
+    CaffeError for a rank below 0.
+    """
     if rank < 0:
         raise CaffeError(f"a solver rank is 0 or more, not {rank}")
     _mode.solver_rank = rank

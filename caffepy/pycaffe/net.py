@@ -314,7 +314,10 @@ class Net:
         return {name: self.blobs[name].diff for name in wanted}
 
     def forward_all(self, blobs: Sequence[str] | None = None, **inputs: Any) -> dict[str, Array]:
-        """Run any number of items in batches; return a row an item for the outputs and `blobs`."""
+        """Run any number of items in batches; return the outputs and `blobs`, a row an item.
+
+        `inputs` are an array a net input, (items, ...); an Exception if they are not the net's.
+        """
         count = _count(inputs)
         outs: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
         for batch in self._batch(inputs):
@@ -325,7 +328,10 @@ class Net:
     def forward_backward_all(
         self, blobs: Sequence[str] | None = None, diffs: Sequence[str] | None = None, **inputs: Any
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Run any number of items both ways in batches; `inputs` may have diffs of outputs."""
+        """Run any number of items both ways in batches; `inputs` may have diffs of outputs.
+
+        Return what `forward_all` does, and the diffs of net inputs and `diffs`, a row an item.
+        """
         count = _count(inputs)
         outs: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
         grads: dict[str, list[Array]] = {name: [] for name in _each(self.inputs, diffs)}
@@ -391,6 +397,7 @@ class Net:
         """Set the data of the first layer, a MemoryData; the arrays are not copied.
 
         They are float32, (N, C, H, W) and (N,) or (N, 1, 1, 1); N is a multiple of its batch size.
+        CaffeError for others, or another first layer.
         """
         layer = self._net.layers[0]
         if not isinstance(layer, MemoryData):
@@ -428,7 +435,7 @@ class Net:
         """Call `callback(layer index)` after each layer's backward.
 
         With an NCCL there is nothing to do: a solver that has it as a callback averages gradients
-        while the backward pass runs.
+        while the backward pass runs. UsageError for anything else.
         """
         if callable(callback):
             self._net.after_backward.append(callback)

@@ -150,6 +150,7 @@ class Solver:
         """Call `on_start()` before and `on_gradients_ready()` after each iteration's passes.
 
         Or, given an NCCL of this solver, average gradients with the other solvers of its group.
+        UsageError for anything else.
         """
         synchronizer = getattr(on_start, "synchronizer", None)
         if synchronizer is not None:
