@@ -188,7 +188,10 @@ def synthetic(
 
 
 def image_shape(name: str) -> tuple[int, ...]:
-    """The shape (C, H, W) of one image of a bundled net, as its deploy net takes it."""
+    """The shape (C, H, W) of one image of a bundled net, as its deploy net takes it.
+
+    ConfigError for a name that is not bundled.
+    """
     deploy = path(name, "deploy")
     if deploy is None:
         raise ConfigError(f"there is no bundled net {name!r}")

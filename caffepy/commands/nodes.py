@@ -138,7 +138,8 @@ def _solvers(count: int) -> str:
 def gpus_of_process(gpu: str | None, world: World | None) -> str | None:
     """Return the GPUs of this process, as --gpu names them, where a host runs several.
 
-    "all" are dealt among the processes that see the same GPUs; "local" is one for each.
+    "all" are dealt among the processes that see the same GPUs; "local" is one for each. UsageError
+    for "local" in a process that no launcher started, DeviceError for fewer GPUs than processes.
     """
     if gpu not in ("all", LOCAL):
         return gpu

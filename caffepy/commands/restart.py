@@ -87,7 +87,7 @@ def supervise(
 
     After a crash it is run again, from the newest snapshot if there is a new one: up to `most`
     times without one. Signals, which have these `effects`, are passed on; after one that asks to
-    stop nothing is started again.
+    stop nothing is started again. UsageError where MPI started several processes.
     """
     if launched():
         with nodes():  # so that one of them tells

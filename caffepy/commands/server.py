@@ -132,7 +132,10 @@ def serve(options: ServerOptions) -> ServerResult:
 
 
 def stop(options: ServerOptions) -> ServerResult:
-    """End servers with a snapshot: by the process that started them, else by this one."""
+    """End servers with a snapshot: by the process that started them, else by this one.
+
+    SyncError if they still run after `options.grace` seconds and a little more.
+    """
     with _connected(options) as engine, _explaining(options):
         check_running(engine, options.cluster, options.name)
         client = Client(engine, 0, patience=ANSWER, poll=engine.store.check)

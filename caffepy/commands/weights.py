@@ -226,7 +226,10 @@ def _stored(group: h5py.Group) -> list[tuple[str, dict[int, Array]]]:
 
 
 def read_weights(path: str) -> NetParameter:
-    """Return the net of a file of weights; an HDF5 file has only names and blobs of layers."""
+    """Return the net of a file of weights; an HDF5 file has only names and blobs of layers.
+
+    ConfigError for a solver state, and an HDF5 file in which a layer has only some of its blobs.
+    """
     kind = binary.sniff(path)
     is_state = f'"{path}" is a solver state, not weights; train --snapshot goes on from it'
     if kind == "a solver state":

@@ -332,7 +332,10 @@ class Blob:
                 view.point(own)
 
     def reshape(self, shape: Iterable[int]) -> None:
-        """Change the shape; values are kept unless the memory must grow, as in Caffe."""
+        """Change the shape; values are kept unless the memory must grow, as in Caffe.
+
+        ConfigError for more than MAX_AXES axes, a size below 0, or 2^31 elements and more.
+        """
         shape = tuple(int(d) for d in shape)
         if shape == self.shape and self.count <= self._data.memory.capacity:
             return
@@ -376,7 +379,7 @@ class Blob:
         return index % n
 
     def legacy_shape(self) -> tuple[int, int, int, int]:
-        """Return num, channels, height, width of a blob with at most 4 axes; missing axes are 1."""
+        """Return num, channels, height, width; missing axes are 1. ConfigError for more than 4."""
         if len(self.shape) > 4:
             raise ConfigError(
                 f"a blob of at most 4 axes is needed here, not {shape_string(self.shape)}"

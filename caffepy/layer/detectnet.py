@@ -99,7 +99,7 @@ class DetectNetTransformation(Layer):
         return mean / np.float32(FULL)
 
     def boxes_of(self, table: Array) -> Array:
-        """Return a copy of the boxes (B, 16) of an image."""
+        """Return a copy of the boxes (B, 16) of an image; DataError for a table that has none."""
         count = int(table[0]) if len(table) and np.isfinite(table[0]) else -1
         if len(table) < NUMBERS or table[1] != NUMBERS or not 0 <= count < len(table) // NUMBERS:
             raise DataError(

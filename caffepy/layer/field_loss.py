@@ -53,7 +53,10 @@ class OfLabels(Layer):
         return low[:, None, None], high[:, None, None]
 
     def classes(self, labels: Array) -> tuple[Array, Array]:
-        """Return the class of each place (M, H, W), and True where it is not ignored."""
+        """Return the class of each place (M, H, W), and True where it is not ignored.
+
+        DataError for a label, not ignored, that is no class.
+        """
         found = labels[:, 0].astype(np.int64)
         if self.settings.objectness:
             found = np.minimum(found, 1)
@@ -436,7 +439,10 @@ class ProposalTarget(Layer):
         return np.concatenate([foreground, background, others[: left - len(background)]])
 
     def drawn(self, count: int, truths: Array, rng: np.random.Generator) -> Array:
-        """Return rois (count, 5) at random places that overlap no true box by fg_thr."""
+        """Return rois (count, 5) at random places that overlap no true box by fg_thr.
+
+        ConfigError for images of 32 pixels or less, DataError if there is no such place.
+        """
         param = self.param.proposal_target_param
         width, height = param.img_width, param.img_height
         least = 32

@@ -75,7 +75,7 @@ def constant(array: Array, param: FillerParameter, rng: np.random.Generator) -> 
 
 @fillers("uniform", "uniformstatic")
 def uniform(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
-    """U[min, max)."""
+    """U[min, max); ConfigError for min > max."""
     if param.min > param.max:
         raise ConfigError(
             f"a uniform filler needs min <= max, not min {param.min:g} and max {param.max:g}"
@@ -85,7 +85,10 @@ def uniform(array: Array, param: FillerParameter, rng: np.random.Generator) -> N
 
 @fillers("gaussian", "gaussianstatic")
 def gaussian(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
-    """N(mean, std); with `sparse` s an element is kept with probability s / shape(0), else 0."""
+    """N(mean, std); with `sparse` s an element is kept with probability s / shape(0), else 0.
+
+    ConfigError for std < 0, or s > shape(0).
+    """
     if param.std < 0:
         raise ConfigError(f"a gaussian filler needs a std of 0 or more, not {param.std:g}")
     _gaussian(array, param.mean, param.std, rng)
@@ -133,7 +136,7 @@ def msra(array: Array, param: FillerParameter, rng: np.random.Generator) -> None
 def bilinear(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
     """Bilinear interpolation by Deconvolution with k x k kernels: (1 - |x/f - c|) (1 - |y/f - c|).
 
-    f = ceil(k/2), c = (k - 1) / (2f).
+    f = ceil(k/2), c = (k - 1) / (2f). ConfigError unless `array` is (_, _, k, k).
     """
     if array.ndim != 4 or array.shape[2] != array.shape[3]:
         raise ConfigError(

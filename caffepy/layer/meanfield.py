@@ -99,7 +99,10 @@ class MultiStageMeanfield(Layer):
         return lattice, 1 / (sums.data + TINY)
 
     def lattices(self, image: Array) -> None:
-        """Make the lattices for images (N, 3, H, W) on the host."""
+        """Make the lattices for images (N, 3, H, W) on the host.
+
+        DataError for values that are not finite or too far apart for theta_beta.
+        """
         param, (h, w) = self.settings, image.shape[2:]
         most = float(np.abs(image).max(initial=0))
         if not np.isfinite(most):

@@ -43,7 +43,10 @@ class MemoryData(Feed):
         top[1].reshape((self.batch_size,))
 
     def reset(self, data: Array, labels: Array) -> None:
-        """Take arrays (n, C, H, W) and (n, ...) as they are; the batch size must divide n."""
+        """Take arrays (n, C, H, W) and (n, ...) as they are.
+
+        DataError for other shapes, or if the batch size does not divide n.
+        """
         n = len(data)
         if data.shape[1:] != self._shape:
             raise DataError(
@@ -60,7 +63,10 @@ class MemoryData(Feed):
         self._before = None
 
     def add(self, images: Array, labels: Array) -> None:
-        """Take images (n, C, H, W), which are transformed; earlier ones must have been used up."""
+        """Take images (n, C, H, W), which are transformed, and labels (n, ...).
+
+        DataError if earlier ones were not used up, and as `reset` raises it.
+        """
         if self._unread:
             raise DataError("images cannot be added before those given earlier were used up")
         before = self._transformer.state()

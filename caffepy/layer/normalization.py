@@ -200,7 +200,7 @@ class BatchNorm(SameShape):
 
     def meet(self, together: Together | None) -> None:
         """Normalize by the statistics of the batches of all solvers that call `together`, from the
-        next pass on; None: by those of the own batch.
+        next pass on; None: by those of the own batch. ConfigError for a half of the statistics.
         """
         if together and any(self.lacks):
             raise ConfigError("disable_mean and disable_variance are for the own batch")

@@ -22,7 +22,10 @@ Pair = tuple[int, int]
 
 
 def read_pair(param: PoolingParameter | Pooling3DParameter, name: str, pair: str) -> Pair:
-    """Height and width of `name`: one number for both, or `pair`_h and `pair`_w."""
+    """Height and width of `name`: one number for both, or `pair`_h and `pair`_w.
+
+    ConfigError if one of the pair is missing, or both ways are given.
+    """
     h, w = (param.HasField(f"{pair}_{side}") for side in "hw")
     if h != w:
         raise ConfigError(f"{pair}_h and {pair}_w must be given together, or {name} alone")
@@ -34,7 +37,7 @@ def read_pair(param: PoolingParameter | Pooling3DParameter, name: str, pair: str
 
 def read_sides(param: ConvolutionParameter | PoolingParameter) -> tuple[Pair, Pair] | None:
     """Zeros before and behind along height and along width, as pad_t, pad_b, pad_l and pad_r say
-    (Synopsys); None if they say none.
+    (Synopsys); None if they say none. ConfigError for one below 0, or a pad given otherwise, too.
     """
     names = ("pad_t", "pad_b", "pad_l", "pad_r")
     top, bottom, left, right = (getattr(param, name) for name in names)
@@ -49,7 +52,10 @@ def read_sides(param: ConvolutionParameter | PoolingParameter) -> tuple[Pair, Pa
 
 
 def reads_same(param: ConvolutionParameter | PoolingParameter) -> bool:
-    """True for pad_type 1 (Synopsys), by which there are ceil(size / stride) windows."""
+    """True for pad_type 1 (Synopsys), by which there are ceil(size / stride) windows.
+
+    ConfigError for other types, or a pad beside it.
+    """
     if param.pad_type > 1:
         raise ConfigError(f"pad_type must be 0 or 1, not {param.pad_type}")
     if param.pad_type and any((param.pad, param.pad_h, param.pad_w)):

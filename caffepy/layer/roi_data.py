@@ -173,7 +173,10 @@ class RoIDataLayer(RcnnLayer):
         return image
 
     def read_images(self) -> list[Image]:
-        """Return the images of `voc`, each twice with use_flipped."""
+        """Return the images of `voc`, each twice with use_flipped.
+
+        ConfigError for another number of classes, DataError if no image has an object.
+        """
         settings = self.settings
         if len(settings["classes"]) != settings["num_classes"] - 1:
             raise ConfigError(
@@ -187,7 +190,7 @@ class RoIDataLayer(RcnnLayer):
         return found + [mirrored(image) for image in found if settings["use_flipped"]]
 
     def read(self, image: Image) -> tuple[Array, float]:
-        """Return the pixels (h, w, 3), less the means, and their scale."""
+        """Return the pixels (h, w, 3), less the means, and their scale; DataError if unreadable."""
         import cv2
 
         pixels = cv2.imread(image["image"])

@@ -26,7 +26,10 @@ class Broadcast(SameShape):
     def make_blobs(
         self, bottom: Blobs, axis: int, num_axes: int, fillers: Sequence[FillerParameter]
     ) -> None:
-        """Create and fill blobs of the shape of these axes, one for each filler."""
+        """Create and fill blobs of the shape of these axes, one for each filler.
+
+        ConfigError for axes that the bottom does not have, or given blobs of another number.
+        """
         shape = bottom[-1].shape
         if len(bottom) == 1:
             start = bottom[0].axis(axis)
@@ -45,7 +48,9 @@ class Broadcast(SameShape):
             )
 
     def find_view(self, bottom: Blobs, axis: int, operand: Blob) -> None:
-        """Set `view`, (outer, C, inner) with C the count of the operand, and check that it fits."""
+        """Set `view`, (outer, C, inner) with C the count of the operand; ConfigError if that does
+        not fit the bottom from `axis` on.
+        """
         shape = bottom[0].shape
         start = 0 if not operand.shape else bottom[0].axis(axis)
         end = start + len(operand.shape)

@@ -51,7 +51,10 @@ def _of_another_type(layer: LayerParameter) -> str:
 
 
 def filter_state(param: NetParameter, path: str | None = None) -> NetParameter:
-    """Return a copy with the layers that `param.state` (phase, level, stages) admits."""
+    """Return a copy with the layers that `param.state` (phase, level, stages) admits.
+
+    ConfigError for a layer with both include and exclude rules.
+    """
     kept = NetParameter()
     kept.CopyFrom(param)
     del kept.layer[:]

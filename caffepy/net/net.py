@@ -387,7 +387,7 @@ class Net:
 
     def share_trained_layers_with(self, other: "Net", but: Collection[str] = ()) -> None:
         """Use the parameter data of the other net's layers of the same names and shapes, `but` for
-        layers of these names.
+        layers of these names. ConfigError if blobs of a name differ in number or shape.
         """
         targets = {name: i for i, name in reversed(list(enumerate(self.layer_names)))}
         for name, source in zip(other.layer_names, other.layers, strict=True):

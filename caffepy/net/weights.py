@@ -60,7 +60,10 @@ def layers_in(path: str) -> list[str]:
 
 
 def copy_trained(net: Net, source: NetParameter) -> set[str]:
-    """Copy blobs and stored diffs to the first layer of the same name; return the names."""
+    """Copy blobs and stored diffs to the first layer of the same name; return the names.
+
+    ConfigError if blobs of a name differ in number or shape.
+    """
     targets = {name: i for i, name in reversed(list(enumerate(net.layer_names)))}
     filled = set()
     for layer in nvcaffe.adapt(source, net):
@@ -237,7 +240,10 @@ def write_hdf5(net: Net, path: str, diff: bool = False) -> None:
 
 
 def load_hdf5(net: Net, path: str) -> set[str]:
-    """Copy the weights of an HDF5 caffemodel, of equal shapes, by layer name; return the names."""
+    """Copy the weights of an HDF5 caffemodel, of equal shapes, by layer name; return the names.
+
+    ConfigError for other shapes, or a file without weights.
+    """
     import h5py
 
     owned = {(param.layer, param.index) for param in net.learnable}

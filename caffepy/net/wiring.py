@@ -130,7 +130,10 @@ class Wired:
         self._owners: dict[str, Param] = {}  # of parameters that have a name
 
     def add(self, param: LayerParameter, layer: Layer, of_root: bool) -> Node:
-        """Connect a layer: its bottoms must be available, its tops become so."""
+        """Connect a layer: its bottoms must be available, its tops become so.
+
+        ConfigError for a top that another layer has, or that is in place where the type cannot be.
+        """
         names, given = list(param.bottom), list(param.propagate_down)
         if given and len(given) != len(names):
             raise ConfigError(
@@ -173,7 +176,10 @@ class Wired:
         return node
 
     def add_params(self, node: Node) -> None:
-        """Append the parameters of a layer; those of a name that is known share the first one's."""
+        """Append the parameters of a layer; those of a name that is known share the first one's.
+
+        ConfigError for more `param` than blobs, or sharers of other shapes or rates.
+        """
         layer, given = node.layer, list(node.param.param)
         if len(given) > len(layer.blobs):
             raise ConfigError(

@@ -26,7 +26,10 @@ STORAGE = {"tf32": "float32", "bf16": "uint16", "fp16": "float16"}
 
 
 def backend(device: Device) -> "Ops":
-    """Return the functions for the device's kind: a module that mypy holds to the contract."""
+    """Return the functions for the device's kind: a module that mypy holds to the contract.
+
+    DeviceError for a kind that is none of cpu, cuda and shapes only.
+    """
     if device.kind == "cpu":
         from caffepy.ops import cpu
 

@@ -92,7 +92,7 @@ class Together(logging.Handler):
 def log_file(folder: str, program: str = PROGRAM) -> LogFile:
     """Return a handler that writes `FOLDER/PROGRAM.HOST.USER.log.INFO.DATE-TIME.PID`.
 
-    The link `FOLDER/PROGRAM.INFO` leads to the file.
+    The link `FOLDER/PROGRAM.INFO` leads to the file. UsageError if it cannot be written.
     """
     host, now, user = socket.gethostname(), time.localtime(), "invalid-user"
     with suppress(KeyError, OSError):

@@ -109,7 +109,10 @@ def parse(text: str) -> Cluster:
 
 
 def parts_of(text: str, more: Collection[str], example: str) -> dict[str, str]:
-    """Return the parts of a cluster by name, which may be one of `more`, too."""
+    """Return the parts `name=value` of a cluster by name; `more` are names beside the usual.
+
+    UsageError for other names, or one that comes twice.
+    """
     found: dict[str, str] = {}
     for part in re.split(r"[\s,]+", text.strip()):
         name, _, value = part.partition("=")
@@ -120,7 +123,7 @@ def parts_of(text: str, more: Collection[str], example: str) -> dict[str, str]:
 
 
 def cluster_of(text: str, found: Mapping[str, str], example: str) -> Cluster:
-    """Return the cluster of these parts of a text."""
+    """Return the cluster of these parts of a text; UsageError for one that is missing or wrong."""
     if missing := [name for name in ("nodes", "gpus", "nic") if name not in found]:
         raise UsageError(f"--simulate: {missing[0]} is missing, as in {example!r}")
     nic = re.fullmatch(rf"(\d+)x(\d+(?:\.\d+)?)({'|'.join(PROTOCOLS)})?", found["nic"])

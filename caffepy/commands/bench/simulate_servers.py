@@ -496,6 +496,8 @@ def simulate_servers(
 ) -> ServedSimulation:
     """Return how fast the net of the solver file trains by a parameter server, see `parse`, and
     with 1 to 1024 nodes of the cluster's kind and as many servers; the rest is that of `simulate`.
+
+    UsageError for a `wire` other than float32: pushes have filters instead.
     """
     asked, at = parse(cluster)
     if wire != FLOAT32:

@@ -233,7 +233,8 @@ def definition(
 ) -> SolverParameter:
     """Return the solver's settings for its train net alone, without end, its data replaced.
 
-    An iteration is one pass and an update.
+    An iteration is one pass and an update. ConfigError if the net has no layer that could read a
+    database in the place of its data.
     """
     param = read_solver(path)
     for field in ("test_iter", "test_net", "test_net_param", "test_state", "weights"):

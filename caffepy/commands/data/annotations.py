@@ -147,7 +147,10 @@ def _number(value: Any, what: str, where: str) -> float:
 
 
 def from_xml(path: str, size: tuple[int, int], labels: Labels) -> Objects:
-    """The objects of a file of PASCAL VOC or ILSVRC: name, difficult and bndbox of each."""
+    """The objects of a file of PASCAL VOC or ILSVRC: name, difficult and bndbox of each.
+
+    DataError with the line of what is missing or no number.
+    """
     root = read_xml(path)
     if root.tag != "annotation":
         raise DataError(f"{path}:{root.line}: <{root.tag}> is no <annotation>")
@@ -207,7 +210,10 @@ def from_json(path: str, size: tuple[int, int], labels: Labels) -> Objects:
 def from_coco(
     path: str, image: Any, found: list[Any], size: tuple[int, int], labels: Labels
 ) -> Objects:
-    """The objects that COCO's annotations `found` of an image describe."""
+    """The objects that COCO's annotations `found` of an image describe.
+
+    DataError with the index of an annotation that lacks something or has what is no number.
+    """
     told = None
     if isinstance(image, dict) and {"width", "height"} <= image.keys():
         sides = (_number(image[name], name, path) for name in ("width", "height"))
@@ -228,7 +234,10 @@ def from_coco(
 
 
 def from_text(path: str, size: tuple[int, int], labels: Labels) -> Objects:
-    """The objects of a plain text: lines of label, xmin, ymin, xmax, ymax in pixels."""
+    """The objects of a plain text: lines of label, xmin, ymin, xmax, ymax in pixels.
+
+    DataError with the number of a line that has anything else.
+    """
     objects = Objects(path, size, size)
     for number, line in enumerate(_read(path).decode(errors="replace").splitlines(), 1):
         words, where = line.split(), f"{path}:{number}"

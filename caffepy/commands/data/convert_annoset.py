@@ -66,7 +66,10 @@ class AnnotatedRecipe:
         return resized(image, self.width, self.height) if self.width else image
 
     def datum(self, path: str, content: bytes, image: Array, label: int) -> Datum:
-        """The Datum of an image file, with this content, that was decoded to `image`."""
+        """The Datum of an image file, with this content, that was decoded to `image` (H, W, K).
+
+        DataError if it cannot be resized.
+        """
         try:
             after = self.resized(image)
         except (cv2.error, MemoryError):

@@ -210,7 +210,10 @@ class Job:
             self.entries = [self.entries[i] for i in order]
 
     def write(self, partial: Partial) -> Converted:
-        """Convert what is still missing in `partial`, which then is whole."""
+        """Convert what is still missing in `partial`, which then is whole.
+
+        DataError if not one of the images can be read.
+        """
         _keep_freed_memory()
         try:
             with partial.open() as writer:

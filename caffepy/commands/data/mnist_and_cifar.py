@@ -54,7 +54,10 @@ def convert_mnist(images: str, labels: str, database: str, backend: str = "lmdb"
 
 
 def read_idx(path: str, magic: int, axes: int) -> Array:
-    """The bytes of the idx file `path` or `path`.gz with this magic number and number of axes."""
+    """The bytes of the idx file `path` or `path`.gz, uint8 in the shape that it states.
+
+    DataError if it is missing, damaged, or of another magic number.
+    """
     if not os.path.exists(path) and os.path.exists(f"{path}.gz"):
         path = f"{path}.gz"
     if not os.path.exists(path):

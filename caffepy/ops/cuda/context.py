@@ -74,7 +74,7 @@ class Context:
 
     @property
     def cudnn(self) -> int:
-        """The stream's cuDNN handle."""
+        """The stream's cuDNN handle; DeviceError if cuDNN cannot be used on this GPU."""
         if not self._cudnn:
             try:
                 self._cudnn = _handle("cudnn")

@@ -32,7 +32,9 @@ _arrivals: dict[tuple[int, int], list[Array]] = {}
 
 
 def c_type(array: Array) -> str:
-    """Return the C name of an array's element type, for name expressions."""
+    """Return the C name of an array's element type, for name expressions; DeviceError if it has
+    none.
+    """
     found = TYPES.get(array.dtype.name)
     if found is None:
         raise DeviceError(f"no GPU arithmetic for elements of type {array.dtype.name}")
