@@ -19,8 +19,8 @@ made monotone (VOC 2012). 11point, 101point: the mean of the best precision at s
 
 
 def average_precision(scores: NDArray[Any], true: NDArray[Any], count: int, version: str) -> float:
-    """Return the average precision of detections with these scores, of which these are true, for
-    `count` true boxes; 0 without any.
+    """Return the average precision, 0 to 1, of detections with scores (D,), of which `true` (D,)
+    are, for `count` true boxes; 0 without any. For `version` see VERSIONS.
     """
     if not len(scores) or count <= 0:
         return 0.0

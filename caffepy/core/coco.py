@@ -96,9 +96,9 @@ def _shares(boxes: Array, truths: Array, crowd: NDArray[np.bool_]) -> Array:
 
 
 def summarize(rows: Array) -> dict[str, float | None]:
-    """Return COCO's figures, None for one without true boxes or sizes: AP, the mean over overlaps
-    and classes, at overlaps 0.5 and 0.75, and of small, medium and large boxes; AR, the largest
-    recall with 1, 10 and 100 detections of an image, and of the three sizes.
+    """Return COCO's figures of rows (R, COLUMNS), None for one without true boxes or sizes: AP, the
+    mean over overlaps and classes, at overlaps 0.5 and 0.75, and of small, medium and large boxes;
+    AR, the largest recall with 1, 10 and 100 detections of an image, and of the three sizes.
     """
     heads, found = rows[rows[:, 2] < 0], rows[rows[:, 2] >= 0]
     precisions: dict[str, list[Array]] = {size: [] for size in SIZES}

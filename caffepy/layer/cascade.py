@@ -23,7 +23,7 @@ DETECTION = 7
 
 
 def units_of(param: LayerParameter) -> tuple[Array, Array]:
-    """Return means and standard deviations of the four deltas, float32; ConfigError unless
+    """Return means (4,) and standard deviations (4,) of the deltas, float32; ConfigError unless
     bbox_reg_param has four of each or none, above 0.
     """
     mean, std = param.bbox_reg_param.bbox_mean, param.bbox_reg_param.bbox_std

@@ -362,7 +362,7 @@ class LabelsequenceAccuracy(Layer):
 
 
 def edit_distance(a: Array, b: Array) -> int:
-    """Return how many labels are to be put in, left out or changed to make b of a."""
+    """Return how many labels are to be put in, left out or changed to make b (n,) of a (m,)."""
     places = np.arange(len(b) + 1)
     distances = places
     for i, label in enumerate(a, 1):

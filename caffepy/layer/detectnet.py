@@ -250,7 +250,9 @@ def common(offset: int, have: int, wanted: int) -> tuple[slice, slice]:
 
 
 def cells(low: float, high: float, stride: int, count: int) -> tuple[int, Array]:
-    """Return the first of the cells between two places, and how much of each lies there."""
+    """Return the first of `count` cells of `stride` pixels that lie between `low` and `high`, and
+    how many pixels of each cell do, (cells,).
+    """
     first = min(max(floor(low / stride), 0), count)
     places = np.arange(first, max(first, min(ceil(high / stride), count))) * stride
     return first, np.minimum(places + stride, high) - np.maximum(places, low)

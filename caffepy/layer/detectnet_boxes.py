@@ -162,7 +162,7 @@ def group(boxes: Array, least: int, share: float) -> tuple[Array, Array]:
 
 
 def inside(box: Array, large: Array, share: float) -> bool:
-    """Return whether a box lies in another, made larger by this share of its size on each side."""
+    """True if a box (x, y, w, h) lies in another, larger by this share of its size on each side."""
     edge = np.rint(large[2:] * share)
     low = large[:2] - edge
     high = large[:2] + large[2:] + edge

@@ -409,8 +409,8 @@ class ProposalTarget(Layer):
         self.give(top, rows, labels, true)
 
     def matched(self, rois: Array, truths: Array) -> tuple[Array, Array]:
-        """Return the number of the true box that each roi overlaps most, and how much: 0 where its
-        image has none.
+        """Return the number of the true box (of T, 7 or more columns) that each of rois (R, 5)
+        overlaps most, and how much, both (R,): 0 where its image has none.
         """
         if not len(truths):
             return np.zeros(len(rois), np.intp), np.zeros(len(rois), np.float32)
@@ -420,7 +420,9 @@ class ProposalTarget(Layer):
         return match, np.maximum(found[np.arange(len(rois)), match], 0)
 
     def chosen(self, best: Array, ignored: Array, rng: np.random.Generator) -> Array:
-        """Return the places of the rois to learn from, the foreground first."""
+        """Return the numbers of the rois to learn from, the foreground first; `best` (R,) are their
+        overlaps, `ignored` (R,) those with boxes that do not count.
+        """
         param = self.param.proposal_target_param
         is_foreground = best >= np.float32(param.fg_thr)
         foreground = np.flatnonzero(is_foreground & (ignored == 0))
@@ -461,7 +463,7 @@ class ProposalTarget(Layer):
         raise DataError(f"ProposalTarget: no room for {count} boxes of the background")
 
     def give(self, top: Blobs, rows: Array, labels: Array, true: Array) -> None:
-        """Write the tops."""
+        """Write rois (R, 5), labels (R,) and true boxes (R, 6) to the tops."""
         self.started = True
         self.shape_tops(top, len(rows))
         for blob in top:

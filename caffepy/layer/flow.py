@@ -337,7 +337,9 @@ class Resampling(Layer):
 
     @staticmethod
     def compact(weights: Weights) -> tuple[Array, Weights]:
-        """Return where the weights of each row that are not 0 begin, and so many as any row has."""
+        """Return where the weights (rows, size) of each row that are not 0 begin, (rows,), and as
+        many of them as the row with the most has, (rows, most).
+        """
         used = weights != 0
         size = weights.shape[1]
         first = used.argmax(axis=1)
@@ -451,7 +453,7 @@ class MaskedLoss(LossLayer):
         self.channels, self.items = shape[1], max(1, shape[0])
 
     def losses(self, d: Array, mask: Array, slope: Array) -> Array:
-        """Return the losses of d, 0 where it is masked, and write their slope."""
+        """Return the losses of d, 0 where it is masked, and write their slope; all of one shape."""
         raise NotImplementedError
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:

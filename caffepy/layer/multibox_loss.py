@@ -207,7 +207,10 @@ class MultiBoxLoss(ClassLoss):
     def match_with_losses(
         self, locations: Array, scores: Array, priors: Array, truths: Array
     ) -> None:
-        """Check the true boxes, find the matches, and write the labels and losses of all boxes."""
+        """Check the true boxes, find the matches, and write the labels and losses of all boxes.
+
+        Shapes are those of `Ops.match_with_losses`.
+        """
         matches, overlaps = self.matches.data, self.overlaps.data
         given = scores, locations, priors, truths, self.rule, self.location, self.check
         found = matches.reshape(overlaps.shape), overlaps, self.counts.data, self.labels.data

@@ -67,7 +67,7 @@ class Neuron(SameShape):
             self.gradient(self.kept.data, top[0].data, top[0].diff, bottom[0].diff)
 
     def function(self, x: Array, y: Array) -> None:
-        """Write y."""
+        """Write y; both of one shape, and one array in place."""
         raise NotImplementedError
 
     def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:

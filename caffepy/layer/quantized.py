@@ -75,8 +75,8 @@ class Quant(Neuron):
 def binarize(
     w: Array, param: BinaryConvolutionParameter | BinaryInnerProductParameter, out: Array
 ) -> None:
-    """Write 1 or -1 for each weight by its sign, with use_alpha times the mean size of an output's
-    weights; or w itself without use_binarization.
+    """Write 1 or -1 for each weight (O, ...) by its sign, with use_alpha times the mean size of an
+    output's weights; or w itself without use_binarization.
     """
     if not param.use_binarization:
         out[...] = w

@@ -280,7 +280,7 @@ class Unpooling(Layer):
         self.share.host_data[...] = 1 / np.maximum(np.multiply.outer(*counts), 1)
 
     def indices(self, bottom: Blobs, end: int) -> tuple[Array, Array]:
-        """Return rows and places, to index the planes of the top."""
+        """Return rows (N C, 1) and places (N C or 1, H W) in the top's planes (N C, `end`)."""
         rows = self.rows.data
         if len(bottom) == 1:
             return rows, self.places.data
@@ -288,8 +288,8 @@ class Unpooling(Layer):
         return rows, np.clip(places, 0, end - 1).astype(np.int64)
 
     def windows(self, y: Array, x: Array) -> Iterator[tuple[Array, Array]]:
-        """Yield, for each place in a window, those elements of y and the values of x they are of;
-        what lies outside y is left out.
+        """Yield, for each place in a window, the elements of y (N, C, Ho, Wo) that lie there, and
+        the values of x (N, C, H, W) they are of; what lies outside y is left out.
         """
         (kh, kw), (down, right) = self.kernel, self.stride
         for i, j in np.ndindex(kh, kw):

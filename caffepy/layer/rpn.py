@@ -115,7 +115,7 @@ class RcnnLayer:
             blob.data[...] = array
 
     def choose(self, places: Array, count: float) -> Array:
-        """Return `count` of the places at random, all of them if there are no more."""
+        """Return `count` of the places (n,) at random, all of them if there are no more."""
         if len(places) <= count:
             return places
         return self.device.rng.choice(places, size=int(count), replace=False)

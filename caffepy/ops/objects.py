@@ -151,7 +151,7 @@ class Convolution(Protocol):
         """Write the maxima of w * x + b, and their index; the output need not be written."""
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        """Write dx."""
+        """Write dx, the transpose of `forward`."""
 
     def sums_gradients(self, dy: Array, dx: Array, alike: bool) -> bool:
         """Return True if `backward_data_norm` may save passes over such arrays; `alike` if `more`
@@ -162,7 +162,7 @@ class Convolution(Protocol):
         """`backward_data`, and the first half of the gradient of the normalization that made x."""
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
-        """Add to dw and db."""
+        """Add to dw the products of dy and x, and to db the sums of dy; None is not wanted."""
 
     def backward_weight_maxima(
         self, x: Array, output: Array, maxima: Maxima, dw: Array | None, db: Array | None
@@ -302,7 +302,7 @@ class UpdateState(Protocol):
         """True if `check_and_scale` needs the gradients' norm, not the loss alone."""
 
     def check_and_scale(self, diff: Array) -> None:
-        """Check loss and gradients; set `scale` and `go`."""
+        """Check the loss and the gradients in flat `diff`; set `scale` and `go`."""
 
     def mark_enqueued(self, count: int = 1) -> None:
         """Count iterations whose `check_and_scale` is on the device's stream by now."""
@@ -342,7 +342,7 @@ class Sums(Protocol):
         """Add the values of a pass."""
 
     def read(self) -> tuple[list[Array], float]:
-        """Return the sums as float64 and the sum of the losses."""
+        """Return the sums, float64 in the blobs' shapes, and the sum of the losses."""
 
 
 class PhaseTimer(Protocol):
