@@ -28,7 +28,7 @@ class LargestBatch:
 
 def footprint(usages: Sequence[Usage], histories: int) -> int:
     """Return about how many bytes of a GPU nets take that share parameters and run in turn: the
-    first with gradients and so many arrays of history if it learns.
+    first with gradients and `histories` arrays of history if it learns.
     """
     first = usages[0]
     parameters = sum(blob.count * blob.dtype.itemsize for blob in first.net.learnable_params)

@@ -19,7 +19,9 @@ SIDES = 600, 1000
 """Least of the shorter and most of the longer side that the net sees, in pixels."""
 
 OVERLAP, MOST = 0.3, 100
-"""Of a class boxes that overlap a better one by more are left out; of an image so many stay."""
+"""Overlap with a better box of its class from which on a box is left out, and most boxes of an
+image.
+"""
 
 
 def proposers(layers: Iterable[LayerParameter]) -> list[LayerParameter]:

@@ -384,7 +384,7 @@ def _end(engine: RayEngine, client: Client, options: ServerOptions) -> str | Non
 
 
 def _await_end(client: Client, seconds: float) -> None:
-    """Return when trainer and workers have gone, or after so many seconds."""
+    """Return when trainer and workers have gone, or after `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         status: Status = client.ask("status")

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 COCO = "COCO"
 VERSIONS = ("Integral", "MaxIntegral", "11point", "101point", COCO)
 """Integral: the sum of precision times step of recall. MaxIntegral: the area under the precision
-made monotone (VOC 2012). 11point, 101point: the mean of the best precision at so many recalls
+made monotone (VOC 2012). 11point, 101point: the mean of the best precision at 11 and 101 recalls
 (VOC 2007, and COCO for one overlap). COCO: as that, the mean over ten overlaps.
 """
 

@@ -36,7 +36,7 @@ class Served(NamedTuple):
     """Counts of a parameter server since the run began, as of an iteration of worker 0.
 
     pushes: by worker, those that all servers have counted.
-    staleness: how often a worker pulled values without so many pushes of another.
+    staleness: how often a worker pulled values that lacked 0, 1, 2... pushes of another.
     sent, on_wire: bytes that worker 0 has pushed and pulled, before and after the filters.
     waited: seconds in which worker 0 did not train for it.
     behind: pushes of parts of the parameters that replicas have not counted yet.

@@ -215,7 +215,7 @@ class Layer:
         self.turn, self._leased = 0, None
 
     def lease(self, turns: Callable[[int], Iterator[Turn]]) -> None:
-        """Give the batches of `turns(taken)`, those after so many that were given, until `serve` is
+        """Give the batches of `turns(taken)`, those after the first `taken`, until `serve` is
         called: a deal that nobody knows in advance.
         """
         self._leased = turns(0)
@@ -235,7 +235,7 @@ class Layer:
         self.turn = (self.turn + 1) % len(self.deal)
 
     def skip(self, batches: int) -> None:
-        """Go past so many batches of data as forward would, without making them if possible.
+        """Go past `batches` batches of data as forward would, without making them if possible.
 
         A layer with bottoms takes what comes.
         """

@@ -65,7 +65,7 @@ class _OverBatch(_Blocks):
     def plan(
         self, images: int, size: Sequence[int], block: Sequence[int], rest: Sequence[int]
     ) -> tuple[int, ...]:
-        """Plan for so many images of this size with their margins; return the shape apart."""
+        """Plan for `images` images of this size with their margins; return the shape apart."""
         if any(n < 1 or n % b for n, b in zip(size, block, strict=True)):
             raise ConfigError(f"planes of {list(size)} cannot be cut into blocks of {list(block)}")
         cut = [(n // b, b) for n, b in zip(size, block, strict=True)]

@@ -95,7 +95,7 @@ class DetectionGroupLoss(LossLayer, OfGroups):
         top[0].reshape((1, 1, 1, 2))
 
     def counts(self, true: int, others: int) -> tuple[int, int]:
-        """Return how many of so many true boxes and backgrounds of an image to learn from."""
+        """Return how many of `true` boxes and `others`, backgrounds, of an image to learn from."""
         param = self.settings
         if param.batch_size == -1:
             return true, min(max(true * param.bg_multiple, param.min_num_neg), others)

@@ -175,7 +175,7 @@ class InnerProduct(Weighted):
         return (x, dy) if self.transposed else (dy, x)
 
     def fuses_update(self, rows: int) -> bool:
-        """True if `update` saves passes, with factors of so many rows. Backward must not read the
+        """True if `update` saves passes, with factors of `rows` rows. Backward must not read the
         weight itself after it.
         """
         dtype = self.narrow_weight.layout.dtype

@@ -183,7 +183,7 @@ class MultiStageMeanfield(Layer):
 
 
 def _numbers(path: str, default: float, count: int) -> Array:
-    """Return the first `count` numbers of a file, or the default so many times without a file."""
+    """Return the first `count` numbers of a file, or `default` as often if there is no file."""
     if not os.path.exists(path):
         return np.full(count, default)
     try:

@@ -80,8 +80,8 @@ def pooled_size(
     up: bool,
     behind: int | None = None,
 ) -> int:
-    """Number of windows along an axis with so many zeros before it, and `behind` if that differs;
-    the last one must begin inside the input or the padding before it.
+    """Number of windows along an axis with `pad` zeros before it, and `behind` after it if that
+    differs; the last one must begin inside the input or the padding before it.
 
     The quotient is a 32-bit float, as in Caffe.
     """

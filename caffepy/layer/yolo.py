@@ -348,7 +348,7 @@ class Detections(Layer):
     """Of each bottom."""
 
     def outputs(self, x: Array, boxes: int) -> Array:
-        """Return outputs (N, A, 5 + K, H, W) of so many boxes at a place."""
+        """Return outputs (N, A, 5 + K, H, W), A = `boxes` at a place."""
         return x.reshape(len(x), boxes, self.channels // boxes, *x.shape[2:])
 
     def boxes(self, x: Array, sizes: Array) -> Array:

@@ -57,8 +57,8 @@ class _Parts(NamedTuple):
 
 
 def in_segments(usage: Usage, segments: int) -> Usage:
-    """Return the usage with recomputation in so many segments, of about the same size and cut where
-    little crosses; fewer if the net cannot be cut so often. 1: nothing is recomputed.
+    """Return the usage with recomputation in `segments` segments, of about the same size and cut
+    where little crosses; fewer if the net cannot be cut so often. 1: nothing is recomputed.
     """
     return _recomputing(usage, _parts(usage), _cuts(usage, segments))
 
@@ -87,8 +87,9 @@ def fitting(usage: Usage, size: int) -> Usage:
 
 
 def choose(train: Usage, tests: Sequence[Usage], recompute: Recompute, room: int) -> Usage:
-    """Return the usage of a train net that shares its arena with test nets: with so many segments,
-    or such that all blobs of the nets fit into `room` bytes (`fitting`). The log tells what it is.
+    """Return the usage of a train net that shares its arena with test nets: with `recompute`
+    segments, or such that all blobs of the nets fit into `room` bytes (`fitting`). The log tells
+    what it is.
     """
     if recompute == 1:
         return train

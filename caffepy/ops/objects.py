@@ -259,7 +259,7 @@ class UpdateState(Protocol):
 
     def set_hyperparams(self, rate: float, decay: float, correction: float, ahead: int = 0) -> None:
         """Set learning rate, weight decay and bias correction of the next update, or on a GPU of
-        one so many `ahead`.
+        the one `ahead` updates later.
         """
 
     def begin(self, diffs: Sequence[Array]) -> None:

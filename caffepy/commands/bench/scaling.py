@@ -31,7 +31,7 @@ CPU = "the CPU"
 
 @dataclass(frozen=True)
 class Point:
-    """Speed of a number of devices of so many nodes: images a second of all, which is `times` that
+    """Speed of `devices` devices of `nodes` nodes: images a second of all, which is `times` that
     of one.
 
     `efficiency` is `times` by the number of devices; on the CPU, of which one solver alone uses all
@@ -103,8 +103,8 @@ def bench_scaling(
     data: str = SYNTHETIC,
     decode: str = THREADS,
 ) -> Scaling:
-    """Train the net of the solver file with 1, 2, 4, ... and all of the devices, for windows of so
-    many iterations, or of 0.3 s.
+    """Train the net of the solver file with 1, 2, 4, ... and all of the devices, for windows of
+    `iterations` iterations, or of 0.3 s.
 
     `gpu` names GPUs ("all" for every one), `cpu` is a number of solvers on the CPU, `batch` that of
     each device; `data` and `decode` are those of `bench_train`. The nodes that mpirun or srun

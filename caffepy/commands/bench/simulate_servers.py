@@ -61,7 +61,7 @@ MOST_SIGMA, LEAST_FACTOR = 0.5, 0.1
 """Of the random times of computing: more variation would often give times below zero."""
 
 STALEST = 10
-"""Last class of the histogram: staleness of so many clocks, or more."""
+"""Last class of the histogram: this staleness in clocks, or more."""
 
 
 class Servers(NamedTuple):

@@ -289,7 +289,7 @@ def _add_parts(parts: Array, c: Array, adds: bool, lo: int, hi: int) -> None:
 
 
 def _blocks(rows: int, units: int, tile: int) -> tuple[int, int]:
-    """Return in how many blocks of how many rows M is cut, where there are so many panels."""
+    """Return in how many blocks of how many rows M is cut, where there are `units` panels."""
     blocks = max(1, min(-(-PIECES // units), rows // ROWS))
     block = -(-rows // (blocks * tile)) * tile
     return -(-rows // block), block

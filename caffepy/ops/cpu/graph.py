@@ -123,7 +123,7 @@ class Graph:
         self._calls.append((row, again))
 
     def finish(self, seconds: float) -> None:
-        """End the recording; a replay will take about so many seconds."""
+        """End the recording; a replay will take about `seconds`."""
         self._replay = _code().replay_beside if seconds > LONG else _code().replay
         self._parts, rows, calls = [], list[_Row](), list[Callable[[], object]]()
 

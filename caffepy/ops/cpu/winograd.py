@@ -299,7 +299,7 @@ class _Plan:
         self.y_sizes = _Sizes(ho, wo, 0, 0, rows, pitch, area, 0)
 
     def place(self, block: int, channels: int) -> _Place:
-        """Return where the planes of a block lie, of an array of so many channels."""
+        """Return where the planes of a block lie, of an array of `channels`."""
         image, strip = divmod(block, self.strips)
         first = 2 * strip * self.x_sizes.rows
         return _Place(image * self.together, self.together, first, channels)
@@ -438,6 +438,6 @@ def _add_transposed(part: Array, out: Array) -> None:
 
 
 def _cut(count: int) -> list[int]:
-    """Return bounds that cut so many filters into parts."""
+    """Return bounds that cut `count` filters into parts."""
     parts = max(1, min(16, count // 4096))
     return [count * k // parts for k in range(parts + 1)]

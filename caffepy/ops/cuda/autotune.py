@@ -41,8 +41,8 @@ BETTER = 0.95
 """A candidate replaces an earlier one if it takes less than this part of its time, by default."""
 
 NEAR, TURNS, TIMES = 1.08, 3, 3
-"""Candidates that take up to this many times the least time are timed again, in so many turns of so
-many calls: so that processes choose alike.
+"""Candidates that take up to NEAR times the least time are timed again, in TURNS turns of TIMES
+calls: so that processes choose alike.
 """
 
 SPIN, SPIN_EACH = 200_000, 100_000
@@ -182,8 +182,9 @@ def choice(
     launches: int = 1,
     better: float = BETTER,
 ) -> int:
-    """Return which of these calls to take, of so many kernels each, that took these milliseconds:
-    the fastest of those that are near it, in turns; the earlier one of two that take the same.
+    """Return which of these calls to take, of `launches` kernels each, that took these
+    milliseconds: the fastest of those that are near it, in turns; the earlier one of two that take
+    the same.
     """
     within = max(NEAR, better, 1 / better) * min(times)
     near = [i for i, ms in enumerate(times) if ms <= within]
@@ -213,7 +214,7 @@ def run_kept(runs: dict[Any, Run], key: Any, make: Make, arguments: Sequence[Any
 def milliseconds(
     call: Callable[[], object], limit: float = float("inf"), launches: int = 1
 ) -> float:
-    """Return the device's time for a call of so many kernels, after one call to warm up.
+    """Return the device's time for a call of `launches` kernels, after one call to warm up.
 
     It is timed once, then several times in a row unless the first took half as long again as the
     limit.
@@ -224,7 +225,7 @@ def milliseconds(
 
 
 def _timed(call: Callable[[], object], times: int, launches: int) -> float:
-    """Return the milliseconds of a call, of so many in a row.
+    """Return the milliseconds of a call, of `times` in a row.
 
     The stream spins before them, so that the host is ahead and launch latency is not measured.
     """

@@ -91,7 +91,7 @@ def relu_bias_backward(y: Array | None, dy: Array, db: Array | None) -> None:
 
 
 def _blocks_of_rows(rows: int, across: int, most: int) -> tuple[int, int]:
-    """Return into how many strips and shares blocks divide rows of so many packs."""
+    """Return into how many strips and shares blocks divide `rows` rows of `across` packs."""
     strips = -(-across // THREADS)
     lines = THREADS // min(across, THREADS)
     return strips, max(1, min(-(-rows // (ROWS * lines)), most // strips))

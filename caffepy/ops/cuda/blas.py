@@ -27,7 +27,7 @@ taken up to this many times cuBLAS's time: one that takes 7 us by itself takes 1
 """
 
 LAUNCHES = 10
-"""The host takes as long for a product with its conversion and bias as for so many kernels, while
+"""The host takes as long for a product with its conversion and bias as for this many kernels, while
 others are compiled.
 """
 

@@ -83,6 +83,6 @@ def sums(
 
 
 def finish(file: str, name: str, x: Array, *arguments: Any, more: int = 0) -> None:
-    """Run a kernel that finishes the sums of each channel of x, with so many more blocks."""
+    """Run a kernel that finishes the sums of each channel of x, with `more` blocks beside those."""
     blocks = -(-x.shape[1] // 8) + more
     launch_blocks(file, name, x, blocks, *arguments, threads=FINISHING)

@@ -183,7 +183,7 @@ def _launch_parts(
     widths: Sequence[int],
 ) -> None:
     """Launch a kernel, to whose name the parts of a block are added, for the parts of a whole at
-    this address, in units of so many of its bytes.
+    this address, in units of `unit` of its bytes.
     """
     for start, *given in _by_eight(parts, widths):
         size, count = given[-1], min(PARTS, len(parts))

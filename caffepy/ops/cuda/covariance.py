@@ -98,7 +98,7 @@ class Covariance:
         self._launch("factors", self._inputs, *of_both, *_ints(*sizes))
 
     def _cross(self, a: Array, x: Array, outputs: int, alike: bool) -> tuple[Array, Array, int]:
-        """Return partial products of the channels of a, which are so many, and of x, partial sums
+        """Return partial products of the channels of a, `outputs`, and of x, partial sums
         of those of a, and into how many they are split; a is x, if `alike`, or has its pixels only.
         """
         inputs, width = self._inputs, 64 if self._inputs <= 64 else 128

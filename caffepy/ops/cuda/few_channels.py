@@ -40,13 +40,13 @@ def _pitch(geometry: Geometry) -> int:
 
 
 def _shared(geometry: Geometry, lines: int) -> int:
-    """Return the bytes of shared memory for so many lines of y."""
+    """Return the bytes of shared memory for `lines` lines of y."""
     seen = (lines - 1) * geometry.stride[0] + (geometry.w[2] - 1) * geometry.dilation[0] + 1
     return 4 * max(seen * _pitch(geometry), ROWS * OUTPUTS)
 
 
 def _room(ahead: int) -> int:
-    """Return the bytes of shared memory for lines of x beside so many others."""
+    """Return the bytes of shared memory for lines of x beside `ahead` others."""
     return min(SHARED, here().shared - ahead)
 
 

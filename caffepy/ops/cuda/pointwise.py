@@ -391,8 +391,8 @@ def gradient(
     if it is `joined`; it returns partial sums of masked and of masked * (x - mean), and into how
     many each is split.
 
-    With a stride `more` must be 0 where dx is. With a period the normalization has the numbers of
-    so many channels, which repeat.
+    With a stride `more` must be 0 where dx is. With a `period` the normalization has the numbers of
+    `period` channels, which repeat.
     """
     sizes, numbers = (geometry.x[1], geometry.y[1]), (*variant, int(joined), int(period > 0))
     run = _Product(_name("gradient", dtype, width, *numbers), width, geometry, *sizes)

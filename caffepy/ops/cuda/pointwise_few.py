@@ -50,8 +50,8 @@ def _rows(side: int) -> int:
 
 
 def _shared(side: int, arrays: int = 3) -> int:
-    """Return the bytes of shared memory of a kernel that reads so many arrays: the ring, two arrays
-    by rows, numbers of channels.
+    """Return the bytes of shared memory of a kernel that reads `arrays` arrays: the ring, two
+    arrays by rows, numbers of channels.
     """
     rows = _rows(side)
     return 2 * (STAGES * arrays * rows * side + 2 * rows * (side + 8)) + 6 * side * 4

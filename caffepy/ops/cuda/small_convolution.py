@@ -143,7 +143,7 @@ def _best(device: int, kind: Any, *problem: Any) -> list[tuple[Any, Tiling]]:
 
 
 def _divisions(outputs: int, most: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (m, n, warps, split) of tilings for so many outputs, with a split of at most `most`."""
+    """Yield (m, n, warps, split) of tilings for `outputs`, with a split of at most `most`."""
     for (m, n), warps, split in product(TILES, WARPS, SPLITS):
         if 8 * n < outputs + 8 and split <= min(warps, most):
             yield m, n, warps, split
@@ -161,7 +161,7 @@ def _pieces(capacity: int, number: int, lines: int, columns: int) -> tuple[int, 
 
 
 def _window(out: Shape, step: Shape, taps: Shape, dilation: Shape) -> list[int]:
-    """Return the lines and columns of a source that so many of the result depend on."""
+    """Return the lines and columns of a source that `out` of the result depend on."""
     axes = zip(out, step, taps, dilation, strict=True)
     return [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in axes]
 

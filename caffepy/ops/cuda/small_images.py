@@ -78,7 +78,7 @@ class Filter(NamedTuple):
         return f"Filter<{', '.join(map(str, numbers))}, {str(self.turned).lower()}>"
 
     def words(self, lines: int) -> int:
-        """Words of the pixels of one image under so many lines of the result."""
+        """Words of the pixels of one image under `lines` lines of the result."""
         columns = (self.size[1] - 1) * self.stride[1] + self.kernel[1]
         rows = (lines - 1) * self.stride[0] + self.kernel[0]
         return rows * columns * (8 * self._blocks + 4)

@@ -135,7 +135,7 @@ def _numbers(geometry: Geometry) -> str:
 
 
 def _load(name: str, geometry: Geometry, dtype: DTypeLike, lines: int) -> Run:
-    """Return what launches a kernel that keeps so many lines of the convolution."""
+    """Return what launches a kernel that keeps `lines` lines of the convolution."""
     s, kind = _Sizes(geometry), TYPES[np.dtype(dtype).name]
     shared = lines * s.columns * OUTPUTS * 2 + RING * s.pitch * CHUNK * 2
     found: Any = kernel("strided_images", f"{name}<{kind}, {_numbers(geometry)}>")

@@ -11,8 +11,8 @@ from caffepy.ops.protocol.types import Maybe
 
 class RoIOps(Protocol):
     def take_rois(self, boxes: Rois, images: int) -> None:
-        """Write the boxes that are taken; set bad_image (2) = 1 and the largest image that is none
-        of so many, float64, whose place image 0 takes.
+        """Write the boxes that are taken; set bad_image (2) = 1 and the largest image that is not
+        below `images`, float64, whose place image 0 takes.
         """
 
     def roi_pool_forward(self, x: Array, boxes: Rois, y: Array, index: Array, scale: float) -> None:

@@ -31,8 +31,8 @@ from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import TYPES, Array
 
 LAUNCHES = 10
-"""The host takes as long for a convolution and a pass after it as for so many kernels, while others
-are compiled.
+"""The host takes as long for a convolution and a pass after it as for this many kernels, while
+others are compiled.
 """
 
 
