@@ -120,7 +120,7 @@ def detect(
     from caffepy.commands import detect_boxes as of_boxes
     from caffepy.commands.preprocess import EXTENSIONS
 
-    result: of_boxes.Found | of_windows.Detections
+    result: of_boxes.BoxDetections | of_windows.Detections
     if of_boxes.finders(net.path):
         _leave_out(values, OF_WINDOWS, "is for nets that score windows, and this one finds boxes")
         if len(values["sides"]) != 2 or not 0 < values["sides"][0] <= values["sides"][1]:
@@ -145,10 +145,10 @@ def detect(
         result = of_windows.detect(source, net.path, weights, **values)
     if output:
         result.save(output)
-    shows = result.has_read if isinstance(result, of_boxes.Found) else not output
+    shows = result.has_read if isinstance(result, of_boxes.BoxDetections) else not output
     if as_json or shows:
         click.echo(result.json() if as_json else result.table())
-    if isinstance(result, of_boxes.Found):
+    if isinstance(result, of_boxes.BoxDetections):
         result.check()
 
 

@@ -75,7 +75,7 @@ INSTEAD = {
     "processes train here: mpirun -n 4 caffepy train --solver FILE --cpu 1",
 }
 """Remedies for flags that other commands, or forks of Caffe, have."""
-FIRST_TELLS = 2.0  # seconds; mpirun ends the others in less
+FIRST_REPORTS = 2.0  # seconds; mpirun ends the others in less
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 ENDING = [
     getattr(signal, name)
@@ -151,7 +151,7 @@ def main() -> None:
     code = run(sys.argv[1:], PROGRAM if name.endswith(".py") else name.removesuffix(".exe"))
     for number in ENDING:  # the exit code is final; threads and files take a moment to close
         signal.signal(number, signal.SIG_IGN)
-    _tell(end="")  # log lines that could not be written may be left
+    _write_stderr(end="")  # log lines that could not be written may be left
     global _exit_code
     _exit_code = code
     if at_work():
@@ -240,15 +240,15 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
         sys.stdout.flush()
         return code
     except click.UsageError as error:
-        _let_first_tell()
-        _say(_unknown_option(error) if isinstance(error, click.NoSuchOption) else _misuse(error))
+        _let_first_report()
+        _report(_unknown_option(error) if isinstance(error, click.NoSuchOption) else _misuse(error))
         if error.ctx is not None:
-            _tell(error.ctx.get_usage())
+            _write_stderr(error.ctx.get_usage())
         return error.exit_code
     except CaffeError as error:
         if isinstance(error, (UsageError, ConfigError)):
-            _let_first_tell()
-        _say(str(error), hint(error, arguments))
+            _let_first_report()
+        _report(str(error), hint(error, arguments))
         return error.exit_code
     except SystemExit as ended:
         if not isinstance(ended.code, int):
@@ -257,7 +257,7 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except MemoryError as error:
-        _say(
+        _report(
             f"out of memory{f': {error}' if str(error) else ''}",
             "smaller batches or images need less",
         )
@@ -267,32 +267,32 @@ def run(arguments: Sequence[str], program: str = PROGRAM) -> int:
             return INTERRUPTED
         if isinstance(error, OSError) and error.errno in FULL and not error.filename:
             _abandon(sys.stdout)
-            _say(f"cannot write the output: {reason(error)}")
+            _report(f"cannot write the output: {reason(error)}")
             return UsageError.exit_code
         if isinstance(error, RuntimeError) and "start new thread" in str(error):
             remedy = "fewer solvers, or CAFFEPY_NUM_THREADS=1 in the environment, need less"
-            _say("the system gives this process no more threads", remedy)
+            _report("the system gives this process no more threads", remedy)
             return DeviceError.exit_code
         if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("caffepy"):
-            _say(f'the package "{error.name}", which caffepy needs, is not installed', REINSTALL)
+            _report(f'the package "{error.name}", which caffepy needs, is not installed', REINSTALL)
             return ConfigError.exit_code
-        _tell(traceback.format_exc().rstrip("\n"))
-        _say(
+        _write_stderr(traceback.format_exc().rstrip("\n"))
+        _report(
             "this is a bug of caffepy, not yours; please report it where you got caffepy, with the "
             "lines above and the command"
         )
         return BUG
 
 
-def _let_first_tell() -> None:
+def _let_first_report() -> None:
     """Wait a moment in a process of mpirun or srun that is not the first one.
 
     If all have the same wrong command line, or no MPI, the first one's exit ends the others before
-    they tell; what is wrong in another's alone is told, too.
+    they can report; what is wrong in another alone is reported, too.
     """
     if any(os.environ.get(name, "0") != "0" for name in RANKS):
         try:
-            sleep(FIRST_TELLS)
+            sleep(FIRST_REPORTS)
         except KeyboardInterrupt:  # the launcher's signal
             sys.exit(UsageError.exit_code)
 
@@ -404,11 +404,11 @@ def _bundled(arguments: Sequence[str]) -> set[str]:
     return {argument.partition("=")[2] or argument for argument in arguments} & set(models.names())
 
 
-def _say(message: str, further: str = "") -> None:
-    _tell(f"caffepy: error: {message}" + (f"\n({further})" if further else ""))
+def _report(message: str, further: str = "") -> None:
+    _write_stderr(f"caffepy: error: {message}" + (f"\n({further})" if further else ""))
 
 
-def _tell(text: str = "", end: str = "\n") -> None:
+def _write_stderr(text: str = "", end: str = "\n") -> None:
     """Write to stderr, if that can be written: the exit code is the same without."""
     try:
         sys.stderr.write(text + end)

@@ -106,10 +106,10 @@ def server(
         raise click.UsageError(
             "--cluster local starts another cluster: give the address that caffepy server shows."
         )
-    from caffepy.commands.server import ServerOptions, found, serve, stop
+    from caffepy.commands.server import ServerOptions, running_servers, serve, stop
 
     if lists:
-        options.show(found(cluster), as_json)
+        options.show(running_servers(cluster), as_json)
         return 0
     given = ServerOptions(
         cluster, name or "", servers, replicas, snapshot_prefix, snapshot_every, display, grace

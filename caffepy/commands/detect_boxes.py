@@ -54,7 +54,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Searched:
+class ImageDetections:
     """An image, its size and the boxes found, the best first; `error` says why it has none."""
 
     image: str
@@ -65,10 +65,10 @@ class Searched:
 
 
 @dataclass(frozen=True)
-class Found:
+class BoxDetections:
     """The boxes of all images."""
 
-    images: Sequence[Searched]
+    images: Sequence[ImageDetections]
 
     def table(self) -> str:
         """Return a line a box: image, label, class, score, sides; a dash where nothing is found."""
@@ -168,7 +168,7 @@ def detect_boxes(
     precision: str | None = None,
     threads: int | None = None,
     progress: bool | None = None,
-) -> Found:
+) -> BoxDetections:
     """Return the boxes that the deploy net of `model` with these weights finds in images, those of
     a score of `threshold` or more.
 
@@ -208,15 +208,15 @@ def detect_boxes(
             rows = find(images)
             for name, image in part:
                 if isinstance(image, DataError):
-                    found.append(Searched(name, 0, 0, [], str(image)))
+                    found.append(ImageDetections(name, 0, 0, [], str(image)))
                     continue
                 height, width, _ = image.shape
                 boxes = _boxes(next(rows), threshold, names)
-                found.append(Searched(name, width, height, boxes))
+                found.append(ImageDetections(name, width, height, boxes))
                 if draw:
                     _draw(image, boxes, drawn[name])
             done(len(part))
-    return Found(found)
+    return BoxDetections(found)
 
 
 def classes(layer: LayerParameter, net: ImageNet) -> int:

@@ -70,9 +70,9 @@ class PassedOn:
     def _handle(self, ignored: bool) -> None:
         for number, handler in self._before.items():
             if handler is not None and (handler is signal.SIG_IGN) == ignored:
-                signal.signal(number, self._note)
+                signal.signal(number, self._pass_on)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.asked.add(number)
         if self._process:
             self._process.send_signal(number)

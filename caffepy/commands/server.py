@@ -162,7 +162,7 @@ def stop(options: ServerOptions) -> ServerResult:
         return ServerResult(None, stopped=False)
 
 
-def found(cluster: str) -> "Found":
+def running_servers(cluster: str) -> "RunningServers":
     """Return the servers of a cluster that outlive trainers."""
     engine = connect(cluster, f"{DETACHED}list")
     try:
@@ -170,13 +170,13 @@ def found(cluster: str) -> "Found":
         for name, of_name in sorted(engine.detached().items()):
             with suppress(CaffeError, TimeoutError):  # they have just ended
                 names[name] = Client(of_name, 0, patience=ANSWER).ask("status")
-        return Found(names)
+        return RunningServers(names)
     finally:
         engine.close()
 
 
 @dataclass(frozen=True)
-class Found(AsJson):
+class RunningServers(AsJson):
     """Servers that outlive trainers, by name."""
 
     servers: dict[str, Status]

@@ -27,7 +27,7 @@ def read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def keep(path: Path, entries: Mapping[str, Any]) -> None:
+def add_entries(path: Path, entries: Mapping[str, Any]) -> None:
     """Add entries to the object in a file; do nothing if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

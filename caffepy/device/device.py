@@ -96,7 +96,7 @@ class ErrorFlag:
         self.found = found
         self.error = error
 
-    def note(self, bad: NDArray[Any], values: NDArray[Any]) -> None:
+    def set_where(self, bad: NDArray[Any], values: NDArray[Any]) -> None:
         """Set the flag, with the largest of the values that are bad, if any is: for array
         arithmetic, on any device.
         """

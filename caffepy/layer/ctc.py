@@ -88,7 +88,7 @@ class SequenceLoss(LossLayer):
         if self.collapse:
             counts[1:] &= labels[1:] != labels[:-1]
         bad = counts & ((labels < 0) | (labels >= self.classes) | (labels == self.blank))
-        self.no_class.note(bad, labels)
+        self.no_class.set_where(bad, labels)
         self.no_class.check()
         self.labels.data[...] = np.where(counts & ~bad, labels, -1).T
         x = bottom[0].data.reshape(self.times, self.items, self.classes)
@@ -181,7 +181,7 @@ class CTCLoss(SequenceLoss):
         labels = np.floor(bottom[-1].data.reshape(-1, self.items) + 0.5)
         if len(bottom) == 4:
             steps, counts = (b.data.reshape(self.items) for b in bottom[1:3])
-            self.no_step.note((steps < 0) | (steps > self.times), steps)
+            self.no_step.set_where((steps < 0) | (steps > self.times), steps)
             self.no_step.check()
             self.steps.data[...] = np.clip(steps, 0, self.times)
             return labels, self.places.data < counts
@@ -288,7 +288,7 @@ class CTCGreedyDecoder(Layer):
             says[1:] &= best[1:] != best[:-1]
         read = [best[says[:, n], n] for n in range(self.items)]
         if self.judges:
-            self.judge(read, bottom[1].data.reshape(self.items, -1), top[0].data)
+            self.write_accuracy(read, bottom[1].data.reshape(self.items, -1), top[0].data)
             return
         top[0].data.fill(-1)
         for labels, sequence in zip(top[0].data, read, strict=True):
@@ -306,7 +306,7 @@ class CTCGreedyDecoder(Layer):
                 errors += edit_distance(truth, sequence) / longer
             top[-1].data.fill(1 - errors / self.items)
 
-    def judge(self, read: Sequence[Array], rows: Array, y: Array) -> None:
+    def write_accuracy(self, read: Sequence[Array], rows: Array, y: Array) -> None:
         """Write the mean accuracy and the share of right sequences, of labels (N, L)."""
         errors, right = 0.0, 0
         for sequence, row in zip(read, rows, strict=True):

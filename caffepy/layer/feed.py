@@ -61,7 +61,7 @@ class Ring:
         first = [array[:count] for array in self.arrays]
         return [array.reshape(-1, *array.shape[2:]) for array in first]
 
-    def give(self, top: Blobs) -> None:
+    def write_tops(self, top: Blobs) -> None:
         """Copy the next one to the tops."""
         for array, t in zip(self.arrays, top, strict=True):
             t.reshape(array.shape[1:])
@@ -198,7 +198,7 @@ class Prefetching(Feed):
         if self.ring and not self.ring.left and self._reads_several:
             self._fill(self.ring, top)
         if self.ring and self.ring.left:
-            self.ring.give(top)
+            self.ring.write_tops(top)
         else:
             self._take(top)
 

@@ -406,7 +406,7 @@ class ProposalTarget(Layer):
             labels = np.concatenate([labels, np.zeros(len(drawn))])
         if not len(rows):
             raise DataError(f"ProposalTarget: none of {len(rois)} boxes is left to learn from")
-        self.give(top, rows, labels, true)
+        self.write_tops(top, rows, labels, true)
 
     def matched(self, rois: Array, truths: Array) -> tuple[Array, Array]:
         """Return the number of the true box (of T, 7 or more columns) that each of rois (R, 5)
@@ -462,7 +462,7 @@ class ProposalTarget(Layer):
                 return np.concatenate(rows)
         raise DataError(f"ProposalTarget: no room for {count} boxes of the background")
 
-    def give(self, top: Blobs, rows: Array, labels: Array, true: Array) -> None:
+    def write_tops(self, top: Blobs, rows: Array, labels: Array, true: Array) -> None:
         """Write rois (R, 5), labels (R,) and true boxes (R, 6) to the tops."""
         self.started = True
         self.shape_tops(top, len(rows))

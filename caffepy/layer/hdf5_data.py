@@ -32,7 +32,7 @@ class HDF5Data(Feed):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self.ring and self.ring.left:
-            self.ring.give(top)
+            self.ring.write_tops(top)
         else:
             self.hand_over(top, self._rows.read)
 

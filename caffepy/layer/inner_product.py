@@ -297,7 +297,7 @@ class _Margins(Layer):
     def find_labels(self, labels: Array) -> tuple[Array, Array]:
         """Return the places in y of each row's label; DataError for one that is no class."""
         bad = ~((labels > -1) & (labels < self.blobs[0].shape[0]))
-        self.wrong.note(bad, labels)
+        self.wrong.set_where(bad, labels)
         self.wrong.check()
         self.chosen.data[...] = np.where(bad, 0, labels)  # a GPU goes on until the error is seen
         return self.place.data, self.chosen.data

@@ -78,7 +78,7 @@ class LabelSpecificAdd(Layer):
             return
         x = bottom[0].data.reshape(-1, self.classes)
         labels = bottom[1].data.reshape(-1, 1)
-        self.wrong.note(~((labels > -1) & (labels < self.classes)), labels)
+        self.wrong.set_where(~((labels > -1) & (labels < self.classes)), labels)
         self.wrong.check()
         chosen = (np.trunc(labels) == self.number.data) & (x > -bias)
         top[0].data.reshape(x.shape)[...] = np.where(chosen, x + bias, x)

@@ -81,4 +81,4 @@ class StageBridgeLayer(_Testing):
         boxes = moved(rois[:, 1:5], own)
         most = np.tile(info.ravel()[1::-1] - 1, 2)  # width, height, width, height
         boxes = np.maximum(np.minimum(boxes, most), 0)
-        self.give(top, [np.hstack([np.zeros((count, 1), np.float32), boxes])])
+        self.write_tops(top, [np.hstack([np.zeros((count, 1), np.float32), boxes])])

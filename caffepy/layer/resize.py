@@ -183,7 +183,7 @@ class Upsample(Layer):
             y.reshape(n, c, h, down, w, right)[...] = x[:, :, :, None, :, None]
             return
         places, end = bottom[1].data, prod(y.shape[2:])
-        self.outside.note(~((places >= 0) & (places < end)), places)
+        self.outside.set_where(~((places >= 0) & (places < end)), places)
         self.outside.check()
         y.fill(0)
         rows, columns = self.places(bottom)
@@ -307,7 +307,7 @@ class Unpooling(Layer):
         end = prod(y.shape[2:])
         if len(bottom) > 1:
             places = bottom[1].data
-            self.outside.note(~((places >= 0) & (places < end)), places)
+            self.outside.set_where(~((places >= 0) & (places < end)), places)
             self.outside.check()
         rows, columns = self.indices(bottom, end)
         values = planes(x)

@@ -151,12 +151,14 @@ class RoIDataLayer(RcnnLayer):
             true = np.flatnonzero(image["gt_classes"])
             boxes = np.asarray(image["boxes"], np.float32)[true] * scale
             truths = np.hstack([boxes, np.asarray(image["gt_classes"])[true, None]])
-            self.give(top, [data, np.array([[high, wide, scale]]), truths])
+            self.write_tops(top, [data, np.array([[high, wide, scale]]), truths])
         else:
             parts = [self.sample(image) for image in images]
             for k, (part, scale) in enumerate(zip(parts, scales, strict=True)):
                 part[0] = np.hstack([np.full((len(part[0]), 1), k), part[0] * scale])
-            self.give(top, [data, *(np.concatenate(same) for same in zip(*parts, strict=True))])
+            self.write_tops(
+                top, [data, *(np.concatenate(same) for same in zip(*parts, strict=True))]
+            )
 
     def next_image(self) -> Image:
         """Return the next image of the epoch; DataError if there are none."""

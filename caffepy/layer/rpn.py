@@ -108,7 +108,7 @@ class RcnnLayer:
             if wanted:
                 blob.diff[...] = 0
 
-    def give(self, top: Blobs, arrays: Sequence[Array]) -> None:
+    def write_tops(self, top: Blobs, arrays: Sequence[Array]) -> None:
         """Shape the tops as the arrays, of which there may be more, and copy these."""
         for blob, array in zip(top, arrays, strict=False):
             blob.reshape(*array.shape)
@@ -231,7 +231,7 @@ class ProposalLayer(RcnnLayer):
         host.suppress_overlaps(boxes[:, order], settings["rpn_nms_thresh"], 1.0, kept, counts)
         best = order[kept[0, : counts[0]]]
         rois = np.hstack([np.zeros((len(best), 1), np.float32), boxes[0, best]])
-        self.give(top, [rois, objects[0, best, None]])
+        self.write_tops(top, [rois, objects[0, best, None]])
 
 
 class AnchorTargetLayer(RcnnLayer):
@@ -310,7 +310,7 @@ class AnchorTargetLayer(RcnnLayer):
             array.reshape(1, h, w, -1).transpose(0, 3, 1, 2)  # (1, A or 4A, H, W)
             for array in (labels, targets, inner, outer)
         ]
-        self.give(top, [lying[0].reshape(1, 1, -1, w), *lying[1:]])
+        self.write_tops(top, [lying[0].reshape(1, 1, -1, w), *lying[1:]])
 
     def label(self, shares: Array) -> Array:
         """Return the labels of anchors that overlap the truths by `shares` (P, G), as drawn."""
@@ -404,4 +404,4 @@ class ProposalTargetLayer(RcnnLayer):
         flat = (len(rois), 4 * settings["num_classes"])
         inner = inner.reshape(flat)
         column = labels.reshape(-1, 1, 1, 1)
-        self.give(top, [rois, column, targets.reshape(flat), inner, inner > 0])
+        self.write_tops(top, [rois, column, targets.reshape(flat), inner, inner > 0])

@@ -50,4 +50,4 @@ class ProposalLayer(RcnnLayer):
         boxes = np.stack([left, top_row, left + 15, top_row + high], axis=-1).reshape(-1, 4)
         most = np.tile(info.ravel()[1::-1] - 1, 2)
         found = scores[0, count:].transpose(1, 2, 0).reshape(-1, 1)
-        self.give(top, [np.clip(boxes, 0, most), found])
+        self.write_tops(top, [np.clip(boxes, 0, most), found])

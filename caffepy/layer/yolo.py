@@ -183,7 +183,7 @@ class YoloLoss(LossLayer):
             self.ops.copy(bottom[1].data.reshape(truths.shape), truths)
         label = truths[:, :, 0]
         bad = (truths[:, :, 3] != 0) & ~((label > -1) & (label < self.classes))
-        self.wrong.note(bad, label)
+        self.wrong.set_where(bad, label)
         self.wrong.check()
         return truths
 
@@ -365,7 +365,7 @@ class Detections(Layer):
             axis=-1,
         )
 
-    def give(self, top: Blobs, images: int, found: Array, threshold: float) -> None:
+    def write_top(self, top: Blobs, images: int, found: Array, threshold: float) -> None:
         """Write the top from candidates (D, 6) = class, score, x, y, w, h."""
         found, ends = self.best(found, threshold)
         if not len(found):
@@ -432,7 +432,7 @@ class YoloDetectionOutput(Detections):
             rows = np.concatenate([np.stack([label, score], axis=-1), boxes], axis=-1)
             rows = rows.transpose(0, 2, 3, 1, 4).reshape(-1, 6)  # (N, A, H, W) -> (N, H, W, A)
             found.append(rows[rows[:, 1] >= np.float32(param.confidence_threshold)])
-        self.give(top, bottom[0].shape[0], np.concatenate(found), param.nms_threshold)
+        self.write_top(top, bottom[0].shape[0], np.concatenate(found), param.nms_threshold)
 
 
 @layer("Yolov3DetectionOutput")
@@ -481,7 +481,7 @@ class Yolov3DetectionOutput(Detections):
             i, row, column, a, label = np.nonzero(chosen > np.float32(param.confidence_threshold))
             rows = [label[:, None], chosen[i, row, column, a, label][:, None]]
             found.append(np.hstack([*rows, boxes[i, a, row, column]]).astype(np.float32))
-        self.give(top, bottom[-1].shape[0], np.concatenate(found), param.nms_threshold)
+        self.write_top(top, bottom[-1].shape[0], np.concatenate(found), param.nms_threshold)
 
 
 @layer("EvalDetection")
@@ -556,15 +556,15 @@ class EvalDetection(Detections):
                 y[int(true)] += 1
             if param.nms >= 0:  # else the fork finds nothing
                 best, ends = self.best(found[image].reshape(-1, 6), param.nms)
-                judged = judge(best, ends, truths, param.threshold)
-                y[param.num_class : param.num_class + judged.size] = judged.reshape(-1)
+                matched = match_detections(best, ends, truths, param.threshold)
+                y[param.num_class : param.num_class + matched.size] = matched.reshape(-1)
 
 
-def judge(found: Array, ends: Array, truths: Array, threshold: float) -> Array:
+def match_detections(found: Array, ends: Array, truths: Array, threshold: float) -> Array:
     """Return class, score, true, false (D, 4) of boxes, by classes, the best first."""
-    judged, taken = np.zeros((len(found), 4)), set[int]()
-    judged[:, :2] = found[:, :2]
-    for row, box in zip(judged, ends, strict=True):
+    matched, taken = np.zeros((len(found), 4)), set[int]()
+    matched[:, :2] = found[:, :2]
+    for row, box in zip(matched, ends, strict=True):
         (same,) = np.nonzero(truths[:, 0] == row[0])
         if not len(same):
             row[3] = 1
@@ -574,6 +574,6 @@ def judge(found: Array, ends: Array, truths: Array, threshold: float) -> Array:
         if shares.max() >= threshold:
             row[3 if chosen in taken else 2] = 1
             taken.add(chosen)
-    judged = judged[judged[:, 1] >= np.float32(0.005)]
-    by_class: Array = judged[np.argsort(judged[:, 0], kind="stable")]
+    matched = matched[matched[:, 1] >= np.float32(0.005)]
+    by_class: Array = matched[np.argsort(matched[:, 0], kind="stable")]
     return by_class

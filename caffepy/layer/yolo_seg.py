@@ -1,4 +1,4 @@
-"""Layers of YOLO for Caffe that learn and judge labels of pixels beside boxes."""
+"""Layers of YOLO for Caffe that learn and measure labels of pixels beside boxes."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -131,7 +131,7 @@ def _drop_planes(layer: LayerParameter, settings: dict[str, Any]) -> None:
         layer.power_param.scale = 1 / (1 - ratio)
 
 
-def tell_priors(param: NetParameter, path: str | None = None) -> None:
+def set_prior_variants(param: NetParameter, path: str | None = None) -> None:
     """Set `faceboxes` or `denser_prior_boxes` of the PriorBox layers on whose map locations of as
     many boxes as FaceBoxes' or TextBoxes' layer has are predicted, with a warning: their files do
     not say whose they are. TextBoxes' are all of a net, or none.

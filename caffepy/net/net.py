@@ -31,7 +31,7 @@ from caffepy.net.build import (
     insert_splits,
     located,
     replace_python,
-    tell_priors,
+    set_prior_variants,
 )
 from caffepy.net.debug_info import log_backward, log_forward, log_norms
 from caffepy.net.fusion import Step, fused_steps
@@ -83,7 +83,7 @@ class Net:
         self.ops = ops.backend(self.device)
         kept = filter_state(param, path)
         replace_python(kept, path)
-        tell_priors(kept, path)
+        set_prior_variants(kept, path)
         compare_classes(kept, path)
         compare_losses(kept, path)
         if batch_parts > 1:

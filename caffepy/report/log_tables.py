@@ -114,7 +114,7 @@ class _Table:
             self.rows.append(self._row)
             self._row = None
 
-    def mended(self) -> list[Row]:
+    def with_first_rate(self) -> list[Row]:
         """Return the rows; the first, older than any learning rate, gets that of the second."""
         if len(self.rows) > 1:
             self.rows[0]["LearningRate"] = self.rows[1]["LearningRate"]
@@ -155,7 +155,7 @@ def parse_log(path: str) -> tuple[list[Row], list[Row]]:
     if not train.rows and not test.rows:
         text = '"%s" has no rows: no iteration in lines of glog shows all outputs of a net'
         log.warning(text, path)
-    return train.mended(), test.mended()
+    return train.with_first_rate(), test.with_first_rate()
 
 
 def _start(lines: Sequence[str], clock: Clock) -> tuple[datetime | None, int]:

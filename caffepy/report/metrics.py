@@ -150,7 +150,7 @@ class Metrics(DisplayCollector):
             csv.writer(self._file).writerow(row.get(name, "") for name in self._columns)
             self._file.flush()
         except OSError as error:
-            self._give_up(error)
+            self._stop_writing(error)
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
         super().iterated(iteration, loss, rate, images)
@@ -204,9 +204,9 @@ class Metrics(DisplayCollector):
                 writer.writerows(rows)
             self._file = open(self._absolute, "a", newline="", encoding="utf-8")  # noqa: SIM115 (held for the run)
         except OSError as error:
-            self._give_up(error)
+            self._stop_writing(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _stop_writing(self, error: OSError) -> None:
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):

@@ -111,4 +111,4 @@ class BaselineRecorder(Timed):
         self.pause()
         seconds, rate = self._speed.seconds, self._speed.read()
         if rate and self._iterations > FIRST and seconds >= LEAST:
-            cache.keep(cache.cache_file(FILE), {self._run: round(rate, 1)})
+            cache.add_entries(cache.cache_file(FILE), {self._run: round(rate, 1)})

@@ -44,7 +44,7 @@ FLUSH_S = 5.0
 """Most seconds that events wait before they are written."""
 
 
-class Watch(Protocol):
+class WeightSource(Protocol):
     """The source of histograms and filters, read right after an iteration and at the end."""
 
     def parameters(self) -> Iterable[tuple[str, Array, Array | None]]:
@@ -73,7 +73,7 @@ class TensorBoard(DisplayCollector):
         self.folder = folder
         self._absolute = os.path.join(working_directory(), folder)  # wherever layers change to
         self.every = every
-        self.watch: Watch | None = None
+        self.watch: WeightSource | None = None
         self._writer: Any = None
         self._flushed = time.monotonic()
         try:
@@ -97,7 +97,7 @@ class TensorBoard(DisplayCollector):
         try:
             self._writer = RecordWriter(os.path.join(self._absolute, name))
         except OSError as error:
-            self._give_up(error)
+            self._stop_writing(error)
         self._write(0, file_version="brain.Event:2")
         self._write(iteration, session_log={"status": "START"})
 
@@ -153,7 +153,7 @@ class TensorBoard(DisplayCollector):
                 self._writer.close()
                 log.info("Events for TensorBoard are in %s", self.folder)
             except OSError as error:
-                self._give_up(error)
+                self._stop_writing(error)
 
     def _filters(self) -> list[Value]:
         first = self.watch.filters() if self.watch and self._writer else None
@@ -184,9 +184,9 @@ class TensorBoard(DisplayCollector):
                 self._flushed = time.monotonic()
                 self._writer.flush()
         except OSError as error:
-            self._give_up(error)
+            self._stop_writing(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _stop_writing(self, error: OSError) -> None:
         writer, self._writer = self._writer, None
         with suppress(OSError):
             if writer:

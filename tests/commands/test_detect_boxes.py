@@ -14,7 +14,7 @@ import pytest
 
 import caffepy
 from caffepy.cli import main
-from caffepy.commands.detect_boxes import Found, check_output, detect_boxes, drawings
+from caffepy.commands.detect_boxes import BoxDetections, check_output, detect_boxes, drawings
 from caffepy.core.errors import ConfigError, DataError, UsageError
 
 CELLS = """
@@ -104,7 +104,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def found_by(net: str, *inputs: str, **flags: object) -> Found:
+def found_by(net: str, *inputs: str, **flags: object) -> BoxDetections:
     files = inputs or ("photos",)
     return detect_boxes(files, f"{net}.prototxt", [f"{net}.caffemodel"], **flags)  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ import pytest
 
 from caffepy.cli import main
 from caffepy.commands import server
-from caffepy.commands.server import ServerOptions, ServerResult, found, serve, stop
+from caffepy.commands.server import ServerOptions, ServerResult, running_servers, serve, stop
 from caffepy.core.errors import INTERRUPTED, STOPPED, SyncError, UsageError
 from caffepy.parallel.parameter_server import detached, heartbeat
 from caffepy.parallel.parameter_server.detached import DetachedCoordinator
@@ -260,7 +260,7 @@ def test_servers_whose_command_was_killed_are_taken_up_or_ended(
     engine.ask("attend", "one that is killed")
     train(engine, HALF)
     monkeypatch.setattr(detached, "ABSENT", 0)
-    assert "nobody looks after them" in found(OPTIONS.cluster).table()
+    assert "nobody looks after them" in running_servers(OPTIONS.cluster).table()
 
     def kill() -> None:
         raise KeyboardInterrupt

@@ -30,7 +30,7 @@ def add_one(x):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """Kept code lies here, and no message has been told."""
-    monkeypatch.setattr(compiler, "_said", set())
+    monkeypatch.setattr(compiler, "_logged", set())
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     return tmp_path
 

@@ -203,7 +203,7 @@ class _Kept:
         place = _digest(_environment(), function.__code__.co_filename)
         self._group = f"{module}.{function.__qualname__.rpartition('.')[2]}-{place}-"
         self._code = _digest(identity(kernel))
-        self._types = _digest(*map(_told, kinds))
+        self._types = _digest(*map(_type_key, kinds))
         self._name = f"{self._group}{self._code}-{self._types}.kernel"
 
     def entry(self, args: Sequence[Any], words: Sequence[machine_code.Word]) -> Entry | None:
@@ -229,7 +229,7 @@ class _Kept:
     def _compile(self, args: Sequence[Any], words: Sequence[machine_code.Word]) -> Entry | None:
         import numba
 
-        _say_that_this_takes_time()
+        _log_compiling()
         dispatcher = self._kernel.dispatcher
         signature = tuple(map(numba.typeof, args))
         dispatcher.compile(signature)
@@ -327,7 +327,7 @@ def _environment() -> str:
     )
 
 
-def _told(kind: object) -> object:
+def _type_key(kind: object) -> object:
     """Return what tells a kind of argument from others in every process."""
     if isinstance(kind, type):
         return kind.__module__, kind.__qualname__, getattr(kind, "_fields", ())
@@ -390,18 +390,18 @@ def _constant(value: Any) -> object:
     return type(value).__qualname__
 
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def _warn(message: str, *values: str) -> None:
     """Log a message once, whatever its values."""
-    if message not in _said:
-        _said.add(message)
+    if message not in _logged:
+        _logged.add(message)
         log.warning(message, *values)
 
 
-def _say_that_this_takes_time() -> None:
+def _log_compiling() -> None:
     """Log once why the first iteration takes its time."""
-    if COMPILING not in _said:
-        _said.add(COMPILING)
+    if COMPILING not in _logged:
+        _logged.add(COMPILING)
         log.info(COMPILING)

@@ -27,7 +27,7 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.core.cache import cache_file, keep, read
+from caffepy.core.cache import add_entries, cache_file, read
 from caffepy.device import cudnn, math_mode
 from caffepy.ops.cuda.compiler import compile_ahead, kernel, looks_ahead
 from caffepy.ops.cuda.context import lock
@@ -119,7 +119,7 @@ def remember(name: str, fastest: Any) -> None:
 def write() -> None:
     """Write the entries that are not in their files yet."""
     for file in list(_unwritten):
-        keep(file, _unwritten.pop(file))
+        add_entries(file, _unwritten.pop(file))
 
 
 def fastest(

@@ -28,7 +28,7 @@ from typing import Any
 
 import cupy
 
-from caffepy.core.cache import cache_file, keep, read
+from caffepy.core.cache import add_entries, cache_file, read
 from caffepy.device.threads import cores
 
 Kernel = Callable[..., None]  # (grid, block, arguments)
@@ -155,7 +155,7 @@ def _accelerated(text: str, name: str, architecture: str) -> Kernel:
             kept = {"name": nvrtc.getLoweredName(program, name), "cubin": cubin}
         finally:
             nvrtc.destroyProgram(program)
-        keep(path, kept)
+        add_entries(path, kept)
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(b64decode(kept["cubin"]))

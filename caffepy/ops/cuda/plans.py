@@ -116,7 +116,7 @@ def find(
     if looks_ahead():
         if key not in _plans and key not in _searches:
             search = _Search(key, np.dtype(dtype), build, candidates)
-            _searches[key] = _pool().submit(search.begin_aside)
+            _searches[key] = _pool().submit(search.begin_in_thread)
         return None
     with lock:
         if key not in _plans:
@@ -161,7 +161,7 @@ class _Search:
         # Plans with run-time compilation take long to build: only if there is no other.
         self._left = product(([cudnn.RUNTIME_COMPILATION], []), HEURISTICS)
 
-    def begin_aside(self) -> "_Search":
+    def begin_in_thread(self) -> "_Search":
         """Ask cuDNN and build in another thread."""
         with cupy.cuda.Device(self.device):
             return self.begin(_handle(self.device))

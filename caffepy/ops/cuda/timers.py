@@ -69,9 +69,9 @@ class PhaseTimer:
 
     def begin(self) -> None:
         if self._begins:
-            self._end_aside(BETWEEN)
+            self._end_on_side_stream(BETWEEN)
         elif self._times:
-            self._end_aside(-1)
+            self._end_on_side_stream(-1)
 
     def mark(self, part: str) -> None:
         if not self._times:
@@ -80,13 +80,13 @@ class PhaseTimer:
             self._device.wait_stream(STREAM)
             self._end(PARTS.index(part))
         else:
-            self._end_aside(PARTS.index(part))
+            self._end_on_side_stream(PARTS.index(part))
 
     @property
     def _counts(self) -> bool:
         return self.running and not self._stopped and not self._fetching.on
 
-    def _end_aside(self, place: int) -> None:
+    def _end_on_side_stream(self, place: int) -> None:
         if self._counts:
             with self._device.side_stream(STREAM):
                 self._end(place)
