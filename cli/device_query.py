@@ -67,10 +67,10 @@ def device_query(gpu: str | None, as_json: bool) -> None:
     gpus = [{"id": number} | gpu_properties(number) for number in (gpu_numbers(gpu) if gpu else [])]
     cpu = {"name": cpu_name(), "threads": os.cpu_count()}
     if as_json:
-        told = [{name: _value(properties[name]) for name in LABELS.values()} for properties in gpus]
+        rows = [{name: _value(properties[name]) for name in LABELS.values()} for properties in gpus]
         import json
 
-        click.echo(json.dumps({"cpu": cpu, "gpus": told}))
+        click.echo(json.dumps({"cpu": cpu, "gpus": rows}))
         return
     click.echo(f"CPU: {cpu['name']}, {cpu['threads']} threads")
     for properties in gpus:

@@ -314,8 +314,8 @@ def size_of_memory(ctx: click.Context, param: click.Parameter, value: str | None
         base = 1024 if found[3] else 1000
         size = int(float(found[1]) * base ** (1 + "KMGT".index(found[2])))
     if not size:
-        told = f"{value!r} is no size of a memory, such as 80GB or 24GiB"
-        raise click.BadParameter(told, ctx, param)
+        message = f"{value!r} is no size of a memory, such as 80GB or 24GiB"
+        raise click.BadParameter(message, ctx, param)
     return size
 
 

@@ -46,12 +46,12 @@ def parse_log(
         raise click.UsageError("--columns goes with neither --json nor --delimiter.")
     from caffepy.report import log_tables
 
-    said = []
+    messages = []
     if columns:
-        said = log_tables.save_log_columns(log, outdir or ".")
+        messages = log_tables.save_log_columns(log, outdir or ".")
     elif outdir or not as_json:
-        said = log_tables.save_log_csvs(log, outdir or ".", delimiter)
+        messages = log_tables.save_log_csvs(log, outdir or ".", delimiter)
     if as_json:
         click.echo(log_tables.as_json(log))
     else:
-        click.echo("\n".join(said))
+        click.echo("\n".join(messages))

@@ -64,8 +64,8 @@ class FileInfo:
         result = "ok" if self.error is None else f"error: {self.error}"
         if self.error is None and self.layers is not None:
             result += f", {self.layers:,} layers, {self.parameters:,} parameters"
-        told = [result, *(f"warning: {warning}" for warning in self.warnings)]
-        return "\n".join(f"{self.file}: {self.kind}: {what}" for what in told)
+        texts = [result, *(f"warning: {warning}" for warning in self.warnings)]
+        return "\n".join(f"{self.file}: {self.kind}: {what}" for what in texts)
 
 
 def files_in(paths: Iterable[str]) -> Iterator[str]:
@@ -187,7 +187,7 @@ def _serve(pipe: Connection) -> None:
     lock = threading.Lock()
     begun = list[Beat]()
 
-    def tell(what: object) -> None:
+    def send(what: object) -> None:
         with lock:
             pipe.send(what)
 
@@ -196,17 +196,17 @@ def _serve(pipe: Connection) -> None:
             while True:
                 time.sleep(BEAT)
                 for file, start in begun:
-                    tell(Beat(file, time.process_time() - start))
+                    send(Beat(file, time.process_time() - start))
 
     with suppress(EOFError, OSError, KeyboardInterrupt):
-        tell("ready")
+        send("ready")
         threading.Thread(target=beat, daemon=True).start()
         while True:
             file, options = pipe.recv()
             begun[:] = [Beat(file, time.process_time())]
-            found = check_file(file, tell, **options)
+            found = check_file(file, send, **options)
             begun.clear()
-            tell(found)
+            send(found)
 
 
 class _Warnings(logging.Handler):
@@ -220,8 +220,8 @@ class _Warnings(logging.Handler):
         self.texts[record.getMessage()] = None
 
 
-def check_file(file: str, tell: Callable[[str], object], **options: Any) -> FileInfo:
-    """Check a file, telling its kind before each of its nets and at the end.
+def check_file(file: str, send: Callable[[str], object], **options: Any) -> FileInfo:
+    """Check a file, sending its kind before each of its nets and at the end.
 
     Of a solver its own fields are checked, and nets inside it; those in files of their own are not
     its mistakes.
@@ -245,10 +245,10 @@ def check_file(file: str, tell: Callable[[str], object], **options: Any) -> File
         elif not build:
             kind = "other"
             raise ConfigError(f'"{file}" is neither a net nor a solver')
-        tell(kind)
+        send(kind)
         for info in inspect(file, **options) if build else ():
             infos.append(info)
-            tell(kind)
+            send(kind)
     except CaffeError as wrong:
         error = str(wrong)
     except MemoryError:

@@ -258,21 +258,25 @@ def simulated(path: str) -> Pairing:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            told = json.load(file)
+            description = json.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(told, dict) or not isinstance(told.get("devices"), list):
+    if not isinstance(description, dict) or not isinstance(description.get("devices"), list):
         needed = 'an object with "devices", and perhaps "boards", "access" and "links"'
         raise ConfigError(f"{path} must be {needed}")
-    for name in told:
+    for name in description:
         if name not in FIELDS + DERIVED:
             raise ConfigError(
                 f'{path}: there is no "{name}"{nearest(name, FIELDS)} (known: {", ".join(FIELDS)})'
             )
-    devices, n, joined = told["devices"], len(told["devices"]), told.get("links")
-    boards, access = told.get("boards", [None] * n), told.get("access", 1)
+    devices, n, joined = (
+        description["devices"],
+        len(description["devices"]),
+        description.get("links"),
+    )
+    boards, access = description.get("boards", [None] * n), description.get("access", 1)
     if isinstance(access, int):
         access = [[access] * n] * n
     checks = {
@@ -304,13 +308,13 @@ def simulated(path: str) -> Pairing:
     return pairing(topology, joined)
 
 
-def _is_number(told: Any) -> bool:
-    return isinstance(told, int) and not isinstance(told, bool)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_link(told: Any) -> bool:
-    return told is None or isinstance(told, str)
+def _is_link(value: Any) -> bool:
+    return value is None or isinstance(value, str)
 
 
-def _is_list(told: Any, valid: Callable[[Any], bool], length: int | None = None) -> bool:
-    return isinstance(told, list) and length in (None, len(told)) and all(map(valid, told))
+def _is_list(value: Any, valid: Callable[[Any], bool], length: int | None = None) -> bool:
+    return isinstance(value, list) and length in (None, len(value)) and all(map(valid, value))

@@ -27,7 +27,7 @@ class Finding:
 
     name: str
     state: str
-    told: str
+    details: str
     remedy: str = ""
 
 
@@ -45,12 +45,12 @@ class Health:
     def table(self) -> str:
         """Return a line a finding; the remedy in the line below, once if several need the same."""
         width = max(len(finding.name) for finding in self.findings)
-        lines, told = [], {""}
+        lines, shown = [], {""}
         for finding in self.findings:
-            lines.append(f"{finding.name:{width}}  {finding.state:7}  {finding.told}".rstrip())
-            if finding.remedy not in told:
+            lines.append(f"{finding.name:{width}}  {finding.state:7}  {finding.details}".rstrip())
+            if finding.remedy not in shown:
                 lines.append(f"{'':{width}}  {'':7}  -> {finding.remedy}")
-                told.add(finding.remedy)
+                shown.add(finding.remedy)
         return "\n".join(lines)
 
     def json(self) -> str:
@@ -71,17 +71,17 @@ def _kernel_cache() -> Iterator[Finding]:
     try:
         yield Finding(name, OK, str(folder_to_write()))
     except OSError:
-        told = "no folder to keep compiled kernels in: every start compiles them anew"
-        yield Finding(name, MISSING, told, "set NUMBA_CACHE_DIR to a folder that can be written")
+        details = "no folder to keep compiled kernels in: every start compiles them anew"
+        yield Finding(name, MISSING, details, "set NUMBA_CACHE_DIR to a folder that can be written")
 
 
 def _driver() -> Iterator[Finding]:
     cuda = gpus.cuda_of_driver()
     if cuda:
-        told = ", ".join(
+        details = ", ".join(
             filter(None, (gpus.driver_version(), f"up to CUDA {gpus.cuda_version(cuda)}"))
         )
-        yield Finding("NVIDIA driver", OK, told)
+        yield Finding("NVIDIA driver", OK, details)
     else:
         yield Finding("NVIDIA driver", MISSING, gpus.NO_DRIVER, "not needed on the CPU")
 

@@ -114,18 +114,18 @@ def check_images(
     before = len(state.workers_positions) + 1
     if before == world.size or not state.images or not own or state.images == own:
         return
-    told = (
+    message = (
         f"{_solvers(before)} wrote this snapshot and took {state.images} images in an iteration; "
         f"now {_solvers(world.size)} on {world.nodes} nodes would take {own}"
     )
     fewest, most = wanted or (0, 0)
     if fewest < most:
-        log.warning("%s: %s; base_lr stays as it is", path, told)
+        log.warning("%s: %s; base_lr stays as it is", path, message)
         return
     earlier = max(1, round(before * world.nodes / world.size))
     low, high = sorted((world.nodes, earlier if earlier != world.nodes else world.nodes + 1))
     raise ConfigError(
-        f"{told}: start {before} again, or change batch_size or iter_size; to go on with {own}, "
+        f"{message}: start {before} again, or change batch_size or iter_size; to go on with {own}, "
         f"give --nodes {low}:{high}",
         path,
     )

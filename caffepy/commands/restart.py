@@ -117,8 +117,8 @@ def supervise(
                 return code if code >= 0 else 128 - code
             restarts += 1
             place = "its newest snapshot" if resumed else "where it began"
-            told = "The run ended with %s; restart %d of %d, from %s"
-            log.warning(told, ended, restarts, most, place)
+            message = "The run ended with %s; restart %d of %d, from %s"
+            log.warning(message, ended, restarts, most, place)
     return INTERRUPTED
 
 

@@ -248,7 +248,7 @@ def to_tensors(layers: Iterable[tuple[str, str, Sequence[Array]]], names: Map) -
     """Return the tensors of layers, each a name, its type if it is known, and its blobs.
 
     ConfigError if two blobs are one tensor. Statistics that are no numbers once divided by their
-    weight are told, and kept.
+    weight are logged, and kept.
     """
     tensors: dict[str, Array] = {}
     damaged: list[str] = []
@@ -273,8 +273,8 @@ def to_tensors(layers: Iterable[tuple[str, str, Sequence[Array]]], names: Map) -
             tensors[tensor] = _transposed(array, rule, blob, back=True)
     names.warn_of_unused("blob")
     if damaged:
-        told = "Statistics that divided by their weight are not all finite, of layers: %s"
-        log.warning(told, ", ".join(damaged))
+        message = "Statistics that divided by their weight are not all finite, of layers: %s"
+        log.warning(message, ", ".join(damaged))
     return tensors
 
 

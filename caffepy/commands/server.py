@@ -150,8 +150,8 @@ def stop(options: ServerOptions) -> ServerResult:
                 client.ask("attend", this_process("ends them"))
                 return ServerResult(_end(engine, client, options), stopped=False)
             if not status.stopping:
-                told = 'The servers "%s" end with a snapshot, by %s'
-                log.info(told, options.name, status.keeper)
+                message = 'The servers "%s" end with a snapshot, by %s'
+                log.info(message, options.name, status.keeper)
                 client.ask("stop")
             if time.monotonic() > until:
                 raise SyncError(
@@ -302,11 +302,11 @@ def _attend(
     status: Status = client.ask("attend", me)
     cluster = engine.address if options.cluster == LOCAL else options.cluster
     if running:
-        told = 'Taking up the servers "%s", which run without a process that attends to them: %s'
-        log.warning(told, options.name, _held(status))
+        message = 'Taking up the servers "%s", which run without a process that attends to them: %s'
+        log.warning(message, options.name, _held(status))
     if (status.wanted, status.copies) != (options.servers, options.replicas):
-        told = "They stay %d servers with replicas %d, as they were started"
-        log.warning(told, status.wanted, status.copies)
+        message = "They stay %d servers with replicas %d, as they were started"
+        log.warning(message, status.wanted, status.copies)
     log.info(
         'Servers "%s" wait for a trainer: caffepy train --solver FILE --cluster %s --nodes N '
         "--name %s",

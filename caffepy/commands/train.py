@@ -303,8 +303,8 @@ def _train(
             return start.after(error, solver, rollback)
         saved = solver.resume_state.saved_now
         if solver.stopped and saved:
-            told = "A signal stopped the run at iteration %d; --snapshot %s resumes it"
-            log.info(told, solver.iter, saved)
+            message = "A signal stopped the run at iteration %d; --snapshot %s resumes it"
+            log.info(message, solver.iter, saved)
         result = TrainResult(solver.iter, solver.stopped, solver.last_outputs, saved)
         signals.ended, monitor.exit_code = True, result.exit_code
         return result

@@ -296,14 +296,14 @@ def _write_hdf5(path: str, net: NetParameter, source: str) -> None:
                 'Caffe itself does not read layers with a slash in their names from HDF5: "%s"'
             )
             log.warning(warning, nested[0])
-        told = set[str]()
+        stored_names = set[str]()
         for layer in net.layer:
             group = file.require_group(f"data/{layer.name}")
-            if layer.name in told and layer.blobs:
+            if layer.name in stored_names and layer.blobs:
                 raise ConfigError(
                     f'two layers are named "{layer.name}", which HDF5 cannot tell apart', source
                 )
-            told.update([layer.name] if layer.blobs else [])
+            stored_names.update([layer.name] if layer.blobs else [])
             if layer.HasField("target_units"):
                 write_units(group, layer.target_units)
             for i, array in enumerate(_modern_arrays(source, layer)):

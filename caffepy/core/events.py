@@ -86,7 +86,7 @@ class Reporter:
         this one.
         """
 
-    def served(self, told: Served) -> None:
+    def served(self, counts: Served) -> None:
         """Called some time after an iteration to display, if servers have the parameters."""
 
     def snapshotted(self, kind: str, path: str) -> None:

@@ -83,8 +83,8 @@ class UserCode:
             if self.ours and isinstance(error, CaffeError):
                 raise
             log.info("%s", "".join(traceback.format_exception(error)).rstrip())
-            said = f": {error}" if str(error) else ""
-            message = f"{self._place(error)}{type(error).__name__}{said}"
+            detail = f": {error}" if str(error) else ""
+            message = f"{self._place(error)}{type(error).__name__}{detail}"
             if isinstance(error, CaffeError) and not isinstance(error, UserCodeError):
                 raise type(error)(message) from error
             raise UserCodeError(message, error) from error

@@ -14,8 +14,8 @@ def free_memory() -> int:
     """Return the bytes that the process can still take; sys.maxsize where the system does not tell
     (systems other than Linux).
     """
-    told = re.search(r"^MemAvailable:\s+(\d+) kB", read(MEMINFO), re.MULTILINE)
-    free = [int(told[1]) << 10] if told else []
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", read(MEMINFO), re.MULTILINE)
+    free = [int(available[1]) << 10] if available else []
     return max(0, min([*free, *_left_in_groups()], default=sys.maxsize))
 
 

@@ -50,8 +50,8 @@ def library() -> ctypes.CDLL:
         return cuda_library("nvjpeg")
     except OSError as error:
         wheel = "nvidia-nvjpeg-cu12" if cuda_of_cupy() < 13000 else "nvidia-nvjpeg"
-        told = f"a GPU decodes images by nvJPEG ({error}): pip install {wheel}"
-        raise DeviceError(told) from None
+        message = f"a GPU decodes images by nvJPEG ({error}): pip install {wheel}"
+        raise DeviceError(message) from None
 
 
 def _check(status: int) -> None:

@@ -77,8 +77,8 @@ def _cpu_limits() -> Iterator[float]:
     """Yield the limits of CPU time, in cores, of the process's control groups and those above."""
     for folder, is_first_version in control_groups("cpu"):
         files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first_version else ("cpu.max",)
-        told = " ".join(read(folder / file) for file in files)
-        if limit := re.fullmatch(r"(\d+)\s+([1-9]\d*)\s*", told):
+        found = " ".join(read(folder / file) for file in files)
+        if limit := re.fullmatch(r"(\d+)\s+([1-9]\d*)\s*", found):
             yield int(limit[1]) / int(limit[2])
 
 

@@ -144,9 +144,11 @@ def set_prior_variants(param: NetParameter, path: str | None = None) -> None:
             continue
         sizes = *setting.min_size, *setting.max_size, *setting.aspect_ratio
         sound = all(0 < size < MAX_COUNT for size in sizes)
-        told = setting.faceboxes or setting.denser_prior_boxes or setting.height or setting.width
+        has_kind = (
+            setting.faceboxes or setting.denser_prior_boxes or setting.height or setting.width
+        )
         predicted = locations.get(layer.bottom[0])
-        if told or not sound or predicted is None:
+        if has_kind or not sound or predicted is None:
             continue
         boxes = len(boxes_of_place(setting))
         as_faceboxes = PriorBoxParameter()

@@ -98,14 +98,14 @@ def choose(train: Usage, tests: Sequence[Usage], recompute: Recompute, room: int
         usage = fitting(train, room - others)
         need = others + max(map(arena, (usage, *tests)))
         if need > room:
-            told = "Blobs take %.1f MiB, of which %.1f are free: a smaller batch_size helps"
-            log.warning(told, need / 2**20, room / 2**20)
+            message = "Blobs take %.1f MiB, of which %.1f are free: a smaller batch_size helps"
+            log.warning(message, need / 2**20, room / 2**20)
     else:
         usage = in_segments(train, recompute)
     again, before, now = recomputed_layers(usage), arena(train), arena(usage)
     if again:
-        told = "Recomputing %d of %d layers before backward: blobs take %.1f MiB instead of %.1f"
-        log.info(told, again, len(train.net.layers), now / 2**20, before / 2**20)
+        message = "Recomputing %d of %d layers before backward: blobs take %.1f MiB instead of %.1f"
+        log.info(message, again, len(train.net.layers), now / 2**20, before / 2**20)
     else:
         log.info("Recomputing no layer: blobs take %.1f MiB", now / 2**20)
     return usage

@@ -108,8 +108,8 @@ def draw_net(
             "graphviz), or draw to a .png or .svg file"
         ) from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip()
-        raise UsageError(f"graphviz could not draw {ext.upper()}: {said}")
+        output = done.stderr.decode(errors="replace").strip()
+        raise UsageError(f"graphviz could not draw {ext.upper()}: {output}")
     return done.stdout
 
 

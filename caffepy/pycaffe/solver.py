@@ -287,8 +287,8 @@ class Solver:
         if solver.device.follows != (world.node > 0):
             raise UsageError("call caffepy.world() before the solver is built, in each process")
         if solvers != world.solvers[world.node]:
-            told = world.solvers[world.node]
-            raise UsageError(f"caffepy.world({told}) is for {told} solver(s), not {solvers}")
+            count = world.solvers[world.node]
+            raise UsageError(f"caffepy.world({count}) is for {count} solver(s), not {solvers}")
         param = SolverParameter()
         param.CopyFrom(solver.param)
         del param.weights[:]

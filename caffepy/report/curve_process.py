@@ -11,10 +11,10 @@ def serve() -> None:
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401 # both are loaded before they are needed
 
-    told = sys.stdin.read()
-    if not told:
+    request = sys.stdin.read()
+    if not request:
         return
-    metrics, curve = json.loads(told)
+    metrics, curve = json.loads(request)
     try:
         draw_rows(*read_rows(metrics), curve)
         problem = ""

@@ -196,14 +196,14 @@ def save_log_columns(path: str, folder: str) -> list[str]:
 
 
 def _save(path: str, folder: str, tables: Sequence[str]) -> list[str]:
-    said = []
+    messages = []
     for name, text in zip(("train", "test"), tables, strict=True):
         file = os.path.join(folder, f"{os.path.basename(path)}.{name}")
         if text:
             with written(file) as temporary:
                 Path(temporary).write_bytes(text.encode(errors="surrogateescape"))
-        said.append(f"Wrote {file}" if text else f"Not writing {file}; no lines to write")
-    return said
+        messages.append(f"Wrote {file}" if text else f"Not writing {file}; no lines to write")
+    return messages
 
 
 def log_columns(path: str) -> tuple[str, str]:

@@ -43,8 +43,8 @@ class Performance(Timed):
             before, self._before = self._before, [dict(seconds) for seconds in self._read()]
             spent = list(map(difference, self._before, before))
             parts = ", ".join(f"{part} {share:.0%}" for part, share in shares(spent).items())
-            told = [self._rates(rate), parts, "" if self._crowded else slowest(spent)]
-            log.info("    %s", "; ".join(part for part in told if part))
+            texts = [self._rates(rate), parts, "" if self._crowded else slowest(spent)]
+            log.info("    %s", "; ".join(part for part in texts if part))
 
     def done(self, stopped_early: bool) -> None:
         """Log a table of the whole run and its bottleneck."""

@@ -150,10 +150,10 @@ class Progress(Reporter):
         if self._speed.seconds >= SPEED_S or not self._images_per_s:
             images_per_s = self._speed.read()
             self._images_per_s = f", {images_per_s:.0f} images/s" if images_per_s else ""
-        told = [] if loss is None else [f"loss {loss:.4g}"]
-        if not told or (_columns() or 0) >= WIDE:
-            told.append(f"lr {rate:.4g}")
-        self._status = ", ".join(told) + self._images_per_s
+        parts = [] if loss is None else [f"loss {loss:.4g}"]
+        if not parts or (_columns() or 0) >= WIDE:
+            parts.append(f"lr {rate:.4g}")
+        self._status = ", ".join(parts) + self._images_per_s
         bar.set_postfix_str(self._status, refresh=False)
         bar.update(iteration + 1 - bar.n)
 

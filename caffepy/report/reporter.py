@@ -11,7 +11,7 @@ from caffepy.report.text import number, scalars
 log = logging.getLogger(__name__)
 
 LISTED = 4
-"""Staleness from which on its shares are told as one."""
+"""Staleness from which on its shares are shown as one."""
 
 
 def _shares(times: Mapping[int, int]) -> str:
@@ -21,8 +21,8 @@ def _shares(times: Mapping[int, int]) -> str:
         group = min(staleness, LISTED)
         parts[group] = parts.get(group, 0) + 100 * n / total
     words = {LISTED: f"{LISTED} or more"}
-    told = [f"{words.get(group, group)}: {part:.3g} %" for group, part in sorted(parts.items())]
-    return ", ".join(told) or "none"
+    texts = [f"{words.get(group, group)}: {part:.3g} %" for group, part in sorted(parts.items())]
+    return ", ".join(texts) or "none"
 
 
 class LogReporter(Reporter):
@@ -54,13 +54,13 @@ class LogReporter(Reporter):
     def lr(self, iteration: int, rate: float) -> None:
         log.info("Iteration %d, lr = %s", iteration, number(rate))
 
-    def served(self, told: Served) -> None:
-        pushes = ", ".join(f"{worker}: {n}" for worker, n in sorted(told.pushes.items()))
+    def served(self, counts: Served) -> None:
+        pushes = ", ".join(f"{worker}: {n}" for worker, n in sorted(counts.pushes.items()))
         log.info("Pushes by worker: %s", pushes)
         log.info(
             "Staleness: %s; sent %.1f MB as %.1f MB; waited %.1f s; replicas %d pushes behind",
-            *(_shares(told.staleness), told.sent / 1e6, told.on_wire / 1e6, told.waited),
-            told.behind,
+            *(_shares(counts.staleness), counts.sent / 1e6, counts.on_wire / 1e6, counts.waited),
+            counts.behind,
         )
 
     def snapshotted(self, kind: str, path: str) -> None:

@@ -137,14 +137,14 @@ class _LogReader:
             return
         self.parts[-1].add(name, self._iteration, self._seconds, value)
 
-    def _speed(self, told: str | None) -> None:
+    def _speed(self, stated: str | None) -> None:
         """Add the speed that the line states; in old logs it is that since the line before.
 
         The first is skipped: it includes the start.
         """
         before, self._display = self._display, (self._iteration, self._seconds)
-        if told is not None and before:
-            self._add("iter/s", told)
+        if stated is not None and before:
+            self._add("iter/s", stated)
         elif before and self._seconds > before[1]:
             speed = (self._iteration - before[0]) / (self._seconds - before[1])
             self._add("derived iter/s", str(speed))

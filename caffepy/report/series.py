@@ -44,14 +44,14 @@ class Run:
 
 def as_json(runs: Sequence[Run]) -> str:
     """Return a list with an object for each run; values that are not finite are null."""
-    told = []
+    described = []
     for run in runs:
         curves = {
             name: {"iteration": curve.iterations, "seconds": curve.seconds, "value": curve.values}
             for name, curve in run.curves.items()
         }
-        told.append({"name": run.name, "curves": curves})
-    return to_json(told)
+        described.append({"name": run.name, "curves": curves})
+    return to_json(described)
 
 
 def panel_of(name: str) -> str:

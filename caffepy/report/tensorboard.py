@@ -117,17 +117,17 @@ class TensorBoard(DisplayCollector):
                     ]
         self._write_values(record.iteration, values)
 
-    def served(self, told: Served) -> None:
-        values = [_scalar(f"servers/pushes/{w}", n) for w, n in sorted(told.pushes.items())]
+    def served(self, counts: Served) -> None:
+        values = [_scalar(f"servers/pushes/{w}", n) for w, n in sorted(counts.pushes.items())]
         values += [
-            _scalar("servers/mb_sent", told.sent / 1e6),
-            _scalar("servers/mb_on_wire", told.on_wire / 1e6),
-            _scalar("servers/seconds_waited", told.waited),
-            _scalar("servers/replicas_behind", told.behind),
-            *_counts("servers/staleness", told.staleness),
+            _scalar("servers/mb_sent", counts.sent / 1e6),
+            _scalar("servers/mb_on_wire", counts.on_wire / 1e6),
+            _scalar("servers/seconds_waited", counts.waited),
+            _scalar("servers/replicas_behind", counts.behind),
+            *_counts("servers/staleness", counts.staleness),
         ]
-        self._begin_once(told.iteration)
-        self._write_values(told.iteration, values)
+        self._begin_once(counts.iteration)
+        self._write_values(counts.iteration, values)
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
         """Write the record if it is complete, and histograms if they are due."""

@@ -20,9 +20,14 @@ def test_the_exit_code_tells_what_is_broken(
         f"cuDNN  {state:7}  9.19.0",
     ]
     assert main.run(["doctor", "--json"]) == code
-    told = json.loads(capsys.readouterr().out)
-    assert told["works"] == (code == 0)
-    assert told["findings"][1] == {"name": "cuDNN", "state": state, "told": "9.19.0", "remedy": ""}
+    health = json.loads(capsys.readouterr().out)
+    assert health["works"] == (code == 0)
+    assert health["findings"][1] == {
+        "name": "cuDNN",
+        "state": state,
+        "details": "9.19.0",
+        "remedy": "",
+    }
 
 
 @pytest.mark.gpu

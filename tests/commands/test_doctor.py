@@ -37,7 +37,7 @@ def test_cupy_for_a_newer_cuda_than_the_drivers(monkeypatch: pytest.MonkeyPatch)
     fake_cupy.install(monkeypatch, error="cudaErrorInsufficientDriver", driver=12040)
     found = findings()
     assert found["NVIDIA driver"].state == OK
-    assert found["NVIDIA driver"].told.endswith("up to CUDA 12.4")
+    assert found["NVIDIA driver"].details.endswith("up to CUDA 12.4")
     assert found["CUDA runtime"].state == WRONG
     assert "pip install 'caffepy[cuda12]'" in found["CUDA runtime"].remedy
     assert found["GPUs"].state == WRONG
@@ -60,10 +60,10 @@ def test_each_gpu_is_told_of_and_tested(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(doctor, "_tested", test)
     found = findings()
-    assert found["GPU 0"].told == "NVIDIA H200, compute capability 9.0, 140.0 of 141.0 GiB free"
+    assert found["GPU 0"].details == "NVIDIA H200, compute capability 9.0, 140.0 of 141.0 GiB free"
     assert found["GPU 0 self-test"].state == OK
     assert found["GPU 1 self-test"].state == WRONG
-    assert found["GPU 1 self-test"].told == "CUDNN_STATUS_NOT_INITIALIZED"
+    assert found["GPU 1 self-test"].details == "CUDNN_STATUS_NOT_INITIALIZED"
 
 
 def test_a_library_that_is_installed_and_cannot_be_loaded_is_wrong(
@@ -79,10 +79,10 @@ def test_a_library_that_is_installed_and_cannot_be_loaded_is_wrong(
     monkeypatch.setattr(cublas, "cuda_library", fail)
     monkeypatch.setattr(cublas, "library", cublas.library.__wrapped__)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    for part, told in ((doctor._cudnn, str(damaged)), (doctor._cublas, "cannot open shared")):
+    for part, message in ((doctor._cudnn, str(damaged)), (doctor._cublas, "cannot open shared")):
         found = next(part())
         assert found.state == WRONG
-        assert told in found.told
+        assert message in found.details
 
 
 def test_no_place_for_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

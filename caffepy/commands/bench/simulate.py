@@ -410,8 +410,8 @@ def _gradients(
 
 def _read(path: str, net: str) -> Bench:
     try:
-        told: Mapping[str, Any] = json.loads(read_regular(path))
-        alone = Bench(**{**told, "memory": None})
+        content: Mapping[str, Any] = json.loads(read_regular(path))
+        alone = Bench(**{**content, "memory": None})
         times = [alone.ms, alone.batch, alone.shares["backward"]]
         if not all(isinstance(value, (int, float)) and value > 0 for value in times):
             raise ValueError

@@ -229,14 +229,14 @@ class Job:
         except BaseException:
             done = Done(**partial.progress)
             if done.records:
-                told = "%s holds the records of the first %d lines; --resume goes on"
-                log.warning(told, partial.folder, done.lines)
+                message = "%s holds the records of the first %d lines; --resume goes on"
+                log.warning(message, partial.folder, done.lines)
             else:
                 partial.abandon()
             raise
         if done.skipped:
-            told = "%d of %d images could not be read and were left out"
-            log.warning(told, done.skipped, done.lines)
+            message = "%d of %d images could not be read and were left out"
+            log.warning(message, done.skipped, done.lines)
         return Converted(done.records, done.skipped)
 
     def _write(self, partial: Partial, writer: Writer) -> None:

@@ -46,8 +46,8 @@ class DataInfo(Summary):
             f"{self.kind} {self.path}: {_many(self.records, 'record')}{seen}; {self.size:,} bytes"
         ]
         for name, fact in self.facts.items():
-            told = ", ".join(map(number, fact)) if isinstance(fact, list) else fact
-            lines.append(f"{name}: {told}")
+            value = ", ".join(map(number, fact)) if isinstance(fact, list) else fact
+            lines.append(f"{name}: {value}")
         lines += [f"{shape}: {count:,}" for shape, count in self.shapes.most_common(SHOWN_SHAPES)]
         if len(self.shapes) > SHOWN_SHAPES:
             lines.append(f"and {len(self.shapes) - SHOWN_SHAPES:,} other shapes")

@@ -333,8 +333,8 @@ def append_rows(path: str, arrays: Mapping[str, Array], name: str = "") -> None:
                 dataset = file[key]
                 if dataset.shape[1:] != row:
                     shapes = shape_string(dataset.shape[1:]), shape_string(row)
-                    said = "%s: rows of %s have shape %s, those to be added %s"
-                    raise DataError(said % (name or path, dataset.name, *shapes))
+                    message = "%s: rows of %s have shape %s, those to be added %s"
+                    raise DataError(message % (name or path, dataset.name, *shapes))
                 start = len(dataset)
                 dataset.resize(start + len(array), axis=0)
                 dataset[start:] = array
