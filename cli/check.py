@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from caffepy.cli import options
+from caffepy.cli import options, parsing
 from caffepy.core.errors import ConfigError, UsageError
 
 
@@ -25,13 +25,13 @@ from caffepy.core.errors import ConfigError, UsageError
 @options.precision
 @click.option(
     "--batch",
-    callback=options.auto_or_number,
+    callback=parsing.auto_or_number,
     metavar="auto|N",
     help="Build the net that learns with this batch; auto, with --gpu: find the largest that fits.",
 )
 @click.option(
     "--memory",
-    callback=options.size_of_memory,
+    callback=parsing.size_of_memory,
     metavar="SIZE",
     help="A GPU's memory, such as 80GB, for --batch auto. Default: that of this machine's first.",
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from caffepy.cli import options
+from caffepy.cli import options, parsing
 
 
 @click.command(short_help="Classify images.")
@@ -34,7 +34,7 @@ from caffepy.cli import options
 @click.option(
     "--images-dim",
     default="",
-    callback=options.integers,
+    callback=parsing.integers,
     metavar="H,W",
     help="Size to resize images to. Default: 256,256 for nets that take 129 to 256, else the "
     "net's input.",
@@ -44,7 +44,7 @@ from caffepy.cli import options
     "--ext",
     "extensions",
     default="",
-    callback=options.names,
+    callback=parsing.names,
     help="Extensions of the files of a folder. Default: all images.",
 )
 @click.option(

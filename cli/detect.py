@@ -6,7 +6,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from caffepy.cli import options
+from caffepy.cli import options, parsing
 
 OF_WINDOWS = ("windows", "crop_mode", "context_pad")
 OF_BOXES = ("labels", "threshold", "draw", "sides", "extensions")
@@ -24,7 +24,7 @@ OF_BOXES = ("labels", "threshold", "draw", "sides", "extensions")
 )
 @click.option(
     "--threshold",
-    type=options.NumberRange(0, 1),
+    type=parsing.NumberRange(0, 1),
     default=0.5,
     show_default=True,
     help="Least score of a box.",
@@ -40,7 +40,7 @@ OF_BOXES = ("labels", "threshold", "draw", "sides", "extensions")
     "--sides",
     default="600,1000",
     show_default=True,
-    callback=options.integers,
+    callback=parsing.integers,
     metavar="SHORT,LONG",
     help="Nets of regions: the shorter side that images are resized to, and most of the longer.",
 )
@@ -48,7 +48,7 @@ OF_BOXES = ("labels", "threshold", "draw", "sides", "extensions")
     "--ext",
     "extensions",
     default="",
-    callback=options.names,
+    callback=parsing.names,
     help="Extensions of the files of a folder. Default: all images.",
 )
 @click.option(

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from caffepy.cli import options
+from caffepy.cli import options, parsing
 
 CAFFES = "WEIGHTS PROTO BLOB[,BLOB] DB[,DB] NUM_BATCHES DB_TYPE [CPU|GPU [DEVICE_ID]]"
 
@@ -18,14 +18,14 @@ CAFFES = "WEIGHTS PROTO BLOB[,BLOB] DB[,DB] NUM_BATCHES DB_TYPE [CPU|GPU [DEVICE
     "--blob",
     "blobs",
     multiple=True,
-    callback=options.names,
+    callback=parsing.names,
     help="A blob to write. For several, repeat the flag or separate names by commas.",
 )
 @click.option(
     "--output",
     "outputs",
     multiple=True,
-    callback=options.names,
+    callback=parsing.names,
     metavar="PATH",
     help="Output: one for each blob, or one .h5 file for all; .h5 and .npy choose the kind.",
 )

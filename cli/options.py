@@ -1,10 +1,8 @@
-"""Options that several commands share, and how their strings become values."""
+"""Options that several commands share; `parsing` turns their strings into values."""
 
 import functools
 import logging
-import math
 import os
-import re
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import click
 
 from caffepy import models
+from caffepy.cli import parsing
 from caffepy.core.errors import ConfigError
 from caffepy.core.registry import nearest
 
@@ -19,7 +18,6 @@ log = logging.getLogger(__name__)
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
-PHASES = ("set-up", "step", "test", "snapshot")
 PRECISIONS = (
     "fp32",
     "tf32",
@@ -28,25 +26,6 @@ PRECISIONS = (
 )  # those of device.math_mode, imported later
 SOLVERS = click.IntRange(1, 256)
 """Number of solvers on the CPU: each has a net of its own, and more are a typing error."""
-
-
-class Number(click.types.FloatParamType):
-    """A finite number."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Return the number; BadParameter for what is none, or not finite."""
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is not finite", param, ctx)
-        return number
-
-
-class NumberRange(Number, click.FloatRange):
-    """A finite number in a range, which --help tells."""
-
-    name = "float"
 
 
 GLOGS_OTHERS = (
@@ -109,15 +88,6 @@ def _prototxt(kind: str, help: str, *further: str) -> Decorator:
     )
 
 
-def _devices(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    tokens = value.split(",") if value and value not in ("all", "local") else []
-    if not all(token.strip().isdigit() for token in tokens):
-        raise click.BadParameter(
-            f'{value!r} is neither "all" nor device numbers separated by commas'
-        )
-    return value
-
-
 def open_gpu(gpu: str | None) -> None:
     """Begin to open the first GPU of these, beside the imports of what computes."""
     first = (gpu or "").replace("all", "0").partition(",")[0].strip()
@@ -127,31 +97,6 @@ def open_gpu(gpu: str | None) -> None:
         open_ahead(int(first))
 
 
-def _split(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    return tuple(value.split(","))
-
-
-def _seconds(context: click.Context, parameter: click.Parameter, value: str) -> dict[str, float]:
-    given = {}
-    for part in filter(None, value.split(",")):
-        name, _, seconds = part.partition("=")
-        try:
-            given[name.strip()] = float(seconds)
-        except ValueError:
-            raise click.BadParameter(f"{part!r} is not PHASE=SECONDS") from None
-        if name.strip() not in PHASES:
-            raise click.BadParameter(f"{name!r} is no phase (phases: {', '.join(PHASES)})")
-        if not given[name.strip()] > 0:
-            raise click.BadParameter(f"{part!r} is no number of seconds above 0")
-    return given
-
-
-def names(context: click.Context, parameter: click.Parameter, value: Any) -> tuple[str, ...]:
-    """Return the names in a value with commas, or in several."""
-    parts = (value if isinstance(value, str) else ",".join(value)).split(",")
-    return tuple(part.strip() for part in parts if part.strip())
-
-
 def _trained_weights(*further: str) -> Decorator:
     return click.option(
         "--weights",
@@ -159,7 +104,7 @@ def _trained_weights(*further: str) -> Decorator:
         "weights",
         type=click.Path(),
         default="",
-        callback=names,
+        callback=parsing.names,
         help="Files of weights (.caffemodel or .h5), separated by commas; matched to the "
         "layers by name.",
     )
@@ -167,7 +112,7 @@ def _trained_weights(*further: str) -> Decorator:
 
 def _gpus(use: str) -> Decorator:
     help = f"GPUs: numbers separated by commas, or all{use}"
-    return click.option("--gpu", callback=_devices, metavar="IDS|all", help=help)
+    return click.option("--gpu", callback=parsing.devices, metavar="IDS|all", help=help)
 
 
 solver = _prototxt("solver", "Solver prototxt, or the name of a bundled model.")
@@ -189,7 +134,7 @@ gpu_if_any: Decorator = click.option(
     "--gpu",
     is_flag=False,
     flag_value="0",
-    callback=_devices,
+    callback=parsing.devices,
     metavar="[ID]",
     help="Compute on this GPU; without a number, on 0.",
 )
@@ -244,23 +189,9 @@ deterministic: Decorator = click.option(
 )
 
 
-def _range(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    parts = value.split(":")
-    if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise click.BadParameter(f"{value!r} is neither N nor MIN:MAX, numbers from 1")
-    fewest, most = int(parts[0]), int(parts[-1])
-    if fewest > most:
-        raise click.BadParameter(f"{value!r}: the first number is the least, the second the most")
-    return fewest, most
-
-
 nodes: Decorator = click.option(
     "--nodes",
-    callback=_range,
+    callback=parsing.range_of_nodes,
     metavar="N|MIN:MAX",
     help="Number of processes of mpirun or srun that the run needs; others are an error. With "
     "MIN:MAX a resumed run may be of another number of solvers with another batch in all.",
@@ -269,7 +200,7 @@ deadlines: Decorator = click.option(
     "--deadlines",
     default="",
     envvar="CAFFEPY_DEADLINES",
-    callback=_seconds,
+    callback=parsing.deadlines,
     metavar="PHASE=S,...",
     help="Seconds without progress after which a solver counts as hung: step=300, test=900, "
     "snapshot=900, set-up=900. One solver alone is ended only if this is given.",
@@ -294,35 +225,10 @@ fuse: Decorator = click.option(
 )
 
 
-def auto_or_number(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> int | str | None:
-    """Return "auto" or the number, 1 or more; BadParameter for anything else."""
-    if value is None or value == "auto":
-        return value
-    if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < 1:
-        raise click.BadParameter(f"{value!r} is neither auto nor a number of 1 or more", ctx, param)
-    return int(value)
-
-
-def size_of_memory(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Return the bytes of a size such as 80GB or 24GiB; BadParameter for what is none above 0."""
-    if value is None:
-        return None
-    size = 0
-    if found := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) *([KMGT])(i?)B", value.strip()):
-        base = 1024 if found[3] else 1000
-        size = int(float(found[1]) * base ** (1 + "KMGT".index(found[2])))
-    if not size:
-        message = f"{value!r} is no size of a memory, such as 80GB or 24GiB"
-        raise click.BadParameter(message, ctx, param)
-    return size
-
-
 recompute: Decorator = click.option(
     "--recompute",
     default="1",
-    callback=auto_or_number,
+    callback=parsing.auto_or_number,
     metavar="auto|N",
     help="Take less memory and more time: compute data that backward reads again, rather than keep "
     "them, in N segments of the net, or (auto) only in as many layers as the device's free memory "
@@ -365,7 +271,7 @@ stage: Decorator = click.option(
     "--stage",
     "stages",
     default="",
-    callback=_split,
+    callback=parsing.stages,
     help="Stages of the net, separated by commas, for stage and not_stage in the rules of layers.",
 )
 threads: Decorator = click.option(
@@ -405,43 +311,12 @@ as_json: Decorator = click.option(
 )
 
 
-def _shape(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    sizes = value.split(",")
-    if len(sizes) != 3 or not all(size.strip().isdigit() for size in sizes):
-        raise click.BadParameter(f"{value!r} is not three sizes: channels,height,width")
-    return tuple(map(int, sizes))
-
-
 def _image(help: str) -> Decorator:
-    return click.option("--image", callback=_shape, metavar="C,H,W", help=help)
+    return click.option("--image", callback=parsing.shape, metavar="C,H,W", help=help)
 
 
 image = _image("Shape of the random images: channels, height and width, if the net does not say.")
 input_image = _image("Replace the data layers by an input of this shape: channels, height, width.")
-
-
-def _numbers(
-    kind: type[int] | type[float],
-) -> Callable[[click.Context, click.Parameter, str], tuple[float, ...]]:
-    def parse(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
-        try:
-            numbers = tuple(kind(part) for part in value.split(",")) if value else ()
-        except ValueError:
-            raise click.BadParameter(
-                f"{value!r} is not a list of numbers separated by commas"
-            ) from None
-        if not all(map(math.isfinite, numbers)):
-            raise click.BadParameter(f"{value!r} has a number that is not finite")
-        return numbers
-
-    return parse
-
-
-integers = _numbers(int)
 
 
 def _with(command: Command, *flags: Decorator) -> Command:
@@ -537,14 +412,16 @@ def prepared(command: Command) -> Command:
         click.option(
             "--mean-values",
             default="",
-            callback=_numbers(float),
+            callback=parsing.numbers(float),
             metavar="V,...",
             help="Means of the channels in the net's order: blue, green, red; or one for all.",
         ),
-        click.option("--input-scale", type=Number(), help="Factor after the mean is subtracted."),
+        click.option(
+            "--input-scale", type=parsing.Number(), help="Factor after the mean is subtracted."
+        ),
         click.option(
             "--raw-scale",
-            type=Number(),
+            type=parsing.Number(),
             default=255.0,
             show_default=True,
             help="Factor for pixels of 0 to 1 before the mean is subtracted.",
@@ -552,7 +429,7 @@ def prepared(command: Command) -> Command:
         click.option(
             "--channel-swap",
             default="",
-            callback=integers,
+            callback=parsing.integers,
             metavar="I,...",
             help="New order of red, green, blue. Default: 2,1,0 for nets of three channels.",
         ),

@@ -2,7 +2,7 @@
 
 import click
 
-from caffepy.cli import options
+from caffepy.cli import options, parsing
 
 
 @click.command(short_help="Start servers on which nets are trained by run after run.")
@@ -37,7 +37,7 @@ from caffepy.cli import options
 )
 @click.option(
     "--snapshot-every",
-    type=options.NumberRange(min=0),
+    type=parsing.NumberRange(min=0),
     default=0.0,
     metavar="S",
     help="Seconds between two snapshots of what the servers hold, while they learn. Default: one "
@@ -45,7 +45,7 @@ from caffepy.cli import options
 )
 @click.option(
     "--display",
-    type=options.NumberRange(min=0),
+    type=parsing.NumberRange(min=0),
     default=10.0,
     show_default=True,
     metavar="S",
@@ -53,7 +53,7 @@ from caffepy.cli import options
 )
 @click.option(
     "--grace",
-    type=options.NumberRange(min=0),
+    type=parsing.NumberRange(min=0),
     default=25.0,
     show_default=True,
     metavar="S",

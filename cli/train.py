@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from caffepy.cli import options
+from caffepy.cli import options, parsing
 
 if TYPE_CHECKING:
     from caffepy.parallel.parameter_server.cluster import ClusterOptions
@@ -111,7 +111,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 )
 @click.option(
     "--grace",
-    type=options.NumberRange(min=0),
+    type=parsing.NumberRange(min=0),
     default=25.0,
     show_default=True,
     metavar="S",
