@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Layer
+from caffepy.layer.batch_norm import BatchNorm
 from caffepy.layer.convolution import Convolution
 from caffepy.layer.convolution_groups import (
     ConvolutionLRN,
@@ -25,7 +26,7 @@ from caffepy.layer.group import Member, kind_of
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.layer.neuron import ReLU, ReLU6
 from caffepy.layer.norm_groups import NormGroup, NormPooling
-from caffepy.layer.normalization import LRN, BatchNorm
+from caffepy.layer.normalization import LRN
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.scale import Scale
 from caffepy.layer.shape import Concat, Permute, ShuffleChannel, Slice, Split

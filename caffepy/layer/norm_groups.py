@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 
 from caffepy.device.blob import Array, Blob
+from caffepy.layer.batch_norm import BatchNorm
 from caffepy.layer.convolution import Convolution
 from caffepy.layer.eltwise import Eltwise
 from caffepy.layer.group import Member, kind_of
 from caffepy.layer.neuron import ReLU, ReLU6, is_in_place
-from caffepy.layer.normalization import BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.scale import Scale
 from caffepy.ops.objects import Normalized, NormForward, NormGradient, NormSums

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from caffepy.device.blob import Blob
 from caffepy.layer import Layer
+from caffepy.layer.batch_norm import BatchNorm
 from caffepy.layer.convolution import Convolution
 from caffepy.layer.convolution_groups import ConcatReLUs, ConvolutionReLU
 from caffepy.layer.dropout import Dropout
@@ -17,7 +18,7 @@ from caffepy.layer.fused import PATTERNS, FusedGroup, ShuffledConcat, make_group
 from caffepy.layer.group import Member, kind_of
 from caffepy.layer.neuron import ReLU, ReLU6
 from caffepy.layer.norm_groups import NormGroup, NormPooling
-from caffepy.layer.normalization import LRN, BatchNorm
+from caffepy.layer.normalization import LRN
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.shape import Concat, Flatten, Permute, ShuffleChannel, Slice, Split
 from caffepy.net.node import Node

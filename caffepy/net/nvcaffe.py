@@ -7,7 +7,7 @@ older files hold scale, bias, mean, variance and an unused number.
 from collections.abc import Iterator
 
 from caffepy.core.errors import ConfigError
-from caffepy.layer.normalization import BatchNorm
+from caffepy.layer.batch_norm import BatchNorm
 from caffepy.layer.scale import Scale
 from caffepy.net.net import Net
 from caffepy.proto import binary

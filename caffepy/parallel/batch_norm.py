@@ -12,7 +12,7 @@ import numpy as np
 
 from caffepy.collectives.rank_group import RankGroup
 from caffepy.device.blob import Array
-from caffepy.layer.normalization import BatchNorm
+from caffepy.layer.batch_norm import BatchNorm
 from caffepy.net import Net
 from caffepy.parallel.nodes import gather
 from caffepy.solver.statistics import Statistics, mean
