@@ -12,6 +12,7 @@ from caffepy.core.errors import ConfigError, one_or_each
 from caffepy.models import path
 from caffepy.proto.caffe_pb2 import (
     DummyDataParameter,
+    FillerParameter,
     LayerParameter,
     NetParameter,
     VideoDataParameter,
@@ -126,65 +127,87 @@ def synthetic(
     copy.CopyFrom(net)
     compared = _compared(net)
     for layer in copy.layer:
+        _leave_out_files(layer)
         where = _SOURCES.get(layer.type, _MEMORY if layer.memory_data_param.source else "")
-        reads = where or _is_python_source(layer, guess)
-        if layer.type == "DetectionOutput":  # its files name the images of the data
-            layer.detection_output_param.ClearField("save_output_param")
-        elif layer.type == "FrcnnOutput":
-            layer.frcnn_output_param.ClearField("save_output_param")
-        elif layer.type == "DetectionEvaluate":
-            layer.detection_evaluate_param.ClearField("name_size_file")
-        if not reads:
+        if not where and not _is_python_source(layer, guess):
             if guess and layer.type == "Input" and not layer.input_param.shape:
                 for _ in layer.top:
                     layer.input_param.shape.add(dim=[1, *(image or guess.image)])
             continue
-        dummy = DummyDataParameter()
         source = getattr(layer, where or "data_param")
         size = (batch if where else 0) or getattr(source, "batch_size", 0) or 1
         shape = list(image or _image(layer, guess))
-        for i, top in enumerate(layer.top):
-            own = layer.type in ("AnnotatedData", "EvalData", *_FIELDS)
-            dims = _boxes(net, top, size) if i and not own else None
-            if guess and not own and not dims:
-                dims = _reshaped(net, top, _top_shape(layer, i, size, shape, guess))
-            if guess and i and not own and not dims and layer.type not in _SHAPED:
-                named = layer.type == "Python" and _region_top(top, "", False)
-                if not named or compared.get(top):
-                    dims = _read_as(net, layer, top, size, shape, compared)
-            dims = dims or _top_shape(layer, i, size, shape, guess)
-            if layer.type == "AnnotatedData" and i == 2:
-                dims[1] = _pixel_classes(net, top)
+        dummy = DummyDataParameter()
+        for i in range(len(layer.top)):
+            dims = _dims(net, layer, i, size, shape, guess, compared)
             dummy.shape.add(dim=dims)
-            if i == 0 and not _is_label(net, top):
-                dummy.data_filler.add(type="gaussianstatic", std=1)
-            elif layer.type in _FIELDS:  # background or class 1; no image of true boxes
-                is_map = dims[-1] > 1 and len(dims) > 2
-                dummy.data_filler.add(type="uniformstatic", min=0, max=1.99 if is_map else 1)
-            elif layer.type == "EvalData" and i == 2:
-                dummy.data_filler.add(value=min(shape[-2:]))
-            elif dims == [_REGIONS, 5]:
-                dummy.data_filler.add(type="truthsstatic", value=-min(shape[-2:]))
-            elif dims == [size, 1, 300, 5]:
-                most = _yolo_classes(net, top) - 1
-                dummy.data_filler.add(type="truthsstatic", min=0, max=most, value=1)
-            elif dims == _truths(size) or (layer.type == "Python" and top in _OF_ONE_IMAGE):
-                low, high = _true_classes(net, layer, top)
-                value = size if where else min(shape[-2:])
-                dummy.data_filler.add(type="truthsstatic", min=low, max=high, value=value)
-            else:
-                dummy.data_filler.add(type="uniformstatic", min=0, max=_classes(net, top) - 0.01)
+            dummy.data_filler.append(_filler(net, layer, i, dims, size, shape))
         layer.type = "DummyData"
         layer.dummy_data_param.CopyFrom(dummy)
-        for field in (
-            "transform_param",
-            "cpm_transform_param",
-            "python_param",
-            _MEMORY,
-            *_SOURCES.values(),
-        ):
+        for field in ("transform_param", "cpm_transform_param", "python_param", _MEMORY):
+            layer.ClearField(field)
+        for field in _SOURCES.values():
             layer.ClearField(field)
     return copy
+
+
+def _leave_out_files(layer: LayerParameter) -> None:
+    """Clear the settings of layers whose files name the images of the data."""
+    if layer.type == "DetectionOutput":
+        layer.detection_output_param.ClearField("save_output_param")
+    elif layer.type == "FrcnnOutput":
+        layer.frcnn_output_param.ClearField("save_output_param")
+    elif layer.type == "DetectionEvaluate":
+        layer.detection_evaluate_param.ClearField("name_size_file")
+
+
+def _dims(
+    net: NetParameter,
+    layer: LayerParameter,
+    i: int,
+    size: int,
+    shape: list[int],
+    guess: Guess | None,
+    compared: Mapping[str, int],
+) -> list[int]:
+    """The shape of top i of a data layer with `size` images of this shape, as readers want it."""
+    top, dims = layer.top[i], None
+    if layer.type not in ("AnnotatedData", "EvalData", *_FIELDS):
+        dims = _boxes(net, top, size) if i else None
+        if guess and not dims:
+            dims = _reshaped(net, top, _top_shape(layer, i, size, shape, guess))
+        if guess and i and not dims and layer.type not in _SHAPED:
+            named = layer.type == "Python" and _region_top(top, "", False)
+            if not named or compared.get(top):
+                dims = _read_as(net, layer, top, size, shape, compared)
+    dims = dims or _top_shape(layer, i, size, shape, guess)
+    if layer.type == "AnnotatedData" and i == 2:
+        dims[1] = _pixel_classes(net, top)
+    return dims
+
+
+def _filler(
+    net: NetParameter, layer: LayerParameter, i: int, dims: list[int], size: int, shape: list[int]
+) -> FillerParameter:
+    """What fills top i of a data layer, of shape `dims`: images, labels, boxes or maps."""
+    top = layer.top[i]
+    if i == 0 and not _is_label(net, top):
+        return FillerParameter(type="gaussianstatic", std=1)
+    if layer.type in _FIELDS:  # background or class 1; no image of true boxes
+        is_map = dims[-1] > 1 and len(dims) > 2
+        return FillerParameter(type="uniformstatic", min=0, max=1.99 if is_map else 1)
+    if layer.type == "EvalData" and i == 2:
+        return FillerParameter(value=min(shape[-2:]))
+    if dims == [_REGIONS, 5]:
+        return FillerParameter(type="truthsstatic", value=-min(shape[-2:]))
+    if dims == [size, 1, 300, 5]:
+        most = _yolo_classes(net, top) - 1
+        return FillerParameter(type="truthsstatic", min=0, max=most, value=1)
+    if dims == _truths(size) or (layer.type == "Python" and top in _OF_ONE_IMAGE):
+        low, high = _true_classes(net, layer, top)
+        value = min(shape[-2:]) if layer.type == "Python" else size
+        return FillerParameter(type="truthsstatic", min=low, max=high, value=value)
+    return FillerParameter(type="uniformstatic", min=0, max=_classes(net, top) - 0.01)
 
 
 def image_shape(name: str) -> tuple[int, ...]:
