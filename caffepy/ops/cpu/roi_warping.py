@@ -26,6 +26,14 @@ def _side(begin: Any, end: Any, scale: Any) -> tuple[Any, Any]:
 
 
 @_inside
+def _box(roi: Array, scale: float) -> tuple[int, Any, Any, Any, Any]:
+    """The image of a box, and its whole left, right, top and bottom on the map."""
+    left, right = _side(roi[1], roi[3], scale)
+    top, bottom = _side(roi[2], roi[4], scale)
+    return int(roi[0]), left, right, top, bottom
+
+
+@_inside
 def _corner(k: int, start: Any, stop: Any, parts: int, size: int) -> tuple[bool, int, int, Any]:
     """True if corner k lies in the map, the two pixels around it, and the share of the second."""
     kind = type(start)
@@ -56,9 +64,7 @@ def _warp(x: Array, rois: Array, y: Array, scale: float, lo: int, hi: int) -> No
     rows, columns = y.shape[2:]
     one = x.dtype.type(1)
     for r in range(y.shape[0]):
-        n = int(rois[r, 0])
-        left, right = _side(rois[r, 1], rois[r, 3], scale)
-        top, bottom = _side(rois[r, 2], rois[r, 4], scale)
+        n, left, right, top, bottom = _box(rois[r], scale)
         for i in range(rows):
             in_h, a, b, t = _corner(i, top, bottom, rows, h)
             for j in range(columns):
@@ -80,9 +86,7 @@ def _to_map(dy: Array, rois: Array, dx: Array, scale: float, lo: int, hi: int) -
     one = dx.dtype.type(1)
     dx[:, lo:hi] = 0
     for r in range(dy.shape[0]):
-        n = int(rois[r, 0])
-        left, right = _side(rois[r, 1], rois[r, 3], scale)
-        top, bottom = _side(rois[r, 2], rois[r, 4], scale)
+        n, left, right, top, bottom = _box(rois[r], scale)
         for i in range(rows):
             in_h, a, b, t = _corner(i, top, bottom, rows, h)
             for j in range(columns):
@@ -111,9 +115,7 @@ def _to_boxes(
     one = kind(1)
     for r in range(lo, hi):
         drois[r] = 0
-        n = int(rois[r, 0])
-        left, right = _side(rois[r, 1], rois[r, 3], scale)
-        top, bottom = _side(rois[r, 2], rois[r, 4], scale)
+        n, left, right, top, bottom = _box(rois[r], scale)
         wide, high = max(right - left + one, one), max(bottom - top + one, one)
         for i in range(rows):
             in_h, a, b, t = _corner(i, top, bottom, rows, h)
