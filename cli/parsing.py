@@ -27,7 +27,7 @@ class Number(click.types.FloatParamType):
 
 
 class NumberRange(Number, click.FloatRange):
-    """A finite number in a range, which --help tells."""
+    """A finite number in a range, which --help shows."""
 
     name = "float"
 

@@ -93,7 +93,7 @@ def check_files(
     files: Sequence[str], *, images: Mapping[str, Sequence[int]] | None = None, **options: Any
 ) -> Iterator[FileInfo]:
     """Check each file, with the options of `inspect`, in as many processes as there are cores;
-    yield what comes of it in the order of the files. `images` has the shapes of images of single
+    yield the results in the order of the files. `images` has the shapes of images of single
     files.
     """
     known = images or {}
@@ -146,7 +146,7 @@ class _Beside:
         self._pipe.recv()  # it has imported all that it needs
 
     def check(self, file: str, options: dict[str, Any]) -> FileInfo:
-        """Return what comes of a file; a net that ends the process is an error of the file."""
+        """Return what `check_file` does; a net that ends the process is an error of the file."""
         if self._process is None:
             self._begin()
         kind, spent, last = "net", 0.0, Beat(file, 0.0)

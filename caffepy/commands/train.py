@@ -98,7 +98,7 @@ class TrainOptions:
     sigint_effect, sighup_effect, sigusr1_effect: what these signals do; SIGTERM, SIGUSR2, SIGXCPU
         and SIGQUIT stop with a snapshot, and so does SIGUSR1 by default.
     grace: seconds from a signal that stops to the snapshot, at most; an iteration that takes
-        longer is given up.
+        longer is abandoned.
     log_dir: folder for a log file.
     progress: show a progress bar; by default on a terminal.
     tensorboard: folder for TensorBoard's events.

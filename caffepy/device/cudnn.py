@@ -144,8 +144,8 @@ class Descriptor:
         return list(values[: self._get(name, type_, most, values)])
 
     def descriptors(self, name: int, kind: int, most: int | None = None) -> list["Descriptor"]:
-        """Return the descriptors of this kind that an attribute is; of some attributes no count is
-        told, but only up to `most` of them.
+        """Return the descriptors of this kind that an attribute is; some attributes state no count,
+        but only up to `most` of them.
         """
         count = self._get(name, _DESCRIPTOR, 0, None) if most is None else most
         found = [Descriptor(kind) for _ in range(count)]

@@ -39,7 +39,7 @@ BRANCH = "branch"
 URGENT = "", "sync", "phase timer"
 """Streams whose work others wait for, beside branches; "" is the main one."""
 UPDATE = "update"
-"""The stream whose work nobody waits for within a step: all others come first."""
+"""The stream whose work nothing waits for within a step: all others come first."""
 
 PRIORITY = -5
 """Priority of urgent streams, or the nearest that the GPU has; kernels of a graph keep it. The

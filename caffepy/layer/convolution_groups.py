@@ -53,7 +53,7 @@ class ConvolutionReLU:
 
 
 class ConcatReLUs:
-    """Concat over channels of the tops of ConvolutionReLUs, which nobody else reads [, Split].
+    """Concat over channels of the tops of ConvolutionReLUs, which no other layer reads [, Split].
 
     Backward begins theirs: in one pass the gradients of the Split's tops are added up, cut, masked
     by each ReLU and added up for each bias. It reads the data of the bottoms.

@@ -89,7 +89,7 @@ class BoxesOfMaps(RcnnLayer):
         return self.grouped(maps[:, y, x].T + places)
 
     def grouped(self, boxes: Array) -> Array:
-        """Return the boxes (B, 5) that those of cells (A, 4) tell of."""
+        """Return the boxes (B, 5) that the boxes of cells (A, 4) predict."""
         raise NotImplementedError
 
 

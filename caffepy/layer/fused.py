@@ -39,10 +39,10 @@ class FusedGroup(Protocol):
     """
 
     sums_for: NormGroup | None
-    """The group half of whose backward is computed by that of this one, if there is any."""
+    """The group of which this one's backward computes the first half, if there is any."""
 
     own_diffs: Sequence[Blob]
-    """Blobs of its own whose diffs backward writes and nobody else reads."""
+    """Blobs of its own whose diffs backward writes and no other layer reads."""
 
     @property
     def buffers(self) -> Sequence[Blob]:

@@ -88,7 +88,7 @@ class TripletLoss(LossLayer):
         np.divide(top[0].data, 2 * self.items, out=top[0].data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """da = weight / N * (n - p), dp likewise p - a, dn a - n, where the hinge is not 0."""
+        """Times weight / N where the hinge is not 0: da = n - p, dp = p - a, dn = a - n."""
         a, p, n = (b.data.reshape(self.view) for b in bottom)
         factor = self.active.data * (top[0].diff / self.items)
         pairs = ((n, p), (p, a), (a, n))

@@ -117,7 +117,7 @@ class MultiBoxLoss(ClassLoss):
                 self.param.name,
             )
         parts = list(self.param.propagate_down) or [True, True]
-        self.parts = parts[:2]  # of the loss that are told
+        self.parts = parts[:2]  # of the loss: locations, classes
         self.bad_box = self.error_flag(
             lambda item: DataError(f"a true box of image {item:g} of the batch is not finite")
         )

@@ -293,7 +293,7 @@ class Pooling(Drawing):
 class Pooling3D(Layer):
     """(N, C, L, H, W) -> (N, C, Lo, Ho, Wo): C3D's pooling over three axes (Tran et al. 2015).
 
-    Ho = ceil((H + 2*pad - kernel_size) / stride) + 1; Lo likewise, of kernel_depth and
+    Ho = ceil((H + 2*pad - kernel_size) / stride) + 1; Lo in the same way, of kernel_depth and
     temporal_stride, without padding. AVE counts padding in its divisor. The gradient of MAX goes to
     every element that equals the maximum, as C3D's.
 

@@ -151,7 +151,7 @@ class Nms(Layer):
         found = self.peaks(maps).reshape(self.count, h * w)
         rank = np.cumsum(found, axis=1)  # from 1 on
         chosen, count = self.chosen.data, rank[:, -1:]
-        # all that are no peak, or one too many, go to a last place that nobody looks at
+        # all that are no peak, or one too many, go to a last place that is not read
         chosen[self.row.data, np.where(found & (rank <= most), rank - 1, most)] = self.place.data
         kept = count > self.number.data  # (P, max_peaks)
         place = np.where(kept, chosen[:, :most], 0)

@@ -80,7 +80,7 @@ class Proposal(Layer):
             raise ConfigError("all numbers of proposal_param but min_size must be above 0")
         base = param.base_size
         # A scale multiplies base_size in PVANet and is a size in pixels for happynear, whose file
-        # says nothing else; nobody has only anchors of base_size^2 pixels and more.
+        # says nothing else; no net has only anchors of base_size^2 pixels and more.
         if min(param.scale) >= base:
             log.info(
                 "%s: its scales are %d and more, so they are sizes in pixels, as in happynear's "

@@ -1,5 +1,5 @@
-"""Branches: steps between a blob's split and the layer that joins what came of it, which may run
-beside each other on a GPU.
+"""Branches: steps between a blob's split and the layer that joins its branches again, which may
+run beside each other on a GPU.
 
     Split --+-- 1x1 ------------------+-- Concat     one region, whose four branches
             +-- 3x3_reduce --- 3x3 ---+              run on streams of their own

@@ -312,7 +312,7 @@ class Net:
         self._backward_step(step)
 
     def _forward_again(self, step: Step) -> None:
-        """Write the data that a step wrote before; no callback hears of it."""
+        """Write the data that a step wrote before, without calling callbacks."""
         nodes = [self.nodes[i] for i in step.layers or (step.last,)]
         try:
             for node in nodes:

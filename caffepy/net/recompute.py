@@ -1,7 +1,7 @@
 """Recomputation: data that backward reads are not kept but computed again, segment by segment.
 
 The steps of a net are cut into segments. Of each but the last the data that only the segment itself
-reads are given up once it has run forward; before its backward they are computed again from the
+reads are dropped once it has run forward; before its backward they are computed again from the
 data that are kept: those that cross a cut, and whatever cannot be computed twice (Chen et al.
 2016). So memory holds what crosses the cuts and one segment at a time, for one more forward pass of
 the segments.

@@ -168,7 +168,7 @@ def can_replay(net: Net, callbacks: Sequence[object]) -> bool:
     """True if passes of a net with these callbacks can be replayed: on the CPU, if all say
     `replayable = True`. Then a replay, which may be of many iterations, calls them only before it
     reads batches from files: enough for signals and for a watch over waits, as `Heartbeat` needs.
-    Callbacks of scripts do not say so, and hear of each layer in each iteration.
+    Callbacks of scripts do not say so, and are called for each layer in each iteration.
     """
     if net.device.is_cuda or net.debug_info or net.recompute:
         return False

@@ -230,7 +230,9 @@ class Wired:
 
 
 def prune_backward(nodes: Sequence[Node]) -> None:
-    """Clear the backward flags of layers that no loss depends on, and of bottoms nobody needs."""
+    """Clear the backward flags of layers that no loss depends on, and of bottoms whose diff is not
+    needed.
+    """
     under_loss: set[str] = set()
     skipped: set[str] = set()
     for node in reversed(nodes):

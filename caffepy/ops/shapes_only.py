@@ -42,7 +42,7 @@ class Convolution:
         return False
 
     def pools(self, layout: Layout, window: Windows) -> bool:
-        """False, likewise."""
+        """False: some GPUs pool so, all have room for the output in the plan."""
         return False
 
 
@@ -54,7 +54,7 @@ class Unused:
 
 
 class ShapesOnly:
-    """Functions as in `protocol.Ops`; `is_cuda`: they tell the sizes that a GPU needs."""
+    """Functions as in `protocol.Ops`; `is_cuda`: they give the sizes that a GPU needs."""
 
     Convolution = Convolution
     LSTM = RNN = Staging = Unused

@@ -52,7 +52,7 @@ def world(solvers: int = 1) -> World:
 
 
 def _exit(exits: Callable[[Any], NoReturn], status: Any = None) -> NoReturn:
-    """Call sys.exit and note its status, which Python tells nobody who is called at the end."""
+    """Call sys.exit and keep its status, which Python does not pass to functions called at exit."""
     global _status
     _status = status if isinstance(status, int) else int(status is not None)
     exits(status)

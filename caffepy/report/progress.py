@@ -19,7 +19,7 @@ SPEED_S = 1.0
 WIDE = 100  # columns
 PIECE = 1000  # characters, which fit in a pipe that is ready
 PATIENCE = 1.0
-_deaf = False  # the last line found nobody who reads stderr
+_unread = False  # nothing has read the last line from stderr
 FORMAT = "Iteration {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}, {remaining} left"
 
 
@@ -54,16 +54,16 @@ def _takes_more() -> bool:
     """Wait until whoever reads stderr has room for a piece; a run that was asked to end waits for
     PATIENCE, then no more, and this is false: the line is lost.
     """
-    global _deaf
+    global _unread
     polls = 0
     with suppress(OSError, ValueError, AttributeError):  # no file, or not of a kind that can wait
         descriptor = sys.stderr.fileno()
-        while not select.select([], [descriptor], [], 0 if _deaf else PATIENCE / 4)[1]:
+        while not select.select([], [descriptor], [], 0 if _unread else PATIENCE / 4)[1]:
             polls += asked_to_end.is_set()
-            _deaf = polls > 0 and (_deaf or polls > 4)
-            if _deaf:
+            _unread = polls > 0 and (_unread or polls > 4)
+            if _unread:
                 return False
-    _deaf = False
+    _unread = False
     return True
 
 

@@ -92,7 +92,7 @@ def test_lines_that_nobody_reads_are_lost_once_a_run_is_to_end(
     read, write = os.pipe()
     with open(write, "w") as stderr, open(read) as other:
         monkeypatch.setattr(sys, "stderr", stderr)
-        monkeypatch.setattr(progress, "_deaf", False)
+        monkeypatch.setattr(progress, "_unread", False)
         asked_to_end.set()
         try:
             for _ in range(200):

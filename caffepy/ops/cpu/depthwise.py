@@ -161,14 +161,14 @@ class _Sizes(NamedTuple):
     ho: int
     wo: int
     x: int  # elements of a padded plane of x
-    dy: int  # likewise of dy, for the gradient of the data
+    dy: int  # and of dy, for the gradient of the data
     images: int
     chunks: int  # parts of the gradient of the weights, each of some images
 
 
 class _Tables(NamedTuple):
     x_lines: Array  # places of the rows of x, or dx
-    y_lines: Array  # likewise of y, or dy
+    y_lines: Array  # places of the rows of y, or dy
     spans: Array
     taps: Array
     sizes: _Sizes

@@ -37,7 +37,7 @@ ROWS = 64  # of a piece, at least
 PARTS = 1 << 21  # elements: the most that parts of a sum take
 PART = 64  # rows of a factor that is turned, at a time
 WORK = 200_000  # multiplications for which one more thread pays
-TURNED = 1 << 15  # elements likewise
+TURNED = 1 << 15  # elements for which one more thread pays when a factor is turned
 
 _ONE, _TWO, _THREE = (0,), (0,) * 2, (0,) * 3
 

@@ -26,7 +26,7 @@ MOST_BLOCKS = 132 * 4
 """About as many blocks as a large device holds at a time."""
 
 CUT_BLOCKS = 132 * 3
-"""Those of cut_relu_rows, likewise."""
+"""The same for cut_relu_rows."""
 
 ROWS = 16
 """Rows that a thread sums at least, before a second block takes a share."""

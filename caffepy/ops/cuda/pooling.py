@@ -200,7 +200,7 @@ def _tiles(
     over: Array, tile: int, large: Array, small: Array, window: Windows
 ) -> tuple[int, str, tuple[int, ...]]:
     """Return the threads that take each pack of channels of `tile` neighbours of a row of `over`,
-    and what a kernel is told as numbers of its template and as sizes.
+    and the template arguments and sizes of a kernel.
     """
     (n, c, *size), pack = over.shape, 16 // over.itemsize
     (kernel, _), (stride, _), (pad, _) = window

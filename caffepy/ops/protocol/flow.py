@@ -58,7 +58,7 @@ class FlowOps(Protocol):
         across: Array,
         skip: bool,
     ) -> None:
-        """Write y (P, Ho, Wo), means of x (P, H, W) with weights down (Ho, K) of the rows from
-        rows (Ho), int32, on, and likewise across of the columns; 0 where they sum to 0. With
+        """Write y (P, Ho, Wo), means of x (P, H, W) with weights down (Ho, K) of the rows from rows
+        (Ho), int32, on, and `across` of the columns in the same way; 0 where they sum to 0. With
         `skip` NaNs do not count, and y is NaN where they weigh more than half of the others.
         """

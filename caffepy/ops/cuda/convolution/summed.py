@@ -217,8 +217,8 @@ class Summed:
         arrays: Sequence[Any],
         use: Callable[[int], None] = lambda chosen: None,
     ) -> tuple[Array, int]:
-        """Run the fastest candidate, the first of which is `apart`; return its partial sums. Which
-        it is, `use` is told once.
+        """Run the fastest candidate, the first of which is `apart`; return its partial sums. `use`
+        gets its number once.
         """
         if key not in self._runs:
             sums: tuple[Array, int] = apart(*arrays)  # chooses its plans before others are timed
