@@ -48,8 +48,8 @@ from caffepy.solver.step import TrainingStep
 from caffepy.solver.worker_group import WorkerGroup
 
 MOST, LONGEST = 8, 0.02
-"""Iterations that a GPU gets as one graph, unless as many one by one take more than so many seconds:
-between graphs signals are polled. Four GPUs that wait for the host take 1 ms for an iteration.
+"""Iterations that a GPU gets as one graph, unless as many take more seconds one by one: between
+graphs signals are polled. Four GPUs that wait for the host take 1 ms for an iteration.
 """
 
 TIMED = 32
