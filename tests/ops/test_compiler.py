@@ -341,12 +341,14 @@ print(hashlib.sha256(h.tobytes() + c.tobytes() + da.tobytes()).hexdigest())
 """
 
 
-def test_a_kernel_that_is_loaded_gives_what_it_gave_when_it_was_compiled():
+def test_a_kernel_that_is_loaded_gives_what_it_gave_when_it_was_compiled(tmp_path):
     def run():
-        command = [sys.executable, "-c", PROGRAM]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command, env = [sys.executable, "-c", PROGRAM], os.environ | {"NUMBA_CACHE_DIR": tmp_path}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
-    assert run() == run()
+    compiled = run()
+    assert len([*tmp_path.glob("recurrent.*.kernel")]) == 4
+    assert run() == compiled
 
 
 KERNELS = """

@@ -167,7 +167,7 @@ def test_spelling_mistakes_are_named() -> None:
         _ = P.Poling
     with pytest.raises(AttributeError, match='no top "dta", did you mean "data"'):
         _ = n.dta
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="MAXIMUM"):
         _ = P.Pooling.MAXIMUM
 
 

@@ -25,7 +25,9 @@ def test_sizes_are_lists_and_ranges() -> None:
 
 @pytest.mark.parametrize("text", ["", "64X", "0", "1M..64K", "1K..2K..4K", "6", "-4"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(
+        UsageError, match=r"is not a (size|range of sizes) such as|floats of 4 bytes"
+    ):
         parse_sizes(text)
 
 
