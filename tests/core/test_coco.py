@@ -146,3 +146,11 @@ def test_without_sizes_and_without_boxes():
     assert set(coco.summarize(np.zeros((0, coco.COLUMNS))).values()) == {None}
     assert mean_average_precision(np.zeros((0, coco.COLUMNS)), "COCO") == 0
     assert mean_average_precision(rows_of(images), "COCO") == known["AP"]
+
+
+@pytest.mark.parametrize(("side", "sizes"), [(32, [1, 1, 1, 0]), (96, [1, 0, 1, 1])])
+def test_a_true_box_whose_area_is_an_edge_has_both_sizes(side, sizes):
+    box = np.array([[0.0, 0, side, side]])
+    found = np.array([[0.9, 0, 0, side, side]])
+    head, _ = coco.match(1, found, box, np.zeros(1, bool), in_pixels=True)
+    assert head[3:7].tolist() == sizes
