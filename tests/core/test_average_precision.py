@@ -52,10 +52,10 @@ def test_the_mean_is_over_classes_with_a_number_of_true_boxes(
 ) -> None:
     caplog.set_level(logging.INFO)
     rows = [[-1, 1, 1, -1, -1], [-1, 2, 2, -1, -1], [-1, 3, 1, -1, -1]]
-    rows += [[0, 1, 0.9, 1, 0], [0, 2, 0.9, 0, 0], [0, 2, 0.8, 1, 0]]
+    rows += [[0, 1, 0.8, 1, 0], [0, 1, 0.9, 0, 1], [0, 2, 0.9, 0, 0], [0, 2, 0.8, 1, 0]]
     rows += [[-1, 2, 2, -1, -1], [0, 2, 0.7, 1, 0]]  # of another batch
     mean = mean_average_precision(np.array(rows), "Integral", show=True)
-    assert mean == pytest.approx((1 + 2 / 4 + 0) / 3)
+    assert mean == pytest.approx((1 / 2 + 2 / 4 + 0) / 3)
     assert "class2: 0.5" in caplog.messages
     assert "Nothing was found of class 3, which has 1 true boxes" in caplog.messages
     assert mean_average_precision(np.zeros((0, 5)), "Integral") == 0
