@@ -216,7 +216,7 @@ class Layer:
 
     def lease(self, turns: Callable[[int], Iterator[Turn]]) -> None:
         """Give the batches of `turns(taken)`, those after the first `taken`, until `serve` is
-        called: a deal that nobody knows in advance.
+        called: a deal that is made while the run goes on.
         """
         self._leased = turns(0)
 

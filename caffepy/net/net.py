@@ -159,7 +159,7 @@ class Net:
     @cached_property
     def steps(self) -> list[Step]:
         """Fused steps, in the order of the net: a group runs at the place of its last layer. On a
-        GPU, branches are told apart.
+        GPU a step knows its region and branch.
         """
         steps = fused_steps(self.nodes)
         return with_branches(self.nodes, steps) if self.device.is_cuda else steps
@@ -217,7 +217,7 @@ class Net:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A block of passes of this thread: what each has to enter is entered once."""
+        """Enter, once for several passes of this thread, the contexts that each pass needs."""
         before = getattr(self._thread, "runs", False)
         with self.device.scope(), self.ops.blas_scope(), np.errstate(all="ignore"):
             self._thread.runs = True
@@ -243,8 +243,8 @@ class Net:
         if self.after_forward:
             _call(self.after_forward, step.layers or (step.last,))
 
-    def feed(self, index: int) -> None:
-        """Run a layer that reads files forward; of the callbacks those before it are called."""
+    def run_data_layer(self, index: int) -> None:
+        """Run a layer that reads files forward, calling the callbacks before it only."""
         node = self.nodes[index]
         try:
             _call(self.before_forward, (index,))
@@ -272,10 +272,10 @@ class Net:
                 casts.after_forward(self.ops.convert)
 
     def compile_ahead(self, steps: Iterable[Step]) -> None:
-        """Begin to compile, on a GPU, the kernels of those of the steps that only launch some: all
-        at a time, where each would be compiled at its first launch. No callback is called.
+        """Begin to compile, on a GPU, the kernels of steps that only launch kernels: all together,
+        rather than each at its first launch. No callback is called.
 
-        Nothing is done if a script has reshaped blobs: layers would meet shapes of before.
+        Nothing is done if a script has reshaped blobs: the kernels would be for the old shapes.
         """
         if any(node.shapes_changed() for node in self.nodes):
             return
@@ -379,8 +379,8 @@ class Net:
                 blob.diff.fill(0)
 
     def params_beyond(self, other: "Net") -> list[Blob]:
-        """Return the parameters of the layers of which the other net has none of the name, so that
-        `share_trained_layers_with` leaves them alone.
+        """Return the parameters of layers whose names the other net does not have, which
+        `share_trained_layers_with` therefore does not share.
         """
         known, pairs = set(other.layer_names), zip(self.layer_names, self.layers, strict=True)
         return [blob for name, layer in pairs if name not in known for blob in layer.blobs]
