@@ -151,7 +151,10 @@ def feeding_parts(net: Net, steps: Sequence[Step]) -> list[Part]:
     """
     nodes = [net.nodes[step.last] for step in steps]
     read = takewhile(lambda i: nodes[i].layer.reads_files and not nodes[i].casts, range(len(steps)))
-    return [Part(partial(net.run_data_layer, steps[i].last), can_replay=False, is_plain=True) for i in read]
+    return [
+        Part(partial(net.run_data_layer, steps[i].last), can_replay=False, is_plain=True)
+        for i in read
+    ]
 
 
 def replay_of_pass(

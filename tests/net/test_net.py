@@ -110,7 +110,7 @@ def test_unknown_layer_type_names_the_nearest() -> None:
 
 
 def test_an_unknown_layer_type_like_no_other_lists_a_few() -> None:
-    told = r'unknown layer type "Q" \(known: AbsVal, .{200,800} and \d+ more\)$'
+    told = r'unknown layer type "Q" \(known: Quant, LpqLoss, Squeeze, .{200,800} and \d+ more\)$'
     with pytest.raises(ConfigError, match=told):
         net_of(INPUT + 'layer { name: "c" type: "Q" bottom: "x" top: "c" }')
 
