@@ -44,7 +44,7 @@ def is_first() -> bool:
 def nodes(
     deadline: float = SET_UP_DEADLINE, last_resort: Callable[[BaseException], object] | None = None
 ) -> Iterator[World | None]:
-    """A block in which this process is one of those that a launcher started; None if it is alone.
+    """Join the processes that a launcher started for a block, as a World; None without a launcher.
 
     An error of one node ends the block in all of them, in the first with its message, in others
     with its exit code. Where they do not meet within `deadline` s, `last_resort` must end the

@@ -57,7 +57,7 @@ class Ring:
         self.count = self.used
 
     def room(self, count: int) -> list[Array]:
-        """The first `count` batches of each top, as one whose items are theirs."""
+        """Return for each top its first `count` batches as one batch of all their items."""
         first = [array[:count] for array in self.arrays]
         return [array.reshape(-1, *array.shape[2:]) for array in first]
 

@@ -82,11 +82,11 @@ class JoinedMaps:
 
 
 class ShuffledConcat:
-    """Two bottoms with their channels in turn: a Concat of them over channels, a ShuffleChannel of
-    two groups [, a Slice into two halves].
+    """Two bottoms with their channels interleaved: a Concat over channels, a ShuffleChannel of two
+    groups [, a Slice into two halves].
 
-    `sources` are groups that make one of them for this one alone: it computes half their backward,
-    and may normalize x by itself.
+    `sources` are the groups whose top is a bottom that nothing else reads: this group computes the
+    first half of their backward, and may normalize their x itself.
     """
 
     sums_for: NormGroup | None = None
@@ -101,7 +101,7 @@ class ShuffledConcat:
         self.sources: list[NormGroup] = []
 
     def _sources(self) -> list[NormGroup | None]:
-        """Return the group that makes each bottom, if it is for this one alone."""
+        """Return for each bottom the one of `sources` that makes it, or None."""
         made = {id(source.tops[0]): source for source in self.sources}
         return [made.get(id(bottom)) for bottom in self.bottoms]
 

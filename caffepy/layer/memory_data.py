@@ -214,7 +214,7 @@ def _is_fresh(filler: FillerParameter) -> bool:
 
 
 def _each(name: str, values: list[T], tops: int) -> list[T]:
-    """One value for each top, from one for all of them or one each."""
+    """Return a value for each top: the same for all if one is given."""
     if len(values) not in (1, tops):
         raise ConfigError(
             f"{name} must be given once or once for each top, not {len(values)} times for {tops} "

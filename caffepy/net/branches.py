@@ -25,7 +25,7 @@ STREAMS = 4
 
 
 class _Branch:
-    """Steps each of which needs what another one wrote, and what they touch in either pass."""
+    """Steps that depend on each other, and the memory that they read and write in both passes."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []

@@ -283,7 +283,7 @@ def divide_batches(param: NetParameter, parts: int, path: str | None = None) -> 
 def with_batch(param: NetParameter, batch: int, path: str | None = None) -> NetParameter:
     """Return a copy whose data layers, or inputs, have this batch; ConfigError if none has one.
 
-    Of DummyData and Input those tops change that have as many items as the first one.
+    Of DummyData and Input only the tops with as many items as the first one change.
     """
     copy = NetParameter()
     copy.CopyFrom(param)

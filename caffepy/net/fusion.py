@@ -107,8 +107,8 @@ def _runs_as_one(node: Node) -> bool:
 
 
 def _share_sums(nodes: Sequence[Node], steps: Sequence[Step]) -> None:
-    """Make convolutions compute sums for the group whose top they read: of all that write a
-    gradient of its tops, that which runs first, so that its backward runs last.
+    """Make a convolution compute the sums for the backward of the group whose top it reads: of all
+    readers the first, whose backward runs last.
     """
     for step in steps:
         group = step.group
@@ -157,7 +157,7 @@ def _share_normalizations(nodes: Sequence[Node], steps: Sequence[Step]) -> None:
 
 
 def _with_gradient(node: Node) -> set[int]:
-    """Return the ids of the bottoms, as the layer takes them, whose gradient it writes."""
+    """Return the ids of the bottoms whose gradient the layer writes (blobs after casts)."""
     pairs = zip(node.layer_bottoms, node.propagate_down, strict=True)
     return {id(bottom) for bottom, down in pairs if down}
 

@@ -81,8 +81,8 @@ def fit(layout: Layout, blob: Blob) -> Layout:
 
 
 def _as_taken(layer: Layer, blob: Blob, lies: Layout, wanted: Layout) -> Layout:
-    """Return the layout in which a layer takes a bottom: that in which it lies if the blob of a
-    matrix product has one position or one channel, hence one order.
+    """Return the layout in which a layer takes a bottom: `wanted`, but the one in which it lies if
+    a matrix product reads it and it has one position or one channel, so that both are the same.
     """
     one_order = prod(blob.shape[2:]) == 1 or blob.shape[1:2] == (1,)
     as_is = layer.is_matrix_product and wanted.dtype == lies.dtype and one_order

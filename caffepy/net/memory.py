@@ -177,8 +177,8 @@ def always_live(net: Net) -> Iterator[Memory]:
 
 
 class Touched(NamedTuple):
-    """The data that forward of a step reads, those that it writes, and those that its backward
-    reads, if it has one.
+    """The memory of the data that a step's forward reads, that it writes, and that the step's
+    backward reads, if it has one.
     """
 
     reads: list[Memory]
@@ -204,8 +204,8 @@ def touched_data(net: Net, step: Step) -> Touched:
 
 
 class _Moment(NamedTuple):
-    """A moment: if it recomputes; (memory, is written) in the order in which it touches them; the
-    pass and region of its step; if its work may go on beside later moments.
+    """A step of a pass. `again`: it recomputes; `touched`: (memory, is written) in order; then the
+    pass and region of the step, and whether its work may go on beside later moments.
     """
 
     again: bool

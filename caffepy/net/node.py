@@ -78,7 +78,7 @@ class LayoutCasts:
 
 @dataclass(slots=True, eq=False)
 class Param:
-    """A parameter blob of a layer. Those that share one have the first as `owner`."""
+    """A parameter blob of a layer. Of layers that share one the first is the `owner`."""
 
     blob: Blob
     layer: int  # place in the net

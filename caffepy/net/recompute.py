@@ -49,7 +49,7 @@ MOST_SEGMENTS = 16
 
 
 class _Parts(NamedTuple):
-    """The steps of a usage: the data that each touches, and which can run forward again."""
+    """By step of a usage: the data that it touches, and if it can run forward again."""
 
     touched: list[Touched]
     repeatable: list[bool]

@@ -40,8 +40,8 @@ def changes_too_often(recorded: int, replayed: int) -> bool:
 
 
 class Part(NamedTuple):
-    """A part of some work: can all that it does be replayed? If not, is it plain, so that it needs
-    no `Net.running` around it?
+    """A part of some work. `can_replay`: a replay can do all of it; `is_plain`: it runs outside of
+    `Net.running`.
     """
 
     work: Callable[[], object]

@@ -136,8 +136,8 @@ class Convolution(Protocol):
         preparation: Preparation,
         given: Normalized | None = None,
     ) -> None:
-        """Write y = w * x + b, then `Ops.batch_norm_prepare` of y, whose channels are axis 1. If it
-        is `given`, x is what that normalization gets, and what it gives is convolved.
+        """Write y = w * x + b, then `Ops.batch_norm_prepare` of y, whose channels are axis 1. With
+        `given` the input of the convolution is not x but x normalized by it.
         """
 
     def pools(self, layout: Layout, window: Windows) -> bool:
@@ -358,8 +358,8 @@ class PhaseTimer(Protocol):
         """Count time again."""
 
     def sample(self, number: int, count: int) -> None:
-        """Take the time of the last of `count` iterations, which are enqueued as one, for that of
-        each; the one of this number comes next. `sample(0, 1)` ends that.
+        """Time only the last of `count` iterations, which are enqueued as one, and take that for
+        each; iteration `number` comes next. `sample(0, 1)` ends that.
         """
 
     def begin(self) -> None:

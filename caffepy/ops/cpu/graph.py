@@ -47,7 +47,7 @@ class _Row(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """Rows that follow each other, as `replay` takes them; the calls they stand for."""
+    """Consecutive rows, as `replay` takes them, and the calls they stand for."""
 
     table: Array
     address: int

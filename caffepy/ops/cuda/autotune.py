@@ -182,9 +182,9 @@ def choice(
     launches: int = 1,
     better: float = BETTER,
 ) -> int:
-    """Return which of these calls to take, of `launches` kernels each, that took these
-    milliseconds: the fastest of those that are near it, in turns; the earlier one of two that take
-    the same.
+    """Return the number of the fastest of these calls, of `launches` kernels each, which took
+    `times` milliseconds: those near the least are timed again, in turns. The earlier one of two
+    that take the same.
     """
     within = max(NEAR, better, 1 / better) * min(times)
     near = [i for i, ms in enumerate(times) if ms <= within]

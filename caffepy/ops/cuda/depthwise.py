@@ -119,7 +119,7 @@ def moments(
     geometry: Geometry, dtype: DTypeLike, given: Normalized | None = None
 ) -> Callable[[Array, Array, Array], tuple[Array, int]]:
     """Return what runs with x, w, y; it returns partial sums of y and y^2, and into how many each
-    is split. If it is `given`, x is what that normalization gets, and what it gives is convolved.
+    is split. With `given` the input is not x but x normalized by it.
     """
     n, channels, height, columns = geometry.y
     width, across = _width(channels), n * -(-columns // COLUMNS)

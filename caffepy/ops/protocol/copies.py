@@ -46,6 +46,6 @@ class CopiesOps(Protocol):
         parts: Sequence[Maybe],
         norms: Sequence[NormSums | None] = (None, None),
     ) -> None:
-        """Write the parts that are not None: undo `interleave`; then `norm_sums` of those norms
-        that there are, each of which has one of the parts as masked.
+        """Write the parts that are not None: undo `interleave`; then `norm_sums` of each norm
+        that is not None, whose `masked` is one of the parts.
         """
