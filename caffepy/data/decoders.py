@@ -1,8 +1,9 @@
 """Decoders of images: threads of this process, processes beside it, or a GPU (`--decode`).
 
-Python lets one thread of a process run at a time but while OpenCV decodes, so threads wait for each
-other before and after each image. Processes do not: each gets some images of a batch at a time over
-a socket, and leaves them decoded in memory that it shares with this one.
+Threads decode most JPEGs by kernels (`jpeg_kernels`). Else Python lets one of them run at a time
+but while OpenCV decodes, so they wait for each other before and after each image. Processes do not:
+each gets some images of a batch at a time over a socket, and leaves them decoded in memory that it
+shares with this one.
 
     filling thread   run: a job for some images of the batch -> queue; waits for all of them
     one thread of    job -> sendmsg: paths or image files     =>  the process makes images in the

@@ -17,7 +17,8 @@ Who calls what, on which thread:
 | | `Loader.load_several(batch, count)` | instead, where a layer takes several batches at a time |
 | | `Loader.set_state` | to go back to a batch that could not be filled |
 | filling | the result of `reserve` | at once: decodes into `batch.room(...)`, `batch.finish` |
-| pool | `Source.decode`, `decoder`, `JointLoader.make` | for each image of a batch |
+| filling | `Source.decode_jpegs` | once a batch, if threads decode |
+| pool | `Source.decode`, `decoder`, `JointLoader.make` | for each image of a batch that is left |
 | filling | `Source.image_files`, `Decoders.run` | once a batch, if processes decode |
 
 "Reading" is the thread "caffepy-data" of each Reader, "filling" are its FILL_THREADS threads
@@ -397,7 +398,11 @@ class SequentialLoader(Loader):
                 others[k] = image.copy() if copied else image
             return True
 
-        if self._decoders and (files := self.source.image_files(items, todo)):
+        if not self._decoders:
+            todo = self.source.decode_jpegs(items, todo, images, labels)
+            if not len(todo):
+                return {}
+        elif files := self.source.image_files(items, todo):
             labels[files.places] = files.labels
             todo = self._decode_elsewhere(batch, files, todo, partial(put, copied=True), there)
         decode = self.source.decoder(items)

@@ -167,6 +167,12 @@ class Source(AnySource):
         """`state` before item i of `items`, for sources with a `copy`. Any thread may call it."""
         raise NotImplementedError
 
+    def decode_jpegs(self, items: Items, places: Array, images: Array, labels: Array) -> Array:
+        """Decode items of these places that are JPEG files of the images' shape, with their labels;
+        return the places of the others. It needs Python's lock for moments only.
+        """
+        return places
+
     def decoder(self, items: Items) -> Callable[[int], tuple[Array, int]]:
         """`decode` of items by their place in `items`, for sources that prepare it for a batch."""
         return lambda i: self.decode(items[i])

@@ -18,7 +18,7 @@ from weakref import finalize
 import numpy as np
 
 from caffepy.core.errors import DataError
-from caffepy.data import datum_fields
+from caffepy.data import datum_fields, jpegs
 from caffepy.data.datum import (
     COLOR,
     GRAY,
@@ -251,6 +251,16 @@ class Database(Source):
         head = head_of(images.shape[1:])
         done: Array = loops.copy_images(items.content, items.rows, head, images, labels)
         return done
+
+    def decode_jpegs(self, items: Items, places: Array, images: Array, labels: Array) -> Array:
+        kernels = jpegs.kernels(len(places))
+        if kernels is None or images.dtype != np.uint8:
+            return places
+        assert isinstance(items, Records)
+        spans, found = _loops(len(items)).find_encoded(items.content, items.rows)
+        done: Array = kernels.decode_files(items.content, spans[places], places, self.mode, images)
+        labels[places[done]] = found[places[done]]
+        return places[~done]
 
     def decoder(self, items: Items) -> Callable[[int], tuple[Array, int]]:
         """`decode` of records by their place in `items`; their image files are found at once."""

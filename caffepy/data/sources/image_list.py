@@ -7,8 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, Self, TypeVar
 
+import numpy as np
+
 from caffepy.core.errors import DataError, reason
 from caffepy.core.files import locate, read_regular
+from caffepy.data import jpegs
 from caffepy.data.datum import (
     COLOR,
     EITHER,
@@ -161,6 +164,16 @@ class ImageList(ListedImages[int]):
             raise unreadable(self.name(item), error, self._root_folder) from None
         except DataError as error:
             raise DataError(f"{self.name(item)}: {error.message}") from None
+
+    def decode_jpegs(self, items: Items, places: Array, images: Array, labels: Array) -> Array:
+        kernels = jpegs.kernels(len(places))
+        if kernels is None or images.dtype != np.uint8 or self._size is not None:
+            return places
+        entries = [self._entries[items[i]] for i in places]
+        paths = [self._root + name for name, _ in entries]
+        done: Array = kernels.decode_named(paths, places, self.mode, images)
+        labels[places] = [label for _, label in entries]
+        return places[~done]
 
     def image_files(self, items: Items, places: Array) -> ImageFiles:
         chosen = places.tolist()

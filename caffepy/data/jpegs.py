@@ -1,0 +1,37 @@
+"""The kernels that decode JPEG files without Python's lock: loaded where many files are decoded."""
+
+import logging
+import threading
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+MANY = 4096
+"""Files that OpenCV decodes before a thread loads the kernels: 0.2 s of work, but where no process
+had them before they are compiled, for 10 s.
+"""
+
+_files = 0
+_kernels: Any = None
+_loading = threading.Lock()  # which whoever loads them keeps
+
+
+def kernels(files: int) -> Any:
+    """Return `jpeg_kernels` once they are loaded, else None; so many `files` are to be decoded."""
+    global _files
+    if _kernels is None:
+        _files += files
+        if _files >= MANY and _loading.acquire(blocking=False):
+            threading.Thread(target=_load, name="caffepy-kernels").start()
+    return _kernels
+
+
+def _load() -> None:
+    global _kernels
+    try:
+        from caffepy.data import jpeg_kernels
+
+        jpeg_kernels.load()
+        _kernels = jpeg_kernels
+    except Exception as error:
+        log.warning("JPEG files are decoded by OpenCV, which is slower on many cores: %s", error)

@@ -1,0 +1,308 @@
+"""JPEG files decoded by kernels: OpenCV's pixels to the last bit, or none.
+
+What is shown:
+
+- images of each sampling of colours, quality, size and mode of reading are those of OpenCV;
+- files that are damaged, or otherwise than most, are left alone, and what is said of them is the same;
+- loaders make the same batches with kernels and without.
+"""
+
+import logging
+import os
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caffepy.core.errors import DataError
+from caffepy.data import jpeg_kernels, jpegs
+from caffepy.data.datum import COLOR, EITHER, GRAY, NATIVE
+from caffepy.data.loader import Batch, SequentialLoader, tolerating
+from caffepy.data.sources import open_database
+from caffepy.data.sources.image_list import ImageList
+from caffepy.data.transformer import Transformer
+from caffepy.data.write import write_database
+from caffepy.device.blob import Array
+from caffepy.device.device import Device
+from caffepy.ops import cpu
+from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter
+
+SAMPLINGS = {
+    "4:4:4": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444,
+    "4:2:2": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_422,
+    "4:2:0": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420,
+    "4:4:0": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_440,
+    "4:1:1": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_411,
+}
+PICTURES = "noise", "smooth", "both"
+SIZES = (48, 64), (16, 16), (17, 31), (33, 50), (97, 18)
+START = b"\xff\xd8"
+
+
+def picture(kind: str, height: int, width: int, seed: int = 0) -> Array:
+    rng = np.random.default_rng(seed)
+    if kind == "noise":
+        return rng.integers(0, 256, (height, width, 3), np.uint8)
+    rough = rng.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8)
+    smooth = cv2.resize(rough, (width, height), interpolation=cv2.INTER_CUBIC)
+    noise = rng.integers(-9, 10, smooth.shape) if kind == "both" else 0
+    return np.clip(smooth.astype(int) + noise, 0, 255).astype(np.uint8)
+
+
+def jpeg(image: Array, quality: int = 90, sampling: str = "4:2:0", **more: int) -> bytes:
+    settings = [cv2.IMWRITE_JPEG_QUALITY, quality]
+    settings += [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, SAMPLINGS[sampling]]
+    for name, value in more.items():
+        settings += [getattr(cv2, f"IMWRITE_JPEG_{name.upper()}"), value]
+    return cv2.imencode(".jpg", image, settings)[1].tobytes()
+
+
+def with_exif(content: bytes) -> bytes:
+    """With the note that the image is to be turned by 90 degrees."""
+    entry = b"\x12\x01\x03\x00\x01\x00\x00\x00\x06\x00\x00\x00"
+    exif = b"Exif\0\0II*\0\x08\0\0\0\x01\0" + entry + b"\0\0\0\0"
+    return START + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + content[2:]
+
+
+def opened(content: bytes, mode: int) -> Array | None:
+    image = cv2.imdecode(np.frombuffer(content, np.uint8), mode)
+    if image is None:
+        return None
+    return image[None] if image.ndim == 2 else image.transpose(2, 0, 1)
+
+
+def decoded(
+    contents: list[bytes], shape: tuple[int, ...], mode: int = NATIVE
+) -> tuple[Array, Array]:
+    """Decode to every second place of 7s; the images, and which were decoded."""
+    sizes = np.array(list(map(len, contents)))
+    spans = np.stack([np.cumsum(sizes) - sizes, sizes], 1)
+    images = np.full((2 * len(contents), *shape), 7, np.uint8)
+    content = np.frombuffer(b"".join(contents), np.uint8)
+    places = np.arange(1, len(images), 2)
+    done = jpeg_kernels.decode_files(content, spans, places, mode, images)
+    assert (images[::2] == 7).all()
+    return images[1::2], done
+
+
+@pytest.mark.parametrize("sampling", ["4:4:4", "4:2:2", "4:2:0"])
+@pytest.mark.parametrize("kind", PICTURES)
+@pytest.mark.parametrize("mode", [NATIVE, COLOR, GRAY, EITHER])
+def test_pixels_are_those_of_opencv(sampling, kind, mode):
+    for height, width in SIZES:
+        image = picture(kind, height, width)
+        contents = [
+            jpeg(image, quality, sampling, optimize=optimize)
+            for quality in (1, 30, 75, 95, 100)
+            for optimize in (0, 1)
+        ]
+        images, done = decoded(contents, (1 if mode == GRAY else 3, height, width), mode)
+        assert done.all()
+        for content, found in zip(contents, images, strict=True):
+            np.testing.assert_array_equal(found, opened(content, mode))
+
+
+@pytest.mark.parametrize("mode", [NATIVE, COLOR, GRAY, EITHER])
+def test_grey_files(mode):
+    for height, width in SIZES:
+        content = jpeg(picture("both", height, width)[:, :, 0])
+        images, done = decoded([content], (3 if mode == COLOR else 1, height, width), mode)
+        assert done.all()
+        np.testing.assert_array_equal(images[0], opened(content, mode))
+
+
+def test_codes_of_a_photograph_of_many_blocks():
+    content = jpeg(picture("both", 375, 501))
+    images, done = decoded([content] * 9, (3, 375, 501))
+    assert done.all()
+    for image in images:
+        np.testing.assert_array_equal(image, opened(content, NATIVE))
+
+
+IMAGE = picture("both", 40, 48)
+PLAIN = jpeg(IMAGE)
+LEFT = {
+    "none": b"",
+    "a PNG": cv2.imencode(".png", IMAGE)[1].tobytes(),
+    "progressive": jpeg(IMAGE, progressive=1),
+    "restarts": jpeg(IMAGE, rst_interval=2),
+    "4:4:0": jpeg(IMAGE, sampling="4:4:0"),
+    "4:1:1": jpeg(IMAGE, sampling="4:1:1"),
+    "another size": jpeg(IMAGE[:39]),
+    "grey": jpeg(IMAGE[:, :, 0]),
+    "cut short": PLAIN[:-300],
+    "without its end": PLAIN[:-2],
+    "more behind its codes": PLAIN[:-2] + b"\0" + PLAIN[-2:],
+    "a head alone": PLAIN[: PLAIN.index(b"\xff\xda") + 14],
+    "tables missing": PLAIN.replace(b"\xff\xc4", b"\xff\xfe"),
+    "coefficients of black and white noise": jpeg(
+        np.repeat(np.random.default_rng(0).integers(0, 2, (40, 48, 1), np.uint8) * 255, 3, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("content", LEFT.values(), ids=LEFT)
+def test_files_that_are_left_alone(content):
+    images, done = decoded([PLAIN, content, PLAIN], (3, 40, 48))
+    assert done.tolist() == [True, False, True]
+    assert (images[1] == 7).all()
+
+
+def test_images_that_are_to_be_turned_are_left_where_opencv_turns_them():
+    content = with_exif(PLAIN)
+    turned = opened(content, COLOR)
+    assert turned is not None
+    assert turned.shape == (3, 48, 40)
+    for mode, is_done in ((COLOR, False), (EITHER, False), (GRAY, False), (NATIVE, True)):
+        _, done = decoded([content], (1 if mode == GRAY else 3, 40, 48), mode)
+        assert done.tolist() == [is_done]
+
+
+def test_small_images_are_left_alone():
+    _, done = decoded([jpeg(IMAGE[:15])], (3, 15, 48))
+    assert not done.any()
+
+
+@given(st.integers(0, 1 << 32), st.sampled_from(list(SAMPLINGS)), st.booleans())
+def test_damaged_files_are_as_opencv_has_them_or_left(seed, sampling, is_grey):
+    rng = np.random.default_rng(seed)
+    image = picture(PICTURES[seed % 3], 24, 40, seed)
+    whole = jpeg(image[:, :, 0] if is_grey else image, int(rng.choice([10, 75, 100])), sampling)
+    contents = []
+    for _ in range(20):
+        content = bytearray(whole)
+        for place in rng.integers(0, len(content), rng.integers(1, 4)):
+            content[place] = rng.integers(0, 256)
+        if rng.integers(0, 3) == 0:
+            del content[rng.integers(0, len(content)) :]
+        contents.append(bytes(content))
+    images, done = decoded(contents, (1 if is_grey else 3, 24, 40))
+    for content, found, is_done in zip(contents, images, done, strict=True):
+        if is_done:
+            np.testing.assert_array_equal(found, opened(content, NATIVE))
+
+
+def test_files_by_name(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(PLAIN)
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large.jpg").write_bytes(PLAIN + bytes(jpeg_kernels.FILES))
+    names = [
+        "a.jpg",
+        "empty.jpg",
+        "folder",
+        "pipe",
+        "/dev/zero",
+        "missing.jpg",
+        "large.jpg",
+        "a.jpg",
+    ]
+    images = np.full((len(names), 3, 40, 48), 7, np.uint8)
+    before = len(os.listdir("/proc/self/fd"))
+    paths, places = [str(tmp_path / name) for name in names], np.arange(len(names))
+    done = jpeg_kernels.decode_named(paths, places, COLOR, images)
+    assert done.tolist() == [True, *[False] * 6, True]
+    for image in images[done]:
+        np.testing.assert_array_equal(image, opened(PLAIN, COLOR))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def fresh(monkeypatch) -> None:
+    """As in a process that has not decoded a file yet."""
+    monkeypatch.setattr(jpegs, "_files", 0)
+    monkeypatch.setattr(jpegs, "_kernels", None)
+    monkeypatch.setattr(jpegs, "_loading", threading.Lock())
+
+
+def wait_for_kernels() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "caffepy-kernels":
+            thread.join(120)
+
+
+def test_kernels_are_loaded_after_many_files(fresh):
+    assert jpegs.kernels(jpegs.MANY - 1) is None
+    assert not jpegs._loading.locked()
+    jpegs.kernels(1)
+    wait_for_kernels()
+    assert jpegs.kernels(1) is jpeg_kernels
+
+
+def test_without_kernels_opencv_decodes(fresh, monkeypatch, caplog):
+    def fail() -> None:
+        raise DataError("no compiler")
+
+    monkeypatch.setattr(jpeg_kernels, "load", fail)
+    with caplog.at_level(logging.WARNING, "caffepy"):
+        for _ in range(3):
+            assert jpegs.kernels(jpegs.MANY) is None
+            wait_for_kernels()
+    assert [record.getMessage() for record in caplog.records] == [
+        "JPEG files are decoded by OpenCV, which is slower on many cores: no compiler"
+    ]
+
+
+COUNT, BATCH = 30, 12
+
+
+def contents() -> list[bytes]:
+    """Mostly plain files, some of which are left to OpenCV, two damaged."""
+    found = [jpeg(picture("both", 40, 48, i)) for i in range(COUNT)]
+    found[3], found[5] = jpeg(IMAGE, progressive=1), cv2.imencode(".png", IMAGE)[1].tobytes()
+    found[8] = found[8][:-200]  # OpenCV fills up what is missing
+    found[20], found[21] = b"nothing", found[21][:30]
+    return found
+
+
+def database(folder: Path) -> str:
+    with write_database(str(folder / "db")) as writer:
+        for i, content in enumerate(contents()):
+            record = Datum(data=content, label=i, encoded=True)
+            writer.put(f"{i:03d}", record.SerializeToString())
+    return str(folder / "db")
+
+
+def image_list(folder: Path) -> str:
+    for i, content in enumerate(contents()):
+        (folder / f"{i}.jpg").write_bytes(content)
+    (folder / "list.txt").write_text("".join(f"{folder}/{i}.jpg {i}\n" for i in range(COUNT)))
+    return str(folder / "list.txt")
+
+
+@pytest.mark.parametrize("write", [database, image_list])
+@pytest.mark.parametrize("most", [0, 5])
+def test_batches_are_those_of_opencv(write, most, tmp_path, monkeypatch, caplog):
+    path = write(tmp_path)
+
+    def batches(kernels: object) -> tuple[list[list[Array]], str, list[str]]:
+        monkeypatch.setattr(jpegs, "kernels", lambda files: kernels)
+        caplog.clear()
+        transformation = TransformationParameter(crop_size=30, mirror=True)
+        transformer = Transformer(transformation, TRAIN, Device(seed=1), "")
+        with tolerating(most):
+            source = open_database(path) if write is database else ImageList(path)
+            loader = SequentialLoader(source, transformer, BATCH)
+        found, error = [], ""
+        with closing(loader):
+            try:
+                for _ in range(7):
+                    batch = Batch(BATCH, np.float32, cpu.Staging())
+                    loader.load(batch)
+                    found.append([np.array(part) for part in batch.staging.take()])
+            except DataError as raised:
+                error = raised.message
+        return found, error, [record.getMessage() for record in caplog.records]
+
+    (by_opencv, *told), (by_kernels, *told_then) = batches(None), batches(jpeg_kernels)
+    assert told_then == told
+    assert len(by_kernels) == len(by_opencv) == (7 if most else 1)
+    for ours, theirs in zip(by_kernels, by_opencv, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
