@@ -20,6 +20,7 @@ from caffepy.core.files import read_regular
 from caffepy.device.blob import Array
 
 HEAD = struct.Struct("<Q")  # the size of a message's pickled part
+ANSWER = 1 << 14  # bytes that are read at once
 ORPHANED = 2.0  # seconds between looks whether the other process still lives
 Make = Callable[[bytes | Array, Any], Array]
 """A function of an image file's content, or of an image (H, W, 3) that is decoded already, and an
@@ -80,6 +81,20 @@ def receive_message(end: socket.socket, parent: int | None = None) -> Any:
     """Read a pickled object that follows its size."""
     (size,) = HEAD.unpack(receive(end, HEAD.size, parent))
     return pickle.loads(receive(end, size, parent))
+
+
+def receive_answer(end: socket.socket) -> Any:
+    """`receive_message` where nothing comes behind it: mostly by one call of the system, since each
+    gives up Python's lock.
+    """
+    try:
+        content = end.recv(ANSWER)
+    except OSError:
+        raise EOFError from None
+    content += receive(end, max(0, HEAD.size - len(content)))
+    (size,) = HEAD.unpack_from(content)
+    content += receive(end, HEAD.size + size - len(content))
+    return pickle.loads(memoryview(content)[HEAD.size :])
 
 
 def message(content: Any) -> list[bytes]:

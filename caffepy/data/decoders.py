@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from itertools import count
-from math import prod
+from math import ceil, prod
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -46,7 +46,7 @@ import numpy as np
 
 from caffepy.core.errors import DataError
 from caffepy.core.files import read_regular
-from caffepy.data.decoder_process import Made, Make, Part, message, receive_message
+from caffepy.data.decoder_process import Made, Make, Part, message, receive_answer
 from caffepy.device.blob import Array
 from caffepy.device.nvjpeg import JpegDecoder
 from caffepy.device.threads import num_threads, parallel
@@ -145,7 +145,7 @@ class _Process:
         parts += [file for file in job.files if not isinstance(file, READ_THERE)]
         self._send(parts)
         self._known = task.number
-        made: list[Made] = receive_message(self._end)
+        made: list[Made] = receive_answer(self._end)
         lo = 0
         while lo < len(made):
             hi = lo + 1
@@ -225,6 +225,7 @@ class Decoders:
         self._lock = threading.Lock()
         self._processes: list[_Process] = []
         self._threads: list[threading.Thread] = []
+        self._batches = 0  # that are being made
         self._lost: str | None = None  # what became of a process
         self._closed = False
 
@@ -244,7 +245,10 @@ class Decoders:
         DataError if a process ends meanwhile, or has.
         """
         self._start()
-        chunk = max(1, min(IMAGES, -(-len(files) // len(self._processes))))
+        with self._lock:
+            self._batches += 1
+            share = len(self._processes) / self._batches  # of the processes, for this batch
+        chunk = max(1, min(IMAGES, ceil(len(files) / share)))
         jobs = [
             _Job(
                 task,
@@ -255,12 +259,16 @@ class Decoders:
             )
             for lo in range(0, len(files), chunk)
         ]
-        with self._lock:
-            self._check_open()
+        try:
+            with self._lock:
+                self._check_open()
+                for job in jobs:
+                    self._jobs.put(job)
             for job in jobs:
-                self._jobs.put(job)
-        for job in jobs:
-            job.finished.acquire()
+                job.finished.acquire()
+        finally:
+            with self._lock:
+                self._batches -= 1
         for job in jobs:
             if job.error is not None:
                 raise job.error
