@@ -34,6 +34,7 @@ from caffepy.data.reader import Reader
 from caffepy.data.sources import open_database
 from caffepy.data.transformer import Transformer
 from caffepy.device.device import Device
+from caffepy.device.threads import cores
 from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TRAIN
 from caffepy.proto.text import read_net
@@ -174,7 +175,7 @@ def main() -> None:
     size = len(source.peek()[1])
     source.close()
     threads = 1
-    while threads <= (os.cpu_count() or 1):
+    while threads <= cores():
         rate = read_alone(args, threads)
         say(f"read alone, {threads} threads: {rate:.0f} images/s, {rate * size / 1e9:.1f} GB/s")
         threads *= 2
