@@ -35,6 +35,7 @@ LARGEST = 5700
 could overflow in libjpeg's vector code.
 """
 LEAST = 16  # pixels of a side: libjpeg does not interpolate the colours of tiny images
+MOST = 1 << 21  # pixels of an image, for which a thread keeps 6 MiB
 FILES = 4 << 20  # bytes for the files that a thread reads at a time
 FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -135,7 +136,7 @@ def decode_files(content: Array, spans: Array, places: Array, mode: int, images:
         room = _room(*images.shape[2:])
         _decode(content, spans, places, mode, room, images, done, lo, hi)
 
-    if min(images.shape[2:]) >= LEAST:
+    if _takes(images):
         parallel(decode_some, len(spans), PIECE)
     return done
 
@@ -155,9 +156,15 @@ def decode_named(paths: Sequence[str], places: Array, mode: int, images: Array) 
             _read(joined, starts, room.files, spans, first, last)
             _decode(content, spans, places, mode, room, images, done, first, last)
 
-    if min(images.shape[2:]) >= LEAST:
+    if _takes(images):
         parallel(decode_some, len(paths), PIECE)
     return done
+
+
+def _takes(images: Array) -> bool:
+    """True if images of this size can be decoded here."""
+    height, width = images.shape[2:]
+    return bool(min(height, width) >= LEAST and height * width <= MOST)
 
 
 def _fixed(content: Array) -> Array:

@@ -6,9 +6,9 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-MANY = 4096
+MANY = 8192
 """Files that OpenCV decodes before a thread loads the kernels: 0.2 s of work, but where no process
-had them before they are compiled, for 10 s.
+had them before they are compiled, for 10 s. Kernels of databases, for which they wait, come before.
 """
 
 _files = 0

@@ -163,9 +163,11 @@ def test_images_that_are_to_be_turned_are_left_where_opencv_turns_them():
         assert done.tolist() == [is_done]
 
 
-def test_small_images_are_left_alone():
-    _, done = decoded([jpeg(IMAGE[:15])], (3, 15, 48))
-    assert not done.any()
+def test_small_and_large_images_are_left_alone(monkeypatch):
+    monkeypatch.setattr(jpeg_kernels, "MOST", 40 * 48)
+    for height, is_done in ((15, False), (16, True), (40, True), (41, False)):
+        _, done = decoded([jpeg(picture("both", height, 48))], (3, height, 48))
+        assert done.tolist() == [is_done]
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from(list(SAMPLINGS)), st.booleans())
