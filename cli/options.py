@@ -303,8 +303,8 @@ decode: Decorator = click.option(
     default="threads",
     show_default=True,
     help="What decodes the images of Data, ImageData and WindowData: threads of this process, "
-    "which wait for each other between images, or as many processes (see --threads), which do "
-    "not, with the same numbers; or the GPU, whose values differ by 1 at most.",
+    "which wait for each other between images other than plain JPEGs, or as many processes (see "
+    "--threads), which do not, with the same numbers; or the GPU: values differ by 1 at most.",
 )
 as_json: Decorator = click.option(
     "--json", "as_json", is_flag=True, help="Print the result to stdout as JSON."
