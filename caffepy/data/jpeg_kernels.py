@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.data.datum import COLOR, GRAY, NATIVE
+from caffepy.data.datum import COLOR, GRAY, NATIVE, opened, planes
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, external, inlined, kernel
@@ -55,12 +55,12 @@ ZIGZAG = np.array(
 PLACES = ZIGZAG * LANES
 
 # places in `_Room.head`
-COMPONENTS, ACROSS, DOWN, CODES = range(4)
-IDS, STEPS, DC, AC = 4, 7, 10, 13  # of each component, the latter three numbers of tables
-LAST = 16  # of each component, what its last block began with
-AT, EXTRA = 19, 20  # where the next bits are; those behind the codes
-TURNED = 21  # 1 if the file may say that the image is to be turned
-HEAD = 22
+COMPONENTS, ACROSS, DOWN = range(3)
+IDS, STEPS, DC, AC = 3, 6, 9, 12  # of each component, the latter three numbers of tables
+LAST = 15  # of each component, what its last block began with
+AT, EXTRA = 18, 19  # where the next bits are; those behind the codes
+TURNED = 20  # 1 if the file may say that the image is to be turned
+HEAD = 21
 
 # markers
 SOI, EOI, SOS, DQT, DRI, DHT = 0xD8, 0xD9, 0xDA, 0xDB, 0xDD, 0xC4
@@ -117,11 +117,23 @@ def _room(height: int, width: int) -> _Room:
 
 
 def load() -> None:
-    """Compile the kernels, or load what was compiled."""
-    none, images = np.zeros((0, 2), np.int64), np.zeros((0, 3, LEAST, LEAST), np.uint8)
-    content, room = _fixed(np.zeros(0, np.uint8)), _room(LEAST, LEAST)
-    _read(content, none[:, 0], room.files, none, 0, 0)
-    _decode(content, none, none[:, 0], NATIVE, room, images, np.zeros(0, np.bool_), 0, 0)
+    """Compile the kernels, or load what was compiled; RuntimeError if OpenCV decodes otherwise, as
+    with another library than libjpeg-turbo.
+    """
+    import cv2
+
+    image = np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8)
+    content = cv2.imencode(".jpg", image)[1].ravel()
+    images, place, span = (
+        np.zeros((1, 3, 48, 64), np.uint8),
+        np.zeros(1, np.int64),
+        [[0, len(content)]],
+    )
+    _read(_fixed(content), place, np.zeros(0, np.uint8), np.array(span), 0, 0)
+    done = decode_files(content, np.array(span), place, NATIVE, images)
+    theirs = opened(content, NATIVE)
+    if theirs is None or not done.all() or (images[0] != planes(theirs)).any():
+        raise RuntimeError("its JPEG library computes other pixels than libjpeg-turbo")
 
 
 def decode_files(content: Array, spans: Array, places: Array, mode: int, images: Array) -> Array:
@@ -252,18 +264,12 @@ def _parse(content: Array, start: int, end: int, height: int, width: int, room: 
             return -1
         behind = at + size
         if marker == JFIF:
-            if size >= 14:
-                is_jfif |= (
-                    content[at] == 0x4A
-                    and content[at + 1] == 0x46
-                    and content[at + 2] == 0x49
-                    and content[at + 3] == 0x46
-                    and content[at + 4] == 0
-                )
+            if size >= 14 and _word(content, at) == 0x4A46 and _word(content, at + 2) == 0x4946:
+                is_jfif |= content[at + 4] == 0
         elif marker == EXIF:
             head[TURNED] = size and content[at] == 0x45  # "Exif"
         elif marker == ADOBE:
-            if size >= 12 and content[at] == 0x41 and content[at + 1] == 0x64:
+            if size >= 12 and _word(content, at) == 0x4164 and _word(content, at + 2) == 0x6F62:
                 adobe = _byte(content, at + 11)
         elif marker == DQT:
             while at < behind:

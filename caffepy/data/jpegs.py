@@ -34,4 +34,4 @@ def _load() -> None:
         jpeg_kernels.load()
         _kernels = jpeg_kernels
     except Exception as error:
-        log.warning("JPEG files are decoded by OpenCV, which is slower on many cores: %s", error)
+        log.warning("OpenCV decodes JPEG files, more slowly on many cores: %s", error)

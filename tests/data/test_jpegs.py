@@ -16,7 +16,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.core.errors import DataError
@@ -170,6 +170,7 @@ def test_small_and_large_images_are_left_alone(monkeypatch):
         assert done.tolist() == [is_done]
 
 
+@settings(deadline=None)  # the first example may compile
 @given(st.integers(0, 1 << 32), st.sampled_from(list(SAMPLINGS)), st.booleans())
 def test_damaged_files_are_as_opencv_has_them_or_left(seed, sampling, is_grey):
     rng = np.random.default_rng(seed)
@@ -247,8 +248,15 @@ def test_without_kernels_opencv_decodes(fresh, monkeypatch, caplog):
             assert jpegs.kernels(jpegs.MANY) is None
             wait_for_kernels()
     assert [record.getMessage() for record in caplog.records] == [
-        "JPEG files are decoded by OpenCV, which is slower on many cores: no compiler"
+        "OpenCV decodes JPEG files, more slowly on many cores: no compiler"
     ]
+
+
+def test_an_opencv_of_other_pixels_decodes_by_itself(monkeypatch):
+    imdecode = cv2.imdecode
+    monkeypatch.setattr(cv2, "imdecode", lambda content, mode: imdecode(content, mode) ^ 1)
+    with pytest.raises(RuntimeError, match="computes other pixels than libjpeg-turbo"):
+        jpeg_kernels.load()
 
 
 COUNT, BATCH = 30, 12
