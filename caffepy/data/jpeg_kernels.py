@@ -60,10 +60,11 @@ IDS, STEPS, DC, AC = 3, 6, 9, 12  # of each component, the latter three numbers 
 LAST = 15  # of each component, what its last block began with
 AT, EXTRA = 18, 19  # where the next bits are; those behind the codes
 TURNED = 20  # 1 if the file may say that the image is to be turned
-HEAD = 21
+INTERVAL = 21  # groups of blocks between restarts, or 0
+HEAD = 22
 
 # markers
-SOI, EOI, SOS, DQT, DRI, DHT = 0xD8, 0xD9, 0xDA, 0xDB, 0xDD, 0xC4
+SOI, EOI, SOS, DQT, DRI, DHT, RST = 0xD8, 0xD9, 0xDA, 0xDB, 0xDD, 0xC4, 0xD0
 BASELINE, EXTENDED = 0xC0, 0xC1
 JFIF, EXIF, ADOBE, LAST_APP, COMMENT = 0xE0, 0xE1, 0xEE, 0xEF, 0xFE
 
@@ -329,8 +330,9 @@ def _parse(content: Array, start: int, end: int, height: int, width: int, room: 
                     return -1
             return behind
         elif marker == DRI:
-            if size != 2 or _word(content, at):  # intervals between restarts
+            if size != 2:
                 return -1
+            head[INTERVAL] = _word(content, at)
         elif (marker < JFIF or marker > LAST_APP) and marker != COMMENT:
             return -1
         at = behind
@@ -412,6 +414,14 @@ def _four(content: Array, end: int, head: Array) -> Any:
 
 
 @inlined
+def _behind(content: Array, end: int, count: int, marker: int, head: Array) -> Any:
+    """The place behind this marker; -1 unless it is next, after bits that fill up the last byte."""
+    at, rest = head[AT], count - head[EXTRA]
+    is_next = 0 <= rest < 8 and at + 1 < end and _word(content, at) == 0xFF00 + marker
+    return at + 2 if is_next else -1
+
+
+@inlined
 def _scan(content: Array, at: int, end: int, height: int, width: int, room: _Room) -> bool:
     """Decode all blocks to the planes of samples; false if the file is damaged.
 
@@ -429,8 +439,19 @@ def _scan(content: Array, at: int, end: int, height: int, width: int, room: _Roo
     head[AT], head[EXTRA] = at, 0
     for k in range(64 * LANES):
         blocks[k] = 0
+    restarts, until = 0, head[INTERVAL]
     for row in range(rows):
         for column in range(columns):
+            if head[INTERVAL]:
+                if until == 0:
+                    at = _behind(content, end, count, RST + (restarts & 7), head)
+                    if at < 0:
+                        return False
+                    head[AT], head[EXTRA] = at, 0
+                    head[LAST] = head[LAST + 1] = head[LAST + 2] = 0
+                    bits = count = 0
+                    restarts, until = restarts + 1, head[INTERVAL]
+                until -= 1
             for c in range(components):
                 h, v = (across, down) if c == 0 else (1, 1)
                 stride = columns * h
@@ -495,8 +516,7 @@ def _scan(content: Array, at: int, end: int, height: int, width: int, room: _Roo
                     if lane == LANES or left == 0:
                         _transform(room, lane)
                         lane = 0
-    at, rest = head[AT], count - head[EXTRA]  # bits that fill up the last byte, if all is well
-    return 0 <= rest < 8 and at + 1 < end and _word(content, at) == 0xFF00 + EOI
+    return bool(_behind(content, end, count, EOI, head) >= 0)
 
 
 @inlined

@@ -101,6 +101,7 @@ def test_pixels_are_those_of_opencv(sampling, kind, mode):
             for quality in (1, 30, 75, 95, 100)
             for optimize in (0, 1)
         ]
+        contents += [jpeg(image, sampling=sampling, rst_interval=n) for n in (1, 3)]
         images, done = decoded(contents, (1 if mode == GRAY else 3, height, width), mode)
         assert done.all()
         for content, found in zip(contents, images, strict=True):
@@ -130,7 +131,8 @@ LEFT = {
     "none": b"",
     "a PNG": cv2.imencode(".png", IMAGE)[1].tobytes(),
     "progressive": jpeg(IMAGE, progressive=1),
-    "restarts": jpeg(IMAGE, rst_interval=2),
+    "restarts that are missing": jpeg(IMAGE, rst_interval=2).replace(b"\xff\xd1", b"\0\0"),
+    "restarts out of order": jpeg(IMAGE, rst_interval=2).replace(b"\xff\xd1", b"\xff\xd2"),
     "4:4:0": jpeg(IMAGE, sampling="4:4:0"),
     "4:1:1": jpeg(IMAGE, sampling="4:1:1"),
     "another size": jpeg(IMAGE[:39]),
