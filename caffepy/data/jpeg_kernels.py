@@ -268,7 +268,8 @@ def _parse(content: Array, start: int, end: int, height: int, width: int, room: 
             if size >= 14 and _word(content, at) == 0x4A46 and _word(content, at + 2) == 0x4946:
                 is_jfif |= content[at + 4] == 0
         elif marker == EXIF:
-            head[TURNED] = size and content[at] == 0x45  # "Exif"
+            if size and content[at] == 0x45 and not _is_upright(content, at, behind):  # "Exif"
+                head[TURNED] = 1
         elif marker == ADOBE:
             if size >= 12 and _word(content, at) == 0x4164 and _word(content, at + 2) == 0x6F62:
                 adobe = _byte(content, at + 11)
@@ -337,6 +338,31 @@ def _parse(content: Array, start: int, end: int, height: int, width: int, room: 
             return -1
         at = behind
     return -1
+
+
+@inlined
+def _is_upright(content: Array, at: int, end: int) -> bool:
+    """True if the notes of a camera are whole and say nothing of the image's orientation, or 1."""
+    first = at + 6  # of the notes, in TIFF
+    if end - first < 14 or _word(content, first) not in (0x4949, 0x4D4D):
+        return False
+    low = 1 if _word(content, first) == 0x4D4D else 0  # which byte of two is the lower one
+    place = 0
+    for k in range(4):
+        place |= _byte(content, first + 4 + k) << 8 * (3 - k if low else k)
+    place += first
+    if place + 2 > end:
+        return False
+    count = _byte(content, place + low) | _byte(content, place + 1 - low) << 8
+    if place + 2 + 12 * count > end:
+        return False
+    for k in range(count):
+        entry = place + 2 + 12 * k
+        tag = _byte(content, entry + low) | _byte(content, entry + 1 - low) << 8
+        value = _byte(content, entry + 8 + low) | _byte(content, entry + 9 - low) << 8
+        if tag == 0x112 and value != 1:
+            return False
+    return True
 
 
 @inlined

@@ -9,6 +9,7 @@ What is shown:
 
 import logging
 import os
+import struct
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -62,10 +63,13 @@ def jpeg(image: Array, quality: int = 90, sampling: str = "4:2:0", **more: int) 
     return cv2.imencode(".jpg", image, settings)[1].tobytes()
 
 
-def with_exif(content: bytes) -> bytes:
-    """With the note that the image is to be turned by 90 degrees."""
-    entry = b"\x12\x01\x03\x00\x01\x00\x00\x00\x06\x00\x00\x00"
-    exif = b"Exif\0\0II*\0\x08\0\0\0\x01\0" + entry + b"\0\0\0\0"
+def with_exif(content: bytes, orientation: int | None, order: str = "<") -> bytes:
+    """With a camera's notes, which may say that the image is to be turned: 6 is by 90 degrees."""
+    entries = [struct.pack(order + "HHII", 0x100, 4, 1, 48)]
+    if orientation is not None:
+        entries.append(struct.pack(order + "HHIHH", 0x112, 3, 1, orientation, 0))
+    head = struct.pack(order + "2sHIH", b"II" if order == "<" else b"MM", 42, 8, len(entries))
+    exif = b"Exif\0\0" + head + b"".join(entries) + bytes(4)
     return START + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + content[2:]
 
 
@@ -155,14 +159,28 @@ def test_files_that_are_left_alone(content):
     assert (images[1] == 7).all()
 
 
-def test_images_that_are_to_be_turned_are_left_where_opencv_turns_them():
-    content = with_exif(PLAIN)
-    turned = opened(content, COLOR)
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_images_that_are_to_be_turned_are_left_where_opencv_turns_them(order):
+    for orientation in (None, 1, 2, 3, 6, 256):
+        content = with_exif(PLAIN, orientation, order)
+        for mode in (COLOR, EITHER, GRAY, NATIVE):
+            images, done = decoded([content], (1 if mode == GRAY else 3, 40, 48), mode)
+            assert done.all() == (mode == NATIVE or orientation in (None, 1))
+            if done.all():
+                np.testing.assert_array_equal(images[0], opened(content, mode))
+    turned = opened(with_exif(PLAIN, 6, order), COLOR)
     assert turned is not None
     assert turned.shape == (3, 48, 40)
-    for mode, is_done in ((COLOR, False), (EITHER, False), (GRAY, False), (NATIVE, True)):
-        _, done = decoded([content], (1 if mode == GRAY else 3, 40, 48), mode)
-        assert done.tolist() == [is_done]
+
+
+def test_images_with_damaged_notes_are_left_where_opencv_reads_them():
+    whole = with_exif(PLAIN, 1)
+    for place, value in ((12, 0x4A), (16, 0xFF), (20, 0xFF)):
+        content = whole[:place] + bytes([value]) + whole[place + 1 :]
+        assert [decoded([content], (3, 40, 48), mode)[1].all() for mode in (COLOR, NATIVE)] == [
+            False,
+            True,
+        ]
 
 
 def test_small_and_large_images_are_left_alone(monkeypatch):
