@@ -10,6 +10,7 @@ What is shown:
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,7 +32,7 @@ from caffepy.core.errors import DataError, DeviceError
 from caffepy.data import decoders as decoders_module
 from caffepy.data.datum import COLOR, decode_file
 from caffepy.data.datum import resized as resized_by
-from caffepy.data.decoder_process import Part
+from caffepy.data.decoder_process import ANSWER, HEAD, Part, message, receive_answer
 from caffepy.data.decoders import Decoders, File, GpuDecoders, Task, current, decoding
 from caffepy.data.loader import tolerating
 from caffepy.data.reader import Reader
@@ -393,6 +394,64 @@ def test_image_files_of_an_lmdb_are_parts_of_its_file(tmp_path: Path) -> None:
     several = source.join([source.take(2), Records.copied([(b"0", b"no Datum")], [0])])
     assert not source.image_files(several, np.arange(2)).parts
     source.close()
+
+
+@pytest.mark.parametrize("length", [1, 100, ANSWER - HEAD.size, ANSWER, 3 * ANSWER])
+@pytest.mark.parametrize("first", [1, HEAD.size - 1, HEAD.size, HEAD.size + 1, 1 << 20])
+def test_answers_are_read_however_they_arrive(length: int, first: int) -> None:
+    here, there = socket.socketpair()
+    content = b"".join(message(bytes(length)))
+    with here, there:
+
+        def send() -> None:
+            there.sendall(content[:first])
+            time.sleep(0.01)
+            there.sendall(content[first:])
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        assert receive_answer(here) == bytes(length)
+        sending.join()
+        there.close()
+        with pytest.raises(EOFError):
+            receive_answer(here)
+
+
+def test_half_an_answer_is_none() -> None:
+    content = b"".join(message([1, 2, 3]))
+    for size in (0, 1, HEAD.size, len(content) - 1):
+        here, there = socket.socketpair()
+        with here:
+            there.sendall(content[:size])
+            there.close()
+            with pytest.raises(EOFError):
+                receive_answer(here)
+
+
+def test_jobs_are_larger_where_several_batches_are_made(
+    two: Decoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    class Job(decoders_module._Job):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            sizes.append(len(self.files))
+
+    monkeypatch.setattr(decoders_module, "_Job", Job)
+    once = threading.Lock()
+
+    def run(take: Callable[..., None]) -> None:
+        task = Task(partial(decode_file, COLOR, None))
+        two.run(task, range(8), [JPEG] * 8, [None] * 8, take)
+
+    def run_another(*_: object) -> None:
+        if once.acquire(blocking=False):
+            run(lambda *_: None)
+
+    for _ in range(2):
+        run(run_another)
+    assert sizes == [4, 4, 8, 4, 4]
 
 
 def test_signals_are_the_other_process_s(two: Decoders) -> None:
