@@ -46,7 +46,7 @@ def test_the_bottleneck_in_one_sentence(solvers: list[dict[str, float]], sentenc
 def test_each_display_has_a_line_and_the_end_a_table(caplog: pytest.LogCaptureFixture) -> None:
     solvers = [spent(1, 1, 1, 1, 1), spent(0, 0, 0, 0, 0)]
     with caplog.at_level(logging.INFO, "caffepy"):
-        reporter = Performance(lambda: solvers, alone=1.0)
+        reporter = Performance(lambda: solvers, alone=4.0)
         reporter.iterated(0, 1.0, 0.1, 64)
         solvers = [spent(2, 4, 4, 1, 1), spent(0, 5, 5, 0, 0)]
         reporter.displayed(Displayed(1, 1.0, [], 1.0, 1.0, 1))
@@ -54,14 +54,19 @@ def test_each_display_has_a_line_and_the_end_a_table(caplog: pytest.LogCaptureFi
         reporter.test_done(2, 0, [], None)
         reporter.iterated(1, 1.0, 0.1, 64)
         reporter.done(False)
-    rates = r"[\d.]+ images/s, [\d.]+ per solver, [\d.]+ times a single device"
+    rates = r"([\d.]+) images/s, ([\d.]+) per solver, ([\d.]+) times a single device"
     slow = r"solver 1 computes 25% longer than the mean"
     first, whole, *table = caplog.messages
-    assert re.fullmatch(
-        rf"    {rates}; data 6%, forward 47%, backward 47%, synchronization 0%, update 0%; {slow}",
-        first,
-    ), first
-    assert re.fullmatch(rf"Performance of 2 solvers: {rates}", whole)
+    shown = "data 6%, forward 47%, backward 47%, synchronization 0%, update 0%"
+    for line, form in (
+        (first, rf"    {rates}; {shown}; {slow}"),
+        (whole, rf"Performance of 2 solvers: {rates}"),
+    ):
+        found = re.fullmatch(form, line)
+        assert found, line
+        rate, each, times = map(float, found.groups())
+        assert each == pytest.approx(rate / 2, rel=0.01)
+        assert times == pytest.approx(rate / 4, rel=0.01)
     assert table == [
         "    solver   data  forward  backward  synchronization  update",
         "    0       14.3%    42.9%     42.9%             0.0%    0.0%",
