@@ -15,6 +15,7 @@ import numpy as np
 
 from caffepy import ops
 from caffepy.collectives.rank_group import DEADLINES, RankGroup
+from caffepy.collectives.world import World
 from caffepy.commands.devices import choose_for_test
 from caffepy.commands.inference import checked, definition, load_all
 from caffepy.commands.nodes import gpus_of_process, nodes, threads_of_process
@@ -26,11 +27,13 @@ from caffepy.core.files import locate
 from caffepy.data.decoders import THREADS, decoding
 from caffepy.data.loader import tolerating
 from caffepy.device.blob import Array, shape_string
+from caffepy.device.device import Device
 from caffepy.layer.hdf5_data import HDF5Output
 from caffepy.net import Net
 from caffepy.parallel.nodes import check_alike, check_data, send_from_first
 from caffepy.parallel.turns import Turns
 from caffepy.parallel.workers import Workers
+from caffepy.proto.caffe_pb2 import NetParameter
 from caffepy.proto.text import format as format_text
 from caffepy.proto.text import read_solver
 from caffepy.report.text import as_json, number, scalars
@@ -117,14 +120,7 @@ def test(
         files = [] if follows else checked(weights)
         param = definition(model, devices[0], precision=precision, level=level, stages=stages)
         if world:
-            alike = {
-                "net": format_text(param),
-                "number of iterations": iterations,
-                "kind of device": devices[0].kind,
-                "precision": devices[0].math_mode.precision,
-            }
-            check_alike(world, alike)
-            world.join(len(devices))
+            _meet(world, param, iterations, devices)
 
         def make(rank: int) -> EvalWorker:
             net = Net(param, device=devices[rank], path=model, root_net=root.net if rank else None)
@@ -163,6 +159,18 @@ def test(
         finally:
             workers.end(failed)
             root.close()
+
+
+def _meet(world: World, param: NetParameter, iterations: int, devices: Sequence[Device]) -> None:
+    """Compare what the nodes were given, and count their devices."""
+    alike = {
+        "net": format_text(param),
+        "number of iterations": iterations,
+        "kind of device": devices[0].kind,
+        "precision": devices[0].math_mode.precision,
+    }
+    check_alike(world, alike)
+    world.join(len(devices))
 
 
 def version_beside(model: str) -> tuple[str, str]:

@@ -250,13 +250,8 @@ def _train(
     if options.tensorboard and not follows:
         boards = [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
     prefix, progress = (None, False) if follows else (prefix, options.progress)
-    cluster = options.cluster
-    beside = world is None and cluster is None  # MPI and Ray count the processes that they start
-    attaching: AbstractContextManager[Attachment | None] = nullcontext()
-    if cluster and cluster.name:
-        from caffepy.parallel.parameter_server.attachment import attached  # loads asyncio
-
-        attaching = attached(cluster.cluster, cluster.name, options.solver)
+    # MPI and Ray count the processes that they start
+    beside = world is None and options.cluster is None
     with (
         open_report(prefix, param.max_iter, progress, boards, beside) as reporter,
         closing(
@@ -270,7 +265,7 @@ def _train(
                 batch_parts=size if options.batch_mode == "global" else 1,
             )
         ) as solver,
-        attaching as attachment,
+        _attached(options) as attachment,
     ):
         signals.listen()
         monitor.solver = solver
@@ -308,6 +303,16 @@ def _train(
         result = TrainResult(solver.iter, solver.stopped, solver.last_outputs, saved)
         signals.ended, monitor.exit_code = True, result.exit_code
         return result
+
+
+def _attached(options: TrainOptions) -> AbstractContextManager["Attachment | None"]:
+    """A block with the servers that outlive the run, if --cluster names some."""
+    cluster = options.cluster
+    if not cluster or not cluster.name:
+        return nullcontext()
+    from caffepy.parallel.parameter_server.attachment import attached  # loads asyncio
+
+    return attached(cluster.cluster, cluster.name, options.solver)
 
 
 def _configure(solver: Solver, options: TrainOptions, devices: Sequence[Device]) -> None:
