@@ -5,12 +5,12 @@ With the channels last, the levels of candidates of a forward are:
     Passes.forward                                 key in the tuned plans
     +- "... small", "... few channels", "... depthwise", "... pointwise": cuDNN, or our own
        +- small_convolution: the best tilings by estimated cycles
-       +- small_images: likewise, beside it, but for the weights
+       +- small_images: the best tilings of kernels that keep whole images, by cycles, too
        +- few_channels: images of few channels; with ReLU's mask in the gradient of the weights
        +- rgb_images: images of three channels, the gradient of the weights
        +- depthwise: each channel by itself
        +- pointwise: the gradient of the weights as one product
-       +- Folding: such products with several pixels as one, whose channels fill whole packs
+       +- Folding: products that take several pixels as one, whose channels fill whole packs
        +- CudnnPasses, "... ways": how weights and image are arranged for cuDNN (filters.py)
           |     plain        weights (O, kernel, C/g)
           |     dense        few groups as one, with zeros between them
@@ -24,10 +24,10 @@ gradients have the same levels without "apart"; the gradient of the data has no 
 Above them are the fusions with what is beside a convolution:
 
     MaxPooled      before MAX pooling: "forward maxima" is the pooling after it, or kernels that do
-                   not write the output (pooled_convolution, small_images, strided_images); likewise
-                   the gradient
+                   not write the output (pooled_convolution, small_images, strided_images); the
+                   gradient has the same candidates
     Summed         beside a BatchNorm: "forward moments" is a pass for the sums of y after it, or
-                   kernels of ours that give them; likewise the gradient
+                   kernels of ours that give them; the gradient has the same
     WithoutOutput  before a BatchNorm, where products of our own do all of it (covariance.py)
 
 Depthwise, and of products with few outputs or few channels, both gradients beside a BatchNorm are
