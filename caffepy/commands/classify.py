@@ -15,8 +15,8 @@ from caffepy.commands.preprocess import (
     EXTENSIONS,
     PREPARATION,
     READERS,
+    ImageResults,
     Preparation,
-    check_all_read,
     image_net,
     load,
     names_in,
@@ -54,7 +54,7 @@ class Classified:
 
 
 @dataclass(frozen=True)
-class Classification:
+class Classification(ImageResults):
     """The classes of all images."""
 
     images: Sequence[Classified]
@@ -84,15 +84,6 @@ class Classification:
             found = {"error": image.error} if image.error else {"predictions": predictions}
             objects.append({"image": image.image, **found})
         return as_json(objects)
-
-    @property
-    def has_read(self) -> bool:
-        """True if an image could be read, so that `table` has more than `check` says."""
-        return not all(image.error for image in self.images)
-
-    def check(self) -> None:
-        """Raise a DataError that names the images that could not be read, if there are any."""
-        check_all_read([image.error for image in self.images])
 
 
 Item = tuple[str, Callable[[], Array]]

@@ -14,8 +14,8 @@ from caffepy.commands.preprocess import (
     EXTENSIONS,
     PREPARATION,
     READERS,
+    ImageResults,
     Preparation,
-    check_all_read,
     image_net,
     load,
     names_in,
@@ -65,7 +65,7 @@ class ImageDetections:
 
 
 @dataclass(frozen=True)
-class BoxDetections:
+class BoxDetections(ImageResults):
     """The boxes of all images."""
 
     images: Sequence[ImageDetections]
@@ -111,15 +111,6 @@ class BoxDetections:
         """Write `json()` to a file; UsageError if that fails."""
         with written(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
             file.write(self.json() + "\n")
-
-    @property
-    def has_read(self) -> bool:
-        """True if an image could be read, so that `table` has more than `check` says."""
-        return not all(image.error for image in self.images)
-
-    def check(self) -> None:
-        """Raise a DataError that names the images that could not be read, if there are any."""
-        check_all_read([image.error for image in self.images])
 
 
 def finders(model: str) -> list[LayerParameter]:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -146,12 +146,31 @@ def read_lines(path: str) -> list[str]:
         raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
 
 
-def check_all_read(errors: Sequence[str | None]) -> None:
-    """Raise a DataError that names the images that could not be read: those with an error."""
-    unread = [error for error in errors if error]
-    others = f" (and {len(unread) - 1} more of {len(errors)} images)"
-    if unread:
-        raise DataError(f"{unread[0]}{others if len(unread) > 1 else ''}")
+class ImageResult(Protocol):
+    """What was found in an image, or the error of one that cannot be read."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the image cannot be read; None if it was."""
+
+
+@dataclass(frozen=True)
+class ImageResults:
+    """What was found in each of some images."""
+
+    images: Sequence[ImageResult]
+
+    @property
+    def has_read(self) -> bool:
+        """True if an image could be read, so that there is more to show than `check` raises."""
+        return not all(image.error for image in self.images)
+
+    def check(self) -> None:
+        """Raise a DataError that names the images that could not be read, if there are any."""
+        unread = [image.error for image in self.images if image.error]
+        others = f" (and {len(unread) - 1} more of {len(self.images)} images)"
+        if unread:
+            raise DataError(f"{unread[0]}{others if len(unread) > 1 else ''}")
 
 
 def image_net(
