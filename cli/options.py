@@ -506,9 +506,9 @@ def leave(error: BaseException) -> None:
     if isinstance(error, SystemExit):  # another process has the message
         os._exit(error.code if isinstance(error.code, int) else 70)
     text = f"caffepy: error: {error}\n(the main thread does not answer)"
-    telling = threading.Thread(target=click.echo, args=(text, None, True, True), daemon=True)
-    telling.start()
-    telling.join(1.0)
+    writer = threading.Thread(target=click.echo, args=(text, None, True, True), daemon=True)
+    writer.start()
+    writer.join(1.0)
     os._exit(getattr(error, "exit_code", 70))
 
 

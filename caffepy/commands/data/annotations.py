@@ -55,8 +55,8 @@ class Objects:
         if given is None:
             log.warning("%s does not say the image's size", name)
             given = size
-        for axis, said, true in zip(("width", "height"), given, size, strict=True):
-            if said != true:
+        for axis, stated, true in zip(("width", "height"), given, size, strict=True):
+            if stated != true:
                 log.warning("%s inconsistent image %s.", name, axis)
         if min(given) < 1:
             raise DataError(f"{name}: no valid image width/height: {given[0]} x {given[1]}")
@@ -162,8 +162,8 @@ def from_xml(path: str, size: tuple[int, int], labels: Labels) -> Objects:
         return _number(inner.text.strip(), f"<{name}>", f"{path}:{inner.line}")
 
     given = root.find("size")
-    told = (int(value(given, "width")), int(value(given, "height"))) if given else None
-    objects = Objects(path, size, told)
+    stated = (int(value(given, "width")), int(value(given, "height"))) if given else None
+    objects = Objects(path, size, stated)
     for node in root.children:
         if node.tag != "object":
             continue
@@ -214,11 +214,11 @@ def from_coco(
 
     DataError with the index of an annotation that lacks something or has what is no number.
     """
-    told = None
+    stated = None
     if isinstance(image, dict) and {"width", "height"} <= image.keys():
         sides = (_number(image[name], name, path) for name in ("width", "height"))
-        told = tuple(map(int, sides))
-    objects = Objects(path, size, told)  # type: ignore[arg-type]
+        stated = tuple(map(int, sides))
+    objects = Objects(path, size, stated)  # type: ignore[arg-type]
     for i, one in enumerate(found):
         where = f"{path}: annotation {i}"
         box = _list(one, "bbox", where)
