@@ -50,7 +50,7 @@ Turns = dict[tuple[str, str, str], list[float]]
 def lines(
     command: Sequence[str], environment: dict[str, str] | None = None, seconds: float | None = None
 ) -> list[Any]:
-    """The JSON objects that a command prints, a line each, within so many seconds: then it ends."""
+    """The JSON objects that a command prints, a line each, until `seconds` are over: then it ends."""
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )

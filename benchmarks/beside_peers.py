@@ -14,7 +14,7 @@ give (module, image shape, classes), loss_of(outputs, labels) their loss, and co
 if there is one, takes the place of torch.compile.
 
 All contenders of a net and precision are warmed up one after the other, then take turns by windows
-of so many seconds, while the others wait. Medians are printed as a table, whose ratio is to the
+of --seconds, while the others wait. Medians are printed as a table, whose ratio is to the
 best of the peers; FOLDER keeps it as table.md and all figures as results.json.
 
 Memory is what PyTorch's and caffepy's allocators hold on a GPU, the peak of the process on the CPU.
@@ -59,7 +59,7 @@ Memory = Callable[[], Answer]
 
 
 def ours(job: Answer) -> tuple[Window, Memory]:
-    """caffepy's contender: what runs a window of so many seconds, and what tells its memory at the
+    """caffepy's contender: what runs a window of some seconds, and what tells its memory at the
     end.
     """
     from caffepy import models, ops
@@ -144,7 +144,7 @@ def by_jax(job: Answer) -> tuple[Window, Memory]:
 
 
 def windows_of(steps: Callable[[int], None], group: int, steps_a_call: int = 1) -> Window:
-    """A runner of groups of calls, until so many seconds are over."""
+    """A runner of groups of calls for a window of some seconds."""
 
     def window(seconds: float) -> Answer:
         count, begin = 0, perf_counter()

@@ -69,7 +69,7 @@ __device__ void hand_over(unsigned found, unsigned* to, unsigned* arrived, i64 t
   if (threadIdx.x == 0) *arrived = 0;
 }
 
-// So many pairs of boxes: whether their centres are as far apart as they reach, along both axes, from the signs of sums.
+// Pairs of boxes: whether their centres are as far apart as they reach, along both axes, from the signs of sums.
 extern "C" __global__ void __launch_bounds__(1024, 1)
 compares(const float4* boxes, unsigned* to, unsigned* arrived, i64 count, i64 pairs, i64 turns) {
   __shared__ float4 all[32][32];
@@ -203,7 +203,7 @@ def part(name: str) -> Any:
 
 
 def moves(reads: int, writes: int) -> Make:
-    """A function that makes a kernel which reads and writes so many bytes."""
+    """A function that makes a kernel that reads `reads` and writes `writes` bytes."""
     run = part("moves")
 
     def make() -> Work:

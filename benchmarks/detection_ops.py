@@ -334,7 +334,7 @@ def time_of(device: CudaDevice, works: list[Work], rounds: int) -> float:
 
 
 def copies(device: CudaDevice, size: int) -> Callable[[], Work]:
-    """A function that makes a copy which reads and writes so many bytes in all."""
+    """A function that makes a copy that reads and writes `size` bytes in all."""
 
     ops = backends.backend(device)
 

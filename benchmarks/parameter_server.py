@@ -72,7 +72,7 @@ class Recipe:
     seed: int = 0
 
     def of(self, workers: int, batch: int, rate: float) -> "Recipe":
-        """Return the recipe of so many workers with this batch, with this rate or, if it is 0, one
+        """Return the recipe of `workers` workers with this batch, with this rate or, if it is 0, one
         that grows as the batch of all does.
         """
         own = self.solver(1, 0, Reporter())

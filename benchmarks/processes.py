@@ -120,7 +120,7 @@ def train(command: Sequence[str], folder: str) -> dict[str, Any]:
 
 
 def kill(command: Sequence[str], folder: str, victim: str) -> dict[str, Any]:
-    """Return what became of a run of which a process was killed after some displays, if it did not
+    """Return the end of a run of which a process was killed after some displays, if it did not
     end before.
     """
     path = os.path.join(folder, "s_metrics.csv")

@@ -67,7 +67,7 @@ def solver_in(folder: Path, net: str, capture: bool) -> Solver:
 
 
 def compiled(solver: Solver, count: int) -> float | None:
-    """Microseconds of an iteration in one call of compiled code for so many; None without that."""
+    """Microseconds of an iteration in one call of compiled code for `count`; None without that."""
     graph = getattr(getattr(solver.iterations, "loop", None), "_graph", None)
     if graph is None:
         return None

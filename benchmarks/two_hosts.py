@@ -4,7 +4,7 @@ usage (as root): python benchmarks/two_hosts.py [--rate MBIT] [--delay MS] COMMA
 
 The hosts are 10.98.0.1, where Ray's head listens on port 6379, and 10.98.0.2, which has the
 resource "far" and one CPU for workers. The link carries --rate Mbit/s in each direction, or what
-the machine can. With --delay each frame arrives so many ms late; the link goes through this program
+the machine can. With --delay each frame arrives that many ms late; the link goes through this program
 then, since not every kernel delays by itself.
 """
 

@@ -90,7 +90,7 @@ Flags may be written -flag value, -flag=value, --flag value or --flag=value.
 Exit codes: 0 done, 2 usage, 3 configuration, 4 data, 5 diverged, 6 device, 7 synchronization,
 75 stopped by a signal after a snapshot, 130 interrupted, 70 a bug of caffepy.
 \b
-Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_source caffepy)"
+Completion for bash (or zsh, fish): eval "$(_CAFFEPY_COMPLETE=bash_source caffepy)"
 """
 
 

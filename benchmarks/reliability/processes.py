@@ -482,7 +482,7 @@ def two_hosts(folder: Path) -> Iterator[None]:
 
 
 def attempt(here: Path, name: str, phase: str, victim: int, count: int) -> tuple[Ended, list[str]]:
-    """One trial with so many processes: how it ended, and what was wrong."""
+    """One trial with `count` processes: how it ended, and what was wrong."""
     fault = FAULTS[name]
     processes = 2 if fault.cuts else count
     here.mkdir(parents=True)

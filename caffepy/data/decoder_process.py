@@ -59,7 +59,7 @@ def _open(path: str, device: int, inode: int) -> int:
 
 
 def receive(end: socket.socket, size: int, parent: int | None = None) -> bytearray:
-    """Read so many bytes; EOFError if the other process closed the socket or is not `parent`."""
+    """Read `size` bytes; EOFError if the other process closed the socket or is not `parent`."""
     content = bytearray(size)
     view = memoryview(content)
     while view:

@@ -59,7 +59,7 @@ class Scene(NamedTuple):
         return Scene(image, boxes, regions, self.centre * factor + shift)
 
     def scaled(self, factors: Array) -> "Scene":
-        """The scene made so many times as large in x and y; DataError if nothing is left."""
+        """The scene scaled by these factors in x and y; DataError if nothing is left."""
         width, height = (
             rounded(side * factor)
             for side, factor in zip(self.image.shape[1::-1], factors, strict=True)
@@ -304,7 +304,7 @@ def with_sides(boxes: Array) -> Array:
 
 
 def enlarged(scene: Scene, factors: Array) -> Scene:
-    """The scene made so many times as large in x and y, first cut if that is much."""
+    """The scene scaled by these factors in x and y, first cut if that is much."""
     if max(factors) > LARGE:
         sides = scene.image.shape[1::-1]
         size = [min(rounded(1.2 * side / f), side) for side, f in zip(sides, factors, strict=True)]

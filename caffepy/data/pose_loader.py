@@ -230,7 +230,7 @@ def coloured(image: Array, param: CPMTransformationParameter) -> Array:
 
 
 def scaled(image: Array, factor: float) -> Array:
-    """The image, so many times as large; DataError if it vanishes or gets too large."""
+    """The image scaled by this factor; DataError if it vanishes or gets too large."""
     sides = [round(side * factor) for side in image.shape[:2]]
     if not (min(sides) >= 1 and max(sides) <= LONGEST_SIDE // 2):
         height, width = image.shape[:2]

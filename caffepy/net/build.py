@@ -180,7 +180,7 @@ def _warn_once(message: str) -> None:
 
 def compare_classes(param: NetParameter, path: str | None = None) -> None:
     """Warn of each DetectionEvaluate with another number of classes, or another background, than
-    the DetectionOutput that it judges.
+    the DetectionOutput whose boxes it compares.
     """
     makers = {top: layer for layer in param.layer for top in layer.top}
     for layer in param.layer:

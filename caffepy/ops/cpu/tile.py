@@ -76,7 +76,7 @@ class Schedule(NamedTuple):
 
     first: Array  # block b has the tiles from first[b] to first[b + 1]
     place: Array  # of each row of each tile, in x
-    to: Array  # likewise: the row of c, counted from the block's first
+    to: Array  # the row of c, counted from the block's first
     span: Array  # (tiles, 2): a tile reduces over steps[span[t, 0] : span[t, 1]]
     steps: Array  # (steps, 2): offset in x, index of the row's first element in b
 

@@ -159,7 +159,7 @@ def _shares(
     packs: int, across: int, lines: int, wave: int, size: int = THREADS
 ) -> tuple[tuple[int, int], tuple[int, int], int]:
     """Return blocks and threads, at most `size`, of a kernel that sums over strips of these lines,
-    and the lines of a strip. So many packs of channels and strips of all images stand beside each
+    and the lines of a strip. That many packs of channels and strips of all images stand beside each
     other; a large device holds `wave` blocks at a time, and they end about at once.
     """
     groups = -(-packs // 32)

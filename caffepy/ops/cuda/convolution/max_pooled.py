@@ -1,5 +1,5 @@
 """A convolution before MAX pooling: the pooling after it, or kernels that do both, and do not write
-the output; likewise the gradient.
+the output; the gradient has the same candidates.
 """
 
 from collections.abc import Callable, Sequence
