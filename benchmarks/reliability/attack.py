@@ -625,7 +625,9 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--gpu", default="", help="train there, such as 0 or 0,1")
-    parser.add_argument("--processes", type=int, default=0, help="number of processes, started by mpirun")
+    parser.add_argument(
+        "--processes", type=int, default=0, help="number of processes, started by mpirun"
+    )
     parser.add_argument("--faults", default=",".join(processes.FAULTS), help="of such runs")
     parser.add_argument("--phases", default=",".join(processes.PHASES), help="they come in")
     parser.add_argument("--trials", type=int, default=1, help="of each fault in each phase (1)")

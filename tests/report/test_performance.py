@@ -88,3 +88,19 @@ def test_what_is_not_known_is_not_told(caplog: pytest.LogCaptureFixture) -> None
         reporter.iterated(0, 1.0, 0.1, 8)
         reporter.done(False)
     assert [";" in message for message in caplog.messages] == [False, False]
+
+
+@pytest.mark.parametrize(("threads", "is_crowded"), [(1, True), (2, False), (None, False)])
+def test_solvers_with_fewer_threads_than_they_are(
+    threads: int | None, is_crowded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    solvers = [spent(0, 0, 0, 0, 0)] * 2
+    with caplog.at_level(logging.INFO, "caffepy"):
+        reporter = Performance(lambda: solvers, threads=threads)
+        reporter.iterated(0, 1.0, 0.1, 8)
+        solvers = [spent(1, 4, 4, 1, 0)] * 2
+        reporter.displayed(Displayed(1, 1.0, [], 1.0, 1.0, 1))
+        reporter.iterated(1, 1.0, 0.1, 8)
+        reporter.done(False)
+    crowded = "The CPU is the bottleneck: 2 solvers share 1 threads."
+    assert (caplog.messages[-1] == crowded) == is_crowded
