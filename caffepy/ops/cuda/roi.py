@@ -130,8 +130,9 @@ def _parts_forward(name: str, threads: int, x: Array, boxes: int, *arguments: An
     """Launch a block of so many threads for each channel of each image."""
     plane = _staged(x, boxes, 1)
     expression = f"{name}<{c_type(x)}, {int(plane > 0)}>"
+    room = plane and plane + 16  # it may begin behind 16 bytes
     if boxes:
-        _launch(expression, (x.shape[1], len(x)), threads, (x, *arguments, boxes), plane)
+        _launch(expression, (x.shape[1], len(x)), threads, (x, *arguments, boxes), room)
 
 
 def psroi_pool_forward(x: Array, boxes: Rois, y: Array, scale: float) -> None:
@@ -141,11 +142,12 @@ def psroi_pool_forward(x: Array, boxes: Rois, y: Array, scale: float) -> None:
 
 def psroi_pool_backward(dy: Array, rois: Array, dx: Array, scale: float) -> None:
     (images, channels, h, w), bins = dx.shape, dy.shape[2]
-    room = next((n for n in (512, 256, 128, 64) if (h + w) * n // 8 <= ROOM), 32)
+    sizes = (4, 2) if len(dy) <= 128 else (8, 4, 2)  # a bit for each box
+    words = next((n for n in sizes if 4 * (h + w) * n <= ROOM), 1)
     groups = -(-channels // bins**2 // OUTPUTS) * bins**2
-    arguments = dy, rois, dx, channels, h, w, bins, len(dy), float(scale), room
-    expression, shared = f"psroi_pool_backward<{c_type(dx)}, {OUTPUTS}>", (h + w) * room // 8
-    _launch(expression, (groups, images), min(room, PARTS), arguments, shared)
+    arguments = dy, rois, dx, channels, h, w, bins, len(dy), float(scale)
+    expression = f"psroi_pool_backward<{c_type(dx)}, {OUTPUTS}, {words}>"
+    _launch(expression, (groups, images), FORWARD, arguments, 4 * (h + w) * words)
 
 
 def _tables(

@@ -35,6 +35,8 @@ def to_take(given, pad=0.0):
         (40, (1, 9, 60, 50), (3, 4)),  # four channels side by side, and one more
         (1300, (1, 2, 9, 8), (3, 3)),  # more boxes than a block lists at a time
         (60, (1, 2, 20, 30), (11, 12)),  # more bins with even or odd rows and columns than lanes
+        (90, (1, 2, 30, 20), (5, 2)),  # columns all of which have a neighbour at one side
+        (90, (1, 2, 30, 20), (3, 1)),
         (0, (1, 2, 4, 4), (2, 2)),
         (9, (1, 2, 2, 13000), (2, 3)),  # weights of a box that shared memory has no room for
         (9, (1, 2, 13000, 2), (2, 3)),
@@ -67,6 +69,7 @@ def test_gradients_of_more_bins_than_shared_memory_holds():
         (300, 3, 7, 2, (38, 50)),
         (50, 2, 3, 1, (120, 130)),  # more than shared memory has room for
         (1300, 1, 2, 1, (9, 8)),  # more boxes than a block looks at at a time
+        (500, 4, 2, 1, (7, 70)),  # more of one image than shared memory has bits for
         (0, 2, 2, 1, (4, 4)),
     ],
 )

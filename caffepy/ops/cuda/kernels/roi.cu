@@ -89,15 +89,18 @@ take_rois(const T* given, T* taken, double* bad_image, i64 count, i64 images, do
 
 __device__ bool first_block() { return blockIdx.x + blockIdx.y + blockIdx.z == 0; }
 
-// Begins to copy a word of 4 bytes to shared memory, where the device can; all of a thread are there after `await_copies`.
-template <typename A, typename T> __device__ void copy_word(A* to, const T* from) {
+// Begins to copy BYTES (4 or 16), aligned so, to shared memory, where the device can; all of a thread are there after
+// `await_copies`.
+template <int BYTES, typename T> __device__ void begin_copy(T* to, const T* from) {
 #if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(T) == 4 && sizeof(A) == 4) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(unsigned(__cvta_generic_to_shared(to))), "l"(from) : "memory");
-    return;
-  }
+  const unsigned at = unsigned(__cvta_generic_to_shared(to));
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(from) : "memory");
+#else
+  *reinterpret_cast<Pack<T, BYTES / sizeof(T)>*>(to) = *reinterpret_cast<const Pack<T, BYTES / sizeof(T)>*>(from);
 #endif
-  *to = A(*from);
 }
 
 __device__ void await_copies() {
@@ -107,28 +110,35 @@ __device__ void await_copies() {
 }
 
 // Channels blockIdx.x * K and those that follow of image blockIdx.y, side by side at each cell: in shared memory, or
-// unless STAGED where they are. The block waits before it reads them, as `wait` does.
+// unless STAGED where they are. The block waits before it reads them, as `wait` does. A single plane of words begins in shared
+// memory as far behind 16 bytes as where it is, and is copied 16 bytes at a time.
 template <typename T, int K, int STAGED> struct Planes {
   using A = Wide<T>;
+  static constexpr bool WORDS = STAGED && K == 1 && sizeof(T) == 4 && sizeof(A) == 4;
   const T* from;
   Pack<A, K>* kept;
   i64 plane;
   int count;
   __device__ Planes(const T* x, void* memory, i64 channels, i64 plane)
       : from(x + (blockIdx.y * channels + blockIdx.x * i64(K)) * plane),
-        kept(static_cast<Pack<A, K>*>(memory)),
+        kept(static_cast<Pack<A, K>*>(memory) + (WORDS ? words_behind(from) : 0)),
         plane(plane),
         count(int(min(i64(K), channels - blockIdx.x * i64(K)))) {
     if (!STAGED) return;
-    if constexpr (K == 1) {  // all on their way at once
-      for (int p = threadIdx.x; p < plane; p += blockDim.x) copy_word(kept[p].v, from + p);
+    if constexpr (WORDS) {  // all on their way at once
+      const int head = int(min(i64(-words_behind(from) & 3), plane)), packs = int(plane - head) / 4, behind = head + 4 * packs;
+      A* to = kept->v;
+      for (int p = threadIdx.x; p < packs; p += blockDim.x) begin_copy<16>(to + head + 4 * p, from + head + 4 * p);
+      if (threadIdx.x < head) begin_copy<4>(to + threadIdx.x, from + threadIdx.x);
+      if (threadIdx.x < plane - behind) begin_copy<4>(to + behind + threadIdx.x, from + behind + threadIdx.x);
       return;
     }
 #pragma unroll 4
     for (int p = threadIdx.x; p < plane; p += blockDim.x) kept[p] = read(p);
   }
+  static __device__ int words_behind(const T* from) { return int(reinterpret_cast<unsigned long long>(from) / 4 % 4); }
   __device__ void wait() const {
-    if (STAGED && K == 1) await_copies();
+    if (WORDS) await_copies();
     __syncthreads();
   }
   __device__ Pack<A, K> read(int p) const {
@@ -145,26 +155,31 @@ template <typename T, int K, int STAGED> struct Planes {
   }
 };
 
-// Those of image blockIdx.y among the boxes from begin on, in their order, up to LIST at a time: f(number of them, their
-// numbers), by a whole block.
+// Those of image blockIdx.y among the boxes from begin on, in their order, up to LIST at a time: f(number of them, entry(r) of
+// each box r), by a whole block.
 constexpr int LIST = 1024;
 
-template <typename T, typename F> __device__ void each_tile(const Boxes<T>& boxes, i64 begin, i64 end, F f) {
+template <typename T, typename E, typename F> __device__ void each_tile(const Boxes<T>& boxes, i64 begin, i64 end, E entry, F f) {
   __shared__ int list[LIST];
   i64 start = begin;
   do {
     unsigned known = 0;
     for (; start < end && known + blockDim.x <= LIST; start += blockDim.x) {
       const i64 r = start + threadIdx.x;
+      const int of_box = r < end ? entry(r) : 0;  // on its way with the image
       const bool here = r < end && boxes.image(r) == blockIdx.y;
       const Rank rank(here);
-      if (here) list[known + rank.before] = int(r);
+      if (here) list[known + rank.before] = of_box;
       known += rank.all;
     }
     __syncthreads();
     f(known, list);
     __syncthreads();
   } while (start < end);
+}
+
+template <typename T, typename F> __device__ void each_tile(const Boxes<T>& boxes, i64 begin, i64 end, F f) {
+  each_tile(boxes, begin, end, [](i64 r) { return int(r); }, f);
 }
 
 // The largest value so far, the first of equal ones, and its place.
@@ -207,6 +222,9 @@ roi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad_i
   const unsigned bins = unsigned(rows * columns), axes = unsigned(rows + columns), wide = unsigned(columns);
   const Divisor over_axes(by_axes), over_bins(by_bins), over_columns(by_columns);
   const int pitch = int(w);
+  const unsigned of_box = unsigned(channels * bins);  // elements: a product of 32 bits
+  T* of_y = y + blockIdx.x * i64(K) * bins;
+  int* of_index = index + blockIdx.x * i64(K) * bins;
   const i64 first = blockIdx.z * share;
   if (first_block()) boxes.take(taken, bad_image, count);
   each_tile(boxes, first, min(first + share, count), [&](unsigned known, const int* list) {
@@ -241,12 +259,12 @@ roi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad_i
             for (int c = 0; c < K; ++c) best[c].take(value.v[c], place);
           }
         }
-        const i64 to = (list[done + b] * channels + blockIdx.x * i64(K)) * bins + bin;
+        const i64 to = i64(unsigned(list[done + b])) * of_box + bin;
 #pragma unroll
         for (int c = 0; c < K; ++c) {
           if (c >= planes.count) continue;
-          y[to + c * bins] = T(best[c].value);
-          index[to + c * bins] = int(best[c].place);
+          of_y[to + c * bins] = T(best[c].value);
+          of_index[to + c * bins] = int(best[c].place);
         }
       }
     }
@@ -271,14 +289,13 @@ template <typename A> struct Band {
     __syncwarp();
   }
   __device__ bool has(int place) const { return unsigned(place - first) < unsigned(cells); }
-  // Adds the values of the lanes at their places, those at one place in the order of lanes.
-  __device__ void add(int place, A value) {
+  // Adds the values of the lanes at their cells, below 0: none, those at one cell in the order of lanes.
+  __device__ void add(int cell, A value) {
     const int lane = threadIdx.x % 32;
-    const bool inside = has(place);
-    const unsigned peers = __match_any_sync(0xffffffffu, inside ? place : -1 - lane);
+    const unsigned peers = __match_any_sync(0xffffffffu, cell >= 0 ? cell : -1 - lane);
     const int rank = __popc(peers & ((1u << lane) - 1));
     for (int turn = 0; __any_sync(0xffffffffu, rank >= turn); ++turn) {
-      if (inside && rank == turn) sums[place - first] += value;
+      if (cell >= 0 && rank == turn) sums[cell] += value;
       __syncwarp();
     }
   }
@@ -286,6 +303,7 @@ template <typename A> struct Band {
     __syncthreads();
     const A* all = sums - threadIdx.x / 32 * band;
     T* to = dx + (blockIdx.y * channels + channel) * plane + first;
+#pragma unroll 4
     for (int p = threadIdx.x; p < cells; p += 32 * WARPS) {
       A sum = 0;
 #pragma unroll
@@ -295,44 +313,66 @@ template <typename A> struct Band {
   }
 };
 
-// A warp takes a box at a time, 64 of its elements. Bins of a cell or more do not overlap unless they are next to each other,
-// so that those with even or odd rows and columns can be added at once; those of smaller boxes may share any cell.
+// A warp takes a box at a time, 64 of its elements, a lane two that follow each other. Bins of a cell or more do not overlap
+// unless they are next to each other: what two of a row have at one place is added up first, then those of even rows and those
+// of odd ones can each be added at once. Those of smaller boxes may share any cell.
 template <typename T>
 __global__ void __launch_bounds__(32 * WARPS)
 roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 channels, i64 plane, i64 rows, i64 columns,
                   i64 boxes, double scale, i64 band, i64 bands, i64 by_columns) {
   constexpr int U = 4, E = 2;  // boxes on their way while as many are added, elements of a lane
+  constexpr unsigned ALL = 0xffffffffu;
   extern __shared__ double shared[];
   using A = Wide<T>;
   Band<A> sums(reinterpret_cast<A*>(shared), plane, band, bands);
   const Divisor over_columns(by_columns);
   const int lane = threadIdx.x % 32, bins = int(rows * columns), parts = (bins + 32 * E - 1) / (32 * E);
-  each_tile(Boxes<T>(rois), 0, boxes, [&](unsigned known, int* list) {
-    for (unsigned k = threadIdx.x; k < known; k += blockDim.x) {  // ~r where bins are smaller than a cell
-      const T* roi = rois + list[k] * i64(5);
-      const float high = Span(float(roi[2]), float(roi[4]), float(scale), rows).bin;
-      const float wide = Span(float(roi[1]), float(roi[3]), float(scale), columns).bin;
-      if (!(high >= 1 && wide >= 1)) list[k] = ~list[k];
-    }
-    __syncthreads();
+  const unsigned of_box = unsigned(channels * bins);  // elements: a product of 32 bits
+  const int* of_index = index + sums.channel * bins;
+  const T* of_dy = dy + sums.channel * bins;
+  const auto entry = [=](i64 r) {  // ~r where bins are smaller than a cell
+    const T* roi = rois + 5 * r;
+    const float high = Span(float(roi[2]), float(roi[4]), float(scale), rows).bin;
+    const float wide = Span(float(roi[1]), float(roi[3]), float(scale), columns).bin;
+    return high >= 1 && wide >= 1 ? int(r) : ~int(r);
+  };
+  each_tile(Boxes<T>(rois), 0, boxes, entry, [&](unsigned known, const int* list) {
     const int total = int(known) * parts;
     int place[U][E];
     T value[U][E];
     const auto load = [&](int start) {
 #pragma unroll
-      for (int u = 0; u < U; ++u)
+      for (int u = 0; u < U; ++u) {
+        const int item = start + WARPS * u, b = parts == 1 ? item : item / parts, bin = ((item - b * parts) * 32 + lane) * E;
+        const int r = item < total ? list[b] : 0;
+        const i64 at = i64(unsigned(r < 0 ? ~r : r)) * of_box + bin;
 #pragma unroll
         for (int e = 0; e < E; ++e) {
-          const int item = start + WARPS * u, b = parts == 1 ? item : item / parts, bin = (item - b * parts) * 32 * E + 32 * e + lane;
           place[u][e] = -1;
-          if (item < total && bin < bins) {
-            const int r = list[b] < 0 ? ~list[b] : list[b];
-            const i64 at = (r * channels + sums.channel) * bins + bin;
-            place[u][e] = index[at];
-            value[u][e] = dy[at];
+          if (item < total && bin + e < bins) {
+            place[u][e] = of_index[at + e];
+            value[u][e] = of_dy[at + e];
           }
         }
+      }
     };
+    // Of the lane's two elements of a part: whether the one behind each is of the same row, and the one before the first; and
+    // whether their rows are odd.
+    bool follows[E], continues, odd[E];
+    const auto find = [&](int part) {
+      const unsigned bin = (part * 32 + lane) * E, wide = unsigned(columns);
+      unsigned row[E], column[E];
+#pragma unroll
+      for (int e = 0; e < E; ++e) {
+        row[e] = over_columns.quotient(bin + e);
+        column[e] = bin + e - row[e] * wide;
+        odd[e] = row[e] % 2;
+      }
+      follows[0] = column[0] + 1 < wide;
+      follows[1] = column[1] + 1 < wide && lane < 31;
+      continues = column[0] > 0 && lane > 0;
+    };
+    find(0);
     int start = threadIdx.x / 32;
     load(start);
     for (; start < total; start += WARPS * U) {
@@ -342,7 +382,7 @@ roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 chann
       for (int u = 0; u < U; ++u)
 #pragma unroll
         for (int e = 0; e < E; ++e) {
-          here[u][e] = place[u][e];
+          here[u][e] = sums.has(place[u][e]) ? place[u][e] - sums.first : -1;
           by[u][e] = A(value[u][e]);
         }
       load(start + WARPS * U);
@@ -355,17 +395,21 @@ roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 chann
           for (int e = 0; e < E; ++e) sums.add(here[u][e], by[u][e]);
           continue;
         }
-        int turn[E];
-#pragma unroll
-        for (int e = 0; e < E; ++e) {
-          const unsigned bin = unsigned((item - b * parts) * 32 * E + 32 * e + lane), i = over_columns.quotient(bin);
-          turn[e] = sums.has(here[u][e]) ? int(i % 2 * 2 + (bin - i * unsigned(columns)) % 2) : -1;
+        if (parts > 1) find(item - b * parts);
+        int first = here[u][0], second = here[u][1];
+        A by_first = by[u][0], by_second = by[u][1];
+        const int before = __shfl_up_sync(ALL, second, 1), behind = __shfl_down_sync(ALL, first, 1);
+        const A by_behind = __shfl_down_sync(ALL, by_first, 1);
+        if (follows[1] && second == behind) by_second += by_behind;
+        if (follows[0] && first == second) {
+          by_first += by_second;
+          second = -1;
         }
+        if (continues && first == before) first = -1;
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
-#pragma unroll
-          for (int e = 0; e < E; ++e)
-            if (turn[e] == t) sums.sums[here[u][e] - sums.first] += by[u][e];
+        for (int turn = 0; turn < 2; ++turn) {
+          if (odd[0] == bool(turn) && first >= 0) sums.sums[first] += by_first;
+          if (odd[1] == bool(turn) && second >= 0) sums.sums[second] += by_second;
           __syncwarp();
         }
       }
@@ -388,14 +432,14 @@ psroi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad
   };
   const auto find = [=](i64 r) {
     Part_of_box found;
-    if (r >= count || boxes.image(r) != blockIdx.y) return found;
-    found.here = true;
+    if (r >= count) return found;
     found.down = boxes.template along<Part>(r, 1, float(scale), bins).cells(i, h);
     found.across = boxes.template along<Part>(r, 0, float(scale), bins).cells(j, w);
+    found.here = boxes.image(r) == blockIdx.y;  // read at the same time
     return found;
   };
-  Part_of_box part = find(threadIdx.x);  // on its way with the plane
   const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
+  Part_of_box part = find(threadIdx.x);  // while the plane is on its way
   if (first_block()) boxes.take(taken, bad_image, count);
   plane.wait();
   for (i64 r = threadIdx.x; r < count; r += blockDim.x, part = find(r)) {
@@ -776,75 +820,89 @@ roi_align_backward(const T* dy, const T* rois, const char* readers, T* dx, i64 s
   }
 }
 
+// What a box gives each cell of its bin, for G outputs.
+template <typename A, int G> struct alignas(16) Shares { A of[G]; };
+
 // Blocks (groups of G outputs for each bin (i, j), an image). Each box gives the cells of its bin a share of dy: first rows and
-// columns learn which boxes reach them, a bit each in `words` (room / 32, h + w); a thread has a cell at a time, and adds up what
-// those give that reach both its row and its column, the boxes in their order.
-template <typename T, int G>
-__global__ void __launch_bounds__(256)
-psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 channels, i64 h, i64 w, i64 bins, i64 boxes, double scale, i64 room) {
+// columns learn which boxes reach them, a bit each in WORDS words; then a warp has a row at a time, a lane a
+// cell, and adds up what those give that reach both the row and the column, the boxes in their order. More than 32 * WORDS
+// boxes of an image add to dx in turns.
+template <typename T, int G, int WORDS>
+__global__ void __launch_bounds__(512, 3)
+psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 channels, i64 h, i64 w, i64 bins, i64 boxes, double scale) {
   using A = Wide<T>;
-  constexpr int ROOM = 512;  // the largest one
+  constexpr int ROOM = 32 * WORDS;
   extern __shared__ double shared[];
-  __shared__ A shares[G][ROOM];
-  unsigned* words = reinterpret_cast<unsigned*>(shared);
-  const int lines = int(h), width = int(w), all = lines + width, lane = threadIdx.x % 32;
+  __shared__ Shares<A, G> shares[ROOM];
+  const int lines = int(h), width = int(w), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  using Bits = Pack<unsigned, WORDS>;
+  Bits* of_rows = reinterpret_cast<Bits*>(shared);
+  unsigned* of_columns = of_rows[lines].v;  // (WORDS, w)
   const int square = int(bins * bins), bin = int(blockIdx.x) % square, i = bin / int(bins), j = bin - i * int(bins);
   const int first = int(blockIdx.x) / square * G, own = min(G, int(channels) / square - first);
   const Boxes<T> given(rois);
   const T* of_bin = dy + first * square + bin;
   T* to = dx + (blockIdx.y * channels + first * square + bin) * h * w;
-  i64 start = 0;
+  const int output = square * lines * width;  // from a cell to that of the next output
   bool again = false;
-  do {
-    for (int k = threadIdx.x; k < all * (int(room) / 32); k += blockDim.x) words[k] = 0;
-    int known = 0;
-    for (; start < boxes && known + int(blockDim.x) <= room; start += blockDim.x) {
-      const i64 r = start + threadIdx.x;
-      Cells down{0, 0}, across{0, 0};
-      A of_box[G] = {};
-      if (r < boxes && given.image(r) == blockIdx.y) {
+  for (i64 start = 0; start == 0 || start < boxes; start += blockDim.x) {
+    const i64 r = start + threadIdx.x;
+    const bool there = r < boxes;
+    A of_box[G];
 #pragma unroll
-        for (int g = 0; g < G; ++g)
-          if (g < own) of_box[g] = A(of_bin[r * channels + g * square]);
-        down = given.template along<Part>(r, 1, float(scale), bins).cells(i, h);
-        across = given.template along<Part>(r, 0, float(scale), bins).cells(j, w);
-      }
-      const bool here = down.begin < down.end && across.begin < across.end;
-      const Rank rank(here);
-      if (here) {
-        const int k = known + int(rank.before);
+    for (int g = 0; g < G; ++g) of_box[g] = there && g < own ? A(of_bin[r * channels + g * square]) : A(0);
+    Cells down{0, 0}, across{0, 0};
+    if (there) {
+      down = given.template along<Part>(r, 1, float(scale), bins).cells(i, h);
+      across = given.template along<Part>(r, 0, float(scale), bins).cells(j, w);
+    }
+    const bool own_image = there && given.image(r) == blockIdx.y;  // all read at the same time
+    const bool here = own_image && down.begin < down.end && across.begin < across.end;
+    const Rank rank(here);
+    for (int done = 0; done == 0 ? rank.all || !again : done < int(rank.all); done += ROOM) {
+      for (int k = threadIdx.x; k < (lines + width) * WORDS; k += blockDim.x) reinterpret_cast<unsigned*>(shared)[k] = 0;
+      __syncthreads();
+      const int known = min(int(rank.all) - done, ROOM), k = int(rank.before) - done;
+      if (here && unsigned(k) < ROOM) {
         const unsigned bit = 1u << k % 32;
         const A area = A((down.end - down.begin) * (across.end - across.begin));
+        Shares<A, G> share;
 #pragma unroll
-        for (int g = 0; g < G; ++g) shares[g][k] = of_box[g] / area;
-        for (int a = down.begin; a < down.end; ++a) atomicOr(words + k / 32 * all + a, bit);
-        for (int b = across.begin; b < across.end; ++b) atomicOr(words + k / 32 * all + lines + b, bit);
+        for (int g = 0; g < G; ++g) share.of[g] = of_box[g] / area;
+        shares[k] = share;
+        for (int a = down.begin; a < down.end; ++a) atomicOr(of_rows[a].v + k / 32, bit);
+        for (int b = across.begin; b < across.end; ++b) atomicOr(of_columns + k / 32 * width + b, bit);
       }
-      known += int(rank.all);
-    }
-    __syncthreads();
-    for (int a = threadIdx.x / 32; a < lines; a += blockDim.x / 32)
-      for (int b = lane; b - lane < width; b += 32) {
-        A sum[G];
+      __syncthreads();
+      for (int column = lane; column - lane < width; column += 32) {
+        const bool inside = column < width;
+        unsigned of_column[WORDS];
 #pragma unroll
-        for (int g = 0; g < G; ++g) sum[g] = again && b < width && g < own ? A(to[g * square * h * w + a * width + b]) : A(0);
-        for (int word = 0; 32 * word < known; ++word) {
-          unsigned some = words[word * all + a];
-          if (!some) continue;
-          some &= b < width ? words[word * all + lines + b] : 0;
-          for (; some; some &= some - 1) {
-            const int k = 32 * word + __ffs(some) - 1;
+        for (int word = 0; word < WORDS; ++word) of_column[word] = inside ? of_columns[word * width + column] : 0;
+        for (int line = warp; line < lines; line += blockDim.x / 32) {
+          T* cell = to + line * width + column;
+          const Bits of_row = of_rows[line];
+          A sum[G];
 #pragma unroll
-            for (int g = 0; g < G; ++g) sum[g] += shares[g][k];
+          for (int g = 0; g < G; ++g) sum[g] = again && inside && g < own ? A(cell[i64(g) * output]) : A(0);
+#pragma unroll
+          for (int word = 0; word < WORDS; ++word) {
+            if (32 * word >= known) break;
+            for (unsigned some = of_row.v[word] & of_column[word]; some; some &= some - 1) {
+              const Shares<A, G> share = shares[32 * word + __ffs(some) - 1];
+#pragma unroll
+              for (int g = 0; g < G; ++g) sum[g] += share.of[g];
+            }
           }
-        }
 #pragma unroll
-        for (int g = 0; g < G; ++g)
-          if (b < width && g < own) to[g * square * h * w + a * width + b] = T(sum[g]);
+          for (int g = 0; g < G; ++g)
+            if (inside && g < own) cell[i64(g) * output] = T(sum[g]);
+        }
       }
-    __syncthreads();
-    again = true;
-  } while (start < boxes);
+      again = true;
+      __syncthreads();
+    }
+  }
 }
 
 // A block for each channel of an image, which belongs to bin (i, j). Each box gives the pixels of its bin what they
