@@ -1,10 +1,13 @@
 """Boxes that a region proposal network proposes."""
 
+from typing import Any
+
 import numpy as np
 
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import Array, arrivals, c_type, launch
+from caffepy.ops.cuda.small_convolution import here
 
 MOST = 5120
 """Most boxes that are looked at in one launch, as in proposals.cu."""
@@ -12,8 +15,14 @@ MOST = 5120
 LEAST, EACH = 1280, 2
 """Boxes that are looked at before the others: so many, or for each that is wanted."""
 
-DEVICE, WARPS, LINE = 132, 32, 64
+DEVICE, WARPS, LINE = 132, 32, 32
 """Multiprocessors of a large device, warps of a block and boxes of one, as in proposals.cu."""
+
+AHEAD = 64
+"""Least entries of the list of a block, as in proposals.cu."""
+
+ENTRIES, STATIC = 512, 36 << 10
+"""Most entries of a warp in shared memory, and bytes of it that a block has besides."""
 
 NOTES = 1 + MOST // 64
 """Words of 8 bytes that blocks tell each other of an image, as in proposals.cu."""
@@ -47,14 +56,18 @@ def suppress_overlaps(
     rest = -(-(count - begin) // MOST)
     ends = [begin, *(begin + (count - begin) * k // rest for k in range(1, rest + 1))]
     lines = -(-max(b - a for a, b in zip([0, *ends], ends, strict=False)) // LINE)
-    blocks = min(DEVICE, lines * (lines + 1))
-    room = LINE * -(-lines * (lines + 1) // blocks)  # a box beside a word has an entry at most
+    units = lines * (lines + 1) // 2
+    blocks = min(DEVICE, units)
+    # A box beside a word has an entry at most; so many are read before it is known how many are.
+    room = max(AHEAD, LINE * -(-units // blocks))
     lists = context().array("overlaps", (images, blocks, room), np.uint64)
     lengths = context().array("numbers of overlaps", (images, blocks), np.int32)
     arrays = boxes, kept, counts, arrivals(images * NOTES), lists, lengths
-    run = kernel("proposals", f"suppress_overlaps<{c_type(boxes)}>")
+    run: Any = kernel("proposals", f"suppress_overlaps<{c_type(boxes)}>")
+    entries = min(ENTRIES, (here().shared - STATIC) // (8 * WARPS))
+    shared = run.max_dynamic_shared_size_bytes = 8 * WARPS * entries
     first = 0
     for end in ends:
-        sizes = count, first, end - first, most, room, float(threshold), float(unit)
-        run((blocks, images), (32 * WARPS,), (*arrays, *sizes))
+        sizes = count, first, end - first, most, room, entries, float(threshold), float(unit)
+        run((blocks, images), (32 * WARPS,), (*arrays, *sizes), shared_mem=shared)
         first = end

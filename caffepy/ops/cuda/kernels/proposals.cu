@@ -2,6 +2,7 @@
 // by itself, as on the CPU: which box wins must not depend on it.
 
 #include "pack.cuh"
+#include "arrive.cuh"
 
 using u64 = unsigned long long;
 
@@ -49,7 +50,12 @@ struct alignas(16) Area {
   float v[4], size;
   Area() = default;
   template <typename T> __device__ Area(const T* p, float unit) {
-    for (int k = 0; k < 4; ++k) v[k] = float(p[k]);
+    if (aligned(p, sizeof(Pack<T, 4>))) {
+      const Pack<T, 4> pack = *reinterpret_cast<const Pack<T, 4>*>(p);
+      for (int k = 0; k < 4; ++k) v[k] = float(pack.v[k]);
+    } else {
+      for (int k = 0; k < 4; ++k) v[k] = float(p[k]);
+    }
     size = __fmul_rn(__fadd_rn(__fsub_rn(v[2], v[0]), unit), __fadd_rn(__fsub_rn(v[3], v[1]), unit));
   }
   // Whether it can be far from others; false for what is no number.
@@ -103,10 +109,10 @@ __device__ unsigned near(const Near& own, const Near* others) {
   return level & vertical;
 }
 
-constexpr int WARPS = 32, LINE = 64;           // of a block; boxes of a warp, beside 32 others
+constexpr int WARPS = 32, LINE = 32;           // of a block; boxes of a warp, beside 32 others
 constexpr int MOST = 5120, WORDS = MOST / 32;  // boxes that are looked at, and words of them, a bit each
 constexpr int GROUPS = 5;                      // lists that a warp looks at, at most
-constexpr int AHEAD = 4, BATCH = 3;            // batches of entries that a thread keeps, and entries of one
+constexpr int BATCH = 4;                       // entries that a thread looks at at a time
 
 // What the last block is told of the others: bits of the boxes that one kept before overlaps; the blocks that are done; all 0
 // before and after.
@@ -127,56 +133,59 @@ template <typename T> struct Segment {
   Limit limit;
   __device__ Area area(int p) const { return {boxes + 4ll * p, limit.unit}; }
 
-  // By a warp: LINE boxes of the segment from `row` on beside 32 others, of which this lane knows the place of one, below 0:
-  // none. They are those of a word, or below 0 such as were kept before. `length`: of the list of this block.
+  // By a warp: LINE boxes of the segment from `row` on, one a lane, beside 32 others, of which this lane knows the place of one,
+  // below 0: none. They are those of a word, or below 0 such as were kept before. `length`: of the list of this block.
   __device__ void compare(int row, int place, int word, int* length) const {
     struct alignas(16) Ends { float v[4]; };
     __shared__ Near all_near[WARPS][32];
     __shared__ Ends all_ends[WARPS][32];
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, k = row + lane;
     Near* near_of = all_near[threadIdx.x / 32];
     Ends* ends_of = all_ends[threadIdx.x / 32];
-    const Area here = area(max(place, 0));
-    const Area own[2] = {area(first + min(row + lane, size - 1)), area(first + min(row + 32 + lane, size - 1))};
+    const Area here = area(max(place, 0)), own = area(first + min(k, size - 1));
     const unsigned there = __ballot_sync(0xffffffffu, place >= 0);
     ends_of[lane] = {here.v[0], here.v[1], here.v[2], here.v[3]};
     near_of[lane] = Near(here, limit);
     __syncwarp();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int k = row + 32 * r + lane;
-      unsigned over = 0;
-      for (unsigned may = k < size ? near(Near(own[r], limit), near_of) & there : 0; may; may &= may - 1) {
-        const int b = __ffs(may) - 1;
-        if (limit.passes(own[r], Area(ends_of[b].v, limit.unit))) over |= 1u << b;
-      }
-      if (word >= 0 && k < 32 * word + 32) over &= (1u << max(k - 32 * word, 0)) - 1;  // those before this one
-      const unsigned some = __ballot_sync(0xffffffffu, over != 0);
-      if (!some) continue;
-      if (word < 0) {
-        if (lane == 0) atomicOr(notes->gone + (row / 32 + r), some);
-        continue;
-      }
-      int start = 0;
-      if (lane == 0) start = atomicAdd(length, __popc(some));
-      start = __shfl_sync(0xffffffffu, start, 0) + __popc(some & ((1u << lane) - 1));
-      if (over) lists[blockIdx.x * room + start] = u64(over) << 32 | unsigned(word << 16 | k);
+    unsigned over = 0;
+    for (unsigned may = k < size ? near(Near(own, limit), near_of) & there : 0; may; may &= may - 1) {
+      const int b = __ffs(may) - 1;
+      if (limit.passes(own, Area(ends_of[b].v, limit.unit))) over |= 1u << b;
     }
-    __syncwarp();
+    if (word >= 0 && k < 32 * word + 32) over &= (1u << max(k - 32 * word, 0)) - 1;  // those before this one
+    const unsigned some = __ballot_sync(0xffffffffu, over != 0);
+    if (!some) return;
+    if (word < 0) {
+      if (lane == 0) atomicOr(notes->gone + row / 32, some);
+      return;
+    }
+    int start = 0;
+    if (lane == 0) start = atomicAdd(length, __popc(some));
+    start = __shfl_sync(0xffffffffu, start, 0) + __popc(some & ((1u << lane) - 1));
+    if (over) lists[blockIdx.x * room + start] = u64(over) << 32 | unsigned(word << 16 | k);
   }
 
   // By the last block: the boxes that no earlier one of the kept overlaps, up to `most` with those found before. Round by
-  // round those stay that wait for none before them, and those go that one which stays overlaps. Returns how many are kept.
-  __device__ int decide(int* kept, int found, int most) const {
-    __shared__ unsigned open[WORDS], stays[WORDS], waits[WORDS], goes[WORDS];
+  // round those stay that wait for none before them; those that one which stays overlaps go at once. Each warp has entries of
+  // its own: up to `own` of them in shared memory, where those are kept that may still tell something, the others where they
+  // are. `waits` are 0. Returns how many boxes are kept.
+  __device__ int decide(int* kept, int found, int most, unsigned* waits, u64* entries, int own) const {
+    struct alignas(8) State { unsigned open, stays; };
+    __shared__ State states[WORDS];
     __shared__ int before[WORDS], shared_found;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = int(gridDim.x);
-    int ends[GROUPS], total = 0;  // of the lists of this warp, one behind the other
+    const unsigned gone = threadIdx.x < WORDS ? __ldcg(notes->gone + threadIdx.x) : 0;
+    u64 begins[GROUPS][2];  // of the lists of this warp, read before it is known how long they are
+    int ends[GROUPS], total = 0;  // one list behind the other
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
       const int block = warp + WARPS * g;
-      ends[g] = total += block < blocks ? __ldcg(lengths + block) : 0;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) begins[g][c] = block < blocks ? __ldcg(lists + block * room + 32 * c + lane) : 0;
+      ends[g] = block < blocks ? __ldcg(lengths + block) : 0;
     }
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) ends[g] = total += ends[g];
     const auto entry = [&](int i) {
       int block = warp, start = 0;
 #pragma unroll
@@ -187,69 +196,84 @@ template <typename T> struct Segment {
         }
       return i < total ? __ldcg(lists + block * room + i - start) : 0;
     };
-    u64 ahead[AHEAD][BATCH];
+    const auto wait = [&](u64 entry) { atomicOr(waits + (unsigned(entry) & 0xffff) / 32, 1u << entry % 32); };
+    entries += own * warp;
+    const int apart = own = min(total, own);
+    // All of them wait, since none has been decided about.
 #pragma unroll
-    for (int k = 0; k < AHEAD; ++k)
+    for (int g = 0; g < GROUPS; ++g) {
+      const int start = g ? ends[g - 1] : 0;
 #pragma unroll
-      for (int s = 0; s < BATCH; ++s) ahead[k][s] = entry(32 * (BATCH * k + s) + lane);
+      for (int c = 0; c < 2; ++c) {
+        const int i = start + 32 * c + lane;
+        if (i >= ends[g]) continue;
+        if (i < own) entries[i] = begins[g][c];
+        wait(begins[g][c]);
+      }
+#pragma unroll 4
+      for (int i = start + 64 + lane; i < ends[g]; i += 32) {
+        const u64 more = __ldcg(lists + (warp + WARPS * g) * room + i - start);
+        if (i < own) entries[i] = more;
+        wait(more);
+      }
+    }
     if (threadIdx.x < WORDS) {
       const int word = threadIdx.x, whole = size / 32;
       const unsigned there = word < whole ? 0xffffffffu : word > whole ? 0u : (1u << size % 32) - 1;
-      open[word] = ~__ldcg(notes->gone + word) & there;
+      states[word] = {~gone & there, 0};
       notes->gone[word] = 0;
-      stays[word] = waits[word] = goes[word] = 0;
     }
-    __syncthreads();
-    // Looks at entries, and drops those of boxes that are decided about.
-    const auto look = [&](u64 (&entries)[BATCH]) {
-      bool any = false, is_open[BATCH], is_met[BATCH], is_waiting[BATCH];
-      for (u64 entry : entries) any |= entry != 0;
-      if (!__any_sync(0xffffffffu, any)) return;
-#pragma unroll
-      for (int s = 0; s < BATCH; ++s) {
-        const unsigned k = unsigned(entries[s]) & 0xffff, word = unsigned(entries[s]) >> 16, over = unsigned(entries[s] >> 32);
-        is_open[s] = over && (open[k / 32] >> k % 32 & 1);
-        is_met[s] = (stays[word] & over) != 0;
-        is_waiting[s] = (open[word] & over) != 0;
+    // Looks at an entry: whether it may still tell something.
+    const auto look = [&](u64 entry) {
+      const unsigned k = unsigned(entry) & 0xffff, word = unsigned(entry) >> 16, over = unsigned(entry >> 32), bit = 1u << k % 32;
+      const State state = states[word];
+      if (!(states[k / 32].open & bit)) return false;
+      if (state.stays & over) {
+        atomicAnd(&states[k / 32].open, ~bit);
+        return false;
       }
-#pragma unroll
-      for (int s = 0; s < BATCH; ++s) {
-        const unsigned k = unsigned(entries[s]) & 0xffff;
-        if (!is_open[s])
-          entries[s] = 0;
-        else if (is_met[s] || is_waiting[s])
-          atomicOr((is_met[s] ? goes : waits) + k / 32, 1u << k % 32);
-      }
+      if (!(state.open & over)) return false;
+      wait(entry);
+      return true;
     };
-    bool left;
-    do {
-#pragma unroll
-      for (int k = 0; k < AHEAD; ++k)
-        if (32 * BATCH * k < total) look(ahead[k]);
-#pragma unroll 1
-      for (int start = 32 * BATCH * AHEAD; start < total; start += 32 * BATCH) {
-        u64 more[BATCH];
-#pragma unroll
-        for (int s = 0; s < BATCH; ++s) more[s] = entry(start + 32 * s + lane);
-        look(more);
-      }
+    // Lets those stay that wait for none: whether any box is left.
+    const auto go_on = [&] {
       __syncthreads();
-      left = false;
+      bool left = false;
       if (threadIdx.x < WORDS) {
-        const int word = threadIdx.x;
-        const unsigned mine = open[word], go = goes[word], stay = mine & ~waits[word] & ~go;
-        if (mine) {
-          stays[word] |= stay;
-          open[word] = mine & ~(stay | go);
-          waits[word] = goes[word] = 0;
-        }
-        left = (mine & ~(stay | go)) != 0;
+        const State state = states[threadIdx.x];
+        const unsigned still = state.open & waits[threadIdx.x];
+        states[threadIdx.x] = {still, state.stays | (state.open & ~still)};
+        waits[threadIdx.x] = 0;
+        left = still != 0;
       }
-    } while (__syncthreads_or(left));
+      return __syncthreads_or(left);
+    };
+    while (go_on()) {
+      int telling = 0;
+#pragma unroll 1
+      for (int start = 0; start < own; start += 32 * BATCH) {
+        u64 some[BATCH];
+#pragma unroll
+        for (int s = 0; s < BATCH; ++s) some[s] = start + 32 * s + lane < own ? entries[start + 32 * s + lane] : 0;
+        __syncwarp();
+#pragma unroll
+        for (int s = 0; s < BATCH; ++s) {
+          const bool tells = some[s] && look(some[s]);
+          const unsigned votes = __ballot_sync(0xffffffffu, tells);
+          if (tells) entries[telling + __popc(votes & ((1u << lane) - 1))] = some[s];
+          telling += __popc(votes);
+        }
+        __syncwarp();
+      }
+      own = telling;
+#pragma unroll 1
+      for (int i = apart + lane; i < total; i += 32) look(entry(i));
+    }
     if (warp == 0) {
       constexpr int EACH = WORDS / 32;
       int own = 0;
-      for (int e = 0; e < EACH; ++e) own += __popc(stays[EACH * lane + e]);
+      for (int e = 0; e < EACH; ++e) own += __popc(states[EACH * lane + e].stays);
       int all = own;
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
@@ -259,13 +283,13 @@ template <typename T> struct Segment {
       int rank = found + all - own;
       for (int e = 0; e < EACH; ++e) {
         before[EACH * lane + e] = rank;
-        rank += __popc(stays[EACH * lane + e]);
+        rank += __popc(states[EACH * lane + e].stays);
       }
       if (lane == 31) shared_found = min(rank, most);
     }
     __syncthreads();
     for (int word = warp; word < WORDS; word += WARPS) {
-      const unsigned stay = stays[word];
+      const unsigned stay = states[word].stays;
       const int rank = before[word] + __popc(stay & ((1u << lane) - 1));
       if (stay >> lane & 1 && rank < most) kept[rank] = first + 32 * word + lane;
     }
@@ -278,7 +302,9 @@ template <typename T> struct Segment {
 template <typename T>
 __global__ void __launch_bounds__(32 * WARPS, 1)
 suppress_overlaps(const T* boxes, int* kept, int* counts, Notes* notes, u64* lists, int* lengths, i64 count, i64 first,
-                  i64 size, i64 most, i64 room, double threshold, double unit) {
+                  i64 size, i64 most, i64 room, i64 entries_of_warp, double threshold, double unit) {
+  extern __shared__ u64 entries[];  // of the last block
+  __shared__ unsigned waits[WORDS];
   __shared__ bool last;
   __shared__ int length;
   const i64 n = blockIdx.y;
@@ -289,30 +315,30 @@ suppress_overlaps(const T* boxes, int* kept, int* counts, Notes* notes, u64* lis
   const Segment<T> segment{boxes + 4 * n * count, int(first), int(size), notes + n, lists + n * gridDim.x * room,
                            lengths,               room,       Limit(threshold, unit)};
   if (threadIdx.x == 0) length = 0;
+  if (threadIdx.x < WORDS) waits[threadIdx.x] = 0;
   __syncthreads();
-  const int own = lines * (lines + 1), all = own + lines * words;
+  const int own = lines * (lines + 1) / 2, all = own + lines * words;
   for (int u = blockIdx.x + gridDim.x * (threadIdx.x / 32); u < all; u += gridDim.x * WARPS) {
-    if (u < own) {  // line k has 2 k + 2 words
-      int k = int((sqrtf(4.0f * float(u) + 1.0f) - 1.0f) * 0.5f);
-      while (k * (k + 1) > u) --k;
-      while ((k + 1) * (k + 2) <= u) ++k;
-      const int word = u - k * (k + 1), b = 32 * word + lane;
+    if (u < own) {  // line k has k + 1 words
+      int k = int((sqrtf(8.0f * float(u) + 1.0f) - 1.0f) * 0.5f);
+      while (k * (k + 1) / 2 > u) --k;
+      while ((k + 1) * (k + 2) / 2 <= u) ++k;
+      const int word = u - k * (k + 1) / 2, b = 32 * word + lane;
       segment.compare(LINE * k, b < size ? int(first) + b : -1, word, &length);
     } else {
       const int k = (u - own) / words, b = 32 * (u - own - k * words) + lane;
       segment.compare(LINE * k, b < found ? kept[b] : -1, -1, &length);
     }
+    __syncwarp();
   }
   __syncthreads();
   if (threadIdx.x == 0) {
     lengths[blockIdx.x] = length;
-    __threadfence();
-    last = atomicAdd(&notes[n].done, 1ull) == gridDim.x - 1;
+    last = arrive(&notes[n].done, 1) == gridDim.x - 1;
   }
   __syncthreads();
   if (!last) return;
-  __threadfence();
-  const int now = segment.decide(kept, found, int(most));
+  const int now = segment.decide(kept, found, int(most), waits, entries, int(entries_of_warp));
   if (threadIdx.x > 0) return;
   counts[n] = now;
   notes[n].done = 0;
