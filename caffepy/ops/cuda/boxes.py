@@ -30,6 +30,9 @@ SHARED = 1024
 EACH = 2
 """Boxes of a thread that matches them, as in boxes.cu."""
 
+FOUR = 4
+"""Rows of a thread whose gradients are written by one block more, as in boxes.cu."""
+
 LOSSES = 512
 """Boxes for which one more block pays."""
 
@@ -69,17 +72,27 @@ def _match(
 ) -> None:
     """Match boxes, and check the true ones, too."""
     (images, count), known = matches.shape, len(truths)
-    tiles, memory = -(-count // (EACH * THREADS)), context().array
-    tops = memory("best pairs", (known, tiles * THREADS // 32), np.uint64)
-    matched = memory("matched", (images, tiles), np.int32)
-    pairs = memory("pairs", (images, known, 3), np.uint64) if known > THREADS else tops
-    blocks = tops, matched, pairs, arrivals(images)
+    blocks = *_rooms(images, count, known), arrivals(images)
     sizes = int(len(boxes) > 1), count, known, label, int(rule.difficult), int(rule.inside)
     arguments = boxes, truths, matches, overlaps, counts, *blocks, *sizes
     numbers = float(rule.threshold), int(rule.every), *_rules(check)
     if matches.size:
         match = kernel("boxes", f"match_boxes<{c_type(boxes)}>")
-        match((tiles, images), (THREADS,), (*arguments, *numbers))
+        match((_tiles(count), images), (THREADS,), (*arguments, *numbers))
+
+
+def _tiles(count: int) -> int:
+    """Return the blocks that match so many boxes."""
+    return -(-count // (EACH * THREADS))
+
+
+def _rooms(images: int, count: int, known: int) -> tuple[Array, Array, Array]:
+    """Return memory for what blocks that match tell each other."""
+    tiles, memory = _tiles(count), context().array
+    tops = memory("best pairs", (known, tiles * THREADS // 32), np.uint64)
+    matched = memory("matched", (images, tiles), np.int32)
+    pairs = memory("pairs", (images, known, 3), np.uint64) if known > THREADS else tops
+    return tops, matched, pairs
 
 
 def match_with_losses(
@@ -99,9 +112,24 @@ def match_with_losses(
 ) -> None:
     if not matches.size:
         check_truths(truths, check)
-    _match(priors[:1], truths, -1, matching, matches, overlaps, counts, check)
-    kinds, losses = (check.background, check.any_class), (labels, of_location, of_class)
-    box_losses(scores, locations, priors, truths, matches[:, None], rule, *kinds, *losses)
+        return
+    (images, count), known, classes = matches.shape, len(truths), scores.shape[2]
+    losses, kinds = (labels, of_location, of_class), (check.background, check.any_class)
+    tall = next((n for n in (THREADS, THREADS // 2) if 4 * n * (classes | 1) <= STAGE), 0)
+    if not tall:
+        _match(priors[:1], truths, -1, matching, matches, overlaps, counts, check)
+        box_losses(scores, locations, priors, truths, matches[:, None], rule, *kinds, *losses)
+        return
+    room = count + known  # each box, and each of those of the best pairs again
+    lists = context().array("matched boxes", (images, room), np.int32)
+    arrays = scores, locations, priors, truths, matches, overlaps, counts, *losses
+    sizes = room, images, count, known, int(matching.difficult), int(matching.inside)
+    rules = float(matching.threshold), int(matching.every), *_rules(check)
+    of_rows = classes, divisor(classes), tall, LEAST, *_numbers(rule)
+    run = kernel("boxes", f"match_with_losses<{c_type(scores)}>")
+    given = *arrays, *_rooms(images, count, known), lists, arrivals(3 * images), *sizes, *rules
+    grid, shared = images * (_tiles(count) + -(-count // tall)), 4 * tall * (classes | 1)
+    run((grid,), (THREADS,), (*given, *of_rows), shared_mem=shared)
 
 
 def _numbers(rule: LocationLoss) -> tuple[int, ...]:
@@ -231,8 +259,10 @@ def _row_words(classes: int) -> int:
     return (classes | 1) + 1
 
 
-def _each_row(name: str, x: Array, *arguments: Any) -> None:
-    """Launch a thread for each row of scores; `None` among the arguments stands for the sizes."""
+def _each_row(name: str, x: Array, *arguments: Any, rows_each: int = 1, blocks: int = 1) -> None:
+    """Launch a thread for each row of scores, or `blocks` blocks for so many rows of each of their
+    threads; `None` among the arguments stands for the sizes.
+    """
     rows, classes = x.shape
     if not rows:
         return
@@ -241,7 +271,8 @@ def _each_row(name: str, x: Array, *arguments: Any) -> None:
     given = [b for a in arguments for b in (sizes if a is None else (a,))]
     run = kernel("boxes", f"{name}<{c_type(x)}>")
     shared = 4 * threads * _row_words(classes)
-    run((min(-(-rows // threads), MOST),), (threads,), tuple(given), shared_mem=shared)
+    grid = blocks * min(-(-rows // (rows_each * threads)), MOST)
+    run((grid,), (threads,), tuple(given), shared_mem=shared)
 
 
 def _each_long_row(name: str, x: Array, *arguments: Any) -> None:
@@ -307,7 +338,7 @@ def box_gradients(
         return
     arrays = x, locations, priors, truths, matches, labels, dloss, norm, dlocations, dx
     sizes = float(weight), scores.shape[1], *_numbers(rule)
-    _each_row("box_gradients", x, *arrays, None, *sizes)
+    _each_row("box_gradients", x, *arrays, None, *sizes, rows_each=FOUR, blocks=1 + FOUR)
 
 
 def detect(

@@ -83,6 +83,16 @@ def test_choice_of_the_largest(count):
     agree("choose_largest", values, allowed, numbers, np.full_like(allowed, 7), tolerance=EXACT)
 
 
+@pytest.mark.parametrize("least", [-3, -30])
+def test_choice_among_values_of_many_sizes(least):
+    """Those wanted are far below the largest, near each other and apart."""
+    values = 10 ** seeded(1).uniform(least, 2, (4, 9000)).astype(np.float32)
+    values[1], values[1, ::900], values[2] = 1e-9, values[0, :10], -values[2]
+    numbers = np.array([60, 3000, 5000, 8999], np.int32)
+    chosen = np.full(values.shape, 7, np.int32)
+    agree("choose_largest", values, np.ones_like(chosen), numbers, chosen, tolerance=EXACT)
+
+
 @pytest.mark.parametrize("rows", [1, 300])
 @pytest.mark.parametrize("classes", [1, 2, 21, 32, 81, 190, 700])
 def test_losses_and_gradients_of_classes(classes, rows):
@@ -126,7 +136,7 @@ def test_losses_and_gradients_of_boxes(count, classes):
     agree("box_gradients", *given, labels, rule, *factors, *diffs, tolerance=(1e-4, 1e-6))
 
 
-@pytest.mark.parametrize("classes", [2, 20, 21, 81, 90])
+@pytest.mark.parametrize("classes", [2, 20, 21, 40, 81, 90])
 @pytest.mark.parametrize(("count", "known"), [(1, 1), (300, 0), (1000, 40), (517, 400)])
 def test_matching_with_losses(count, known, classes):
     """Also of images with more true boxes than a block has threads, and of wrong true boxes."""

@@ -5,6 +5,7 @@
 #include "pack.cuh"
 #include "reduce.cuh"
 #include "block_reduce.cuh"
+#include "arrive.cuh"
 #include "flags.cuh"
 
 using u64 = unsigned long long;
@@ -213,24 +214,33 @@ __device__ void settle(const T* boxes, const Truths<T>& truths, const u64* tops,
   } while (any);
 }
 
-// Blocks (tiles of boxes, images), EACH boxes a thread: -2 where one crosses the edge and that leaves it out, with `every`
-// the true box of the image that it overlaps most, the threshold or more, else -1; and its largest overlap. The last
-// block of an image to finish then takes the best pairs, of those left, as long as there are any. `tops` (known, lines of
-// boxes) and `matched` (images, tiles) are what blocks know; `pairs` (images, known, 3) is for images with more than TILE
-// true boxes; `arrived` (images) is 0 before and after. The first block also checks the true boxes, unless `bad_label` is null.
+// The boxes of an image that have a match, as they are found: some of them twice.
+struct Matched {
+  int* boxes;
+  u64* number;
+  __device__ void add(i64 place) const {
+    if (boxes) boxes[atomicAdd(number, 1ull)] = int(place);
+  }
+};
+
+// By a block, tile `tile` of `tiles` of the boxes of image n, EACH boxes a thread: -2 where one crosses the edge and that leaves
+// it out, with `every` the true box of the image that it overlaps most, the threshold or more, else -1; and its largest
+// overlap. The last block of an image to finish then takes the best pairs, of those left, as long as there are any, and is
+// told so. `tops` (known, lines of boxes) and `matched` (images, tiles) are what blocks know; `pairs` (images, known, 3) is for
+// images with more than TILE true boxes; `arrived` (images) is 0 before and after. The first block also checks the true
+// boxes, unless `bad_label` is null.
 template <typename T>
-__global__ void __launch_bounds__(TILE)
-match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* counts, u64* tops, int* matched, u64* pairs,
-            u64* arrived, i64 own, i64 count, i64 known, i64 label, i64 difficult, i64 inside, double threshold, i64 every,
-            i64 classes, i64 background, i64 any_class, double* bad_label, double* bad_box) {
+__device__ bool match_tile(i64 n, i64 tile, i64 tiles, const Matched& list, const T* boxes, const T* rows, int* matches, T* overlaps,
+                           int* counts, u64* tops, int* matched, u64* pairs, u64* arrived, i64 own, i64 count, i64 known, i64 label,
+                           i64 difficult, i64 inside, double threshold, i64 every, i64 classes, i64 background, i64 any_class,
+                           double* bad_label, double* bad_box) {
   __shared__ float corners[TILE][4], areas[TILE];
   __shared__ int row_of[TILE];
   __shared__ u64 shared_pairs[2][TILE];
   __shared__ bool last;
   const Truths<T> truths{rows, known, label, difficult};
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const i64 n = blockIdx.y, tiles = gridDim.x, first = (blockIdx.x * i64(TILE) + threadIdx.x) * EACH;
-  const i64 lines = tiles * (TILE / 32), line = blockIdx.x * i64(TILE / 32) + warp;
+  const i64 first = (tile * TILE + threadIdx.x) * EACH, lines = tiles * (TILE / 32), line = tile * (TILE / 32) + warp;
   boxes += own ? 4 * n * count : 0;
   matches += n * count;
   overlaps += n * count;
@@ -308,17 +318,16 @@ match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* count
       matches[first + e] = crosses[e] && mine ? -2 : is ? at[e] : -1;
       overlaps[first + e] = T(at[e] < 0 ? 0.0f : largest[e]);
     }
+    if (is) list.add(first + e);
     found += __syncthreads_count(is);
   }
   if (threadIdx.x == 0) {
-    matched[n * tiles + blockIdx.x] = found;
-    __threadfence();
-    last = atomicAdd(arrived + n, 1ull) == gridDim.x - 1;
+    matched[n * tiles + tile] = found;
+    last = arrive(arrived + n, 1) == tiles - 1;
   }
   __syncthreads();
-  if (bad_label && blockIdx.x + blockIdx.y == 0) truths.check(classes, background, any_class, bad_label, bad_box);
-  if (!last) return;
-  __threadfence();
+  if (bad_label && tile + n == 0) truths.check(classes, background, any_class, bad_label, bad_box);
+  if (!last) return false;
   u64 *best = shared_pairs[0], *next = shared_pairs[1];
   int* row = row_of;
   if (mine > TILE) {
@@ -341,6 +350,7 @@ match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* count
   }
   for (int k = warp; k < mine; k += TILE / 32) {
     u64 most = 0;
+#pragma unroll 4
     for (i64 of = lane; of < lines; of += 32) most = max(most, __ldcg(tops + row[k] * lines + of));
     most = warp_max(most);
     if (lane == 0) best[k] = most;
@@ -349,7 +359,7 @@ match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* count
   settle(boxes, truths, tops, lines, count, inside != 0, best, next, row, mine);
   if (warp == 0) {
     found = 0;
-    for (i64 tile = lane; tile < tiles; tile += 32) found += __ldcg(matched + n * tiles + tile);
+    for (i64 t = lane; t < tiles; t += 32) found += __ldcg(matched + n * tiles + t);
     found = int(warp_sum(unsigned(found)));
   }
   __syncthreads();
@@ -361,6 +371,7 @@ match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* count
     if (got) {
       matches[place] = row[k];
       overlaps[place] = T(__uint_as_float(unsigned(got >> 32)));
+      list.add(place);
     }
   }
   if (threadIdx.x == 0) {
@@ -368,6 +379,18 @@ match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* count
     counts[2 * n + 1] = found;
     arrived[n] = 0;
   }
+  return true;
+}
+
+// Blocks (tiles, images).
+template <typename T>
+__global__ void __launch_bounds__(TILE)
+match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* counts, u64* tops, int* matched, u64* pairs,
+            u64* arrived, i64 own, i64 count, i64 known, i64 label, i64 difficult, i64 inside, double threshold, i64 every,
+            i64 classes, i64 background, i64 any_class, double* bad_label, double* bad_box) {
+  match_tile(blockIdx.y, blockIdx.x, gridDim.x, Matched{nullptr, nullptr}, boxes, rows, matches, overlaps, counts, tops, matched,
+             pairs, arrived, own, count, known, label, difficult, inside, threshold, every, classes, background, any_class, bad_label,
+             bad_box);
 }
 
 // How far four locations are from those of the true box; 0 where that costs nothing.
@@ -506,47 +529,55 @@ template <int HELD> struct Keys {
   }
 };
 
-// Bit by bit a word that `wanted` threads of a block reach, and `spare` more or others that have the same; 0 if there are
-// not so many.
-__device__ unsigned reached(unsigned x, unsigned wanted, unsigned spare) {
-  unsigned least = 0;
-  for (int bit = 31; bit >= 0; --bit) {
-    const unsigned next = least | 1u << bit, found = __syncthreads_count(x >= next);
-    if (found < wanted) continue;
-    least = next;
-    if (found <= wanted + spare) break;
-  }
-  return least;
-}
-
-// The pair of key and place that the `wanted` largest reach, of those keys that are `least` or more: no more than there are
-// threads.
-template <int HELD> __device__ u64 last_pair(const Keys<HELD>& keys, unsigned least, unsigned count, unsigned wanted) {
-  __shared__ u64 pairs[1024];
-  unsigned next = block_before(keys.above(least - 1));
+// The pair of key and place that the `wanted` largest keys reach, of more than so many; 0 where too many are too like each
+// other. A block of 1024 counts keys by how far they are below the largest one, 128 bins for a factor of two, and compares those
+// of one bin. `pairs` has room for those of 1024.
+template <int HELD> __device__ u64 last_pair(const Keys<HELD>& keys, unsigned wanted) {
+  constexpr int BINS = 2048, SHIFT = 16, ROOM = 1024;
+  __shared__ unsigned bins[BINS], most, number;
+  __shared__ uint3 cut;  // a bin, the keys in bins before it, the keys in it
+  __shared__ u64 pairs[ROOM], last;
+  for (int k = threadIdx.x; k < BINS; k += blockDim.x) bins[k] = 0;
+  if (threadIdx.x == 0) most = number = 0;
+  __syncthreads();
+  const unsigned own = warp_max(keys.largest());
+  if (threadIdx.x % 32 == 0) atomicMax(&most, own);
+  __syncthreads();
+  const auto bin_of = [top = most](unsigned key) { return min((top - key) >> SHIFT, BINS - 1u); };
 #pragma unroll Keys<HELD>::UNROLL
   for (int i = 0; i < HELD; ++i)
-    if (keys.of[i] >= least) pairs[next++] = keys.pair_of(i);
+    if (keys.of[i]) atomicAdd(bins + bin_of(keys.of[i]), 1u);
   __syncthreads();
-  const u64 own = threadIdx.x < count ? pairs[threadIdx.x] : 0;
-  const unsigned key = unsigned(own >> 32), last = reached(key, wanted, 0);
-  const unsigned above = __syncthreads_count(key > last), equal = __syncthreads_count(key == last);
-  const unsigned place = above + equal > wanted ? reached(key == last ? unsigned(own) : 0, wanted - above, 0) : 0;
-  return max(u64(last) << 32 | place, u64(least) << 32);
+  const unsigned first = bins[2 * threadIdx.x], second = bins[2 * threadIdx.x + 1];
+  const unsigned before = block_before(first + second);
+  if (before < wanted && wanted <= before + first)
+    cut = {2 * threadIdx.x, before, first};
+  else if (before + first < wanted && wanted <= before + first + second)
+    cut = {2 * threadIdx.x + 1, before + first, second};
+  __syncthreads();
+  const auto [bin, better, count] = cut;
+  if (count > ROOM) return 0;
+#pragma unroll Keys<HELD>::UNROLL
+  for (int i = 0; i < HELD; ++i)
+    if (keys.of[i] && bin_of(keys.of[i]) == bin) pairs[atomicAdd(&number, 1u)] = keys.pair_of(i);
+  __syncthreads();
+  if (threadIdx.x < count) {
+    const u64 mine = pairs[threadIdx.x];
+    unsigned above = better;
+    for (unsigned k = 0; k < count; ++k) above += pairs[k] > mine;
+    if (above == wanted - 1) last = mine;
+  }
+  __syncthreads();
+  return last;
 }
 
-// f(element, whether it is one of the `number` largest, of equal ones the first). As many threads as are wanted reach a
-// key with their largest; those that reach it at all are few, and a thread each finds out which of them are wanted. Where they
-// are more than threads: bit by bit the largest key from which on there are as many; if there are more, only the first
-// of those with this key count.
+// f(element, whether it is one of the `number` largest, of equal ones the first). Where too many keys are alike: bit by bit the
+// largest key from which on there are as many; if there are more, only the first of those with this key count.
 template <int HELD, typename F> __device__ void largest(const Keys<HELD>& keys, i64 number, F f) {
   unsigned found = block_total(keys.above(0), 0), least = 1;  // found: keys of `least` or more
   const unsigned wanted = number < 0 ? 0 : number < found ? unsigned(number) : found;
   if (found > wanted && wanted) {
-    const unsigned near = wanted <= blockDim.x ? reached(keys.largest(), wanted, wanted / 4) : 0;
-    const unsigned few = near ? block_total(keys.above(near - 1), 1) : found;
-    if (few <= blockDim.x) {
-      const u64 last = last_pair(keys, max(near, 1u), few, wanted);
+    if (const u64 last = last_pair(keys, wanted)) {
 #pragma unroll Keys<HELD>::UNROLL
       for (int i = 0; i < HELD; ++i) f(i, keys.of[i] && keys.pair_of(i) >= last);
       return;
@@ -711,6 +742,80 @@ __global__ void box_losses(const T* x, const T* locations, const T* priors, cons
   });
 }
 
+// match_boxes and box_losses of boxes whose images share `count` priors, by blocks for a tile of boxes each, then by such as read
+// `tall` rows of scores while those still match. They take all their boxes for the background unless the matches of the image
+// are known by then. If they were not for all of its rows, the last block of an image to finish writes what its matches lose.
+// `lists` (images, room) and `numbers` (3, images), 0 before and after, tell it of them.
+constexpr u64 SETTLED = 1u << 31, UNSETTLED = 1ull << 32;  // beside the blocks of an image that have finished
+
+template <typename T>
+__global__ void __launch_bounds__(TILE, 4)
+match_with_losses(const T* x, const T* locations, const T* priors, const T* truths, int* matches, T* overlaps, int* counts,
+                  int* labels, T* of_location, T* of_class, u64* tops, int* matched, u64* pairs, int* lists, u64* numbers, i64 room,
+                  i64 images, i64 count, i64 known, i64 difficult, i64 inside, double threshold, i64 every, i64 classes,
+                  i64 background, i64 any_class, double* bad_label, double* bad_box, i64 scores_of_row, i64 ready, i64 tall,
+                  double least, i64 kind, i64 scaled, i64 square, i64 crossing) {
+  extern __shared__ float words[];
+  __shared__ u64 before;
+  __shared__ int places[TILE];
+  const int tiles = int((count + EACH * TILE - 1) / (EACH * TILE)), parts = int((count + tall - 1) / tall);
+  const int all_tiles = tiles * int(images);
+  const bool of_match = blockIdx.x < all_tiles;
+  const int block = int(blockIdx.x) - (of_match ? 0 : all_tiles);
+  const i64 n = block / (of_match ? tiles : parts);
+  const Matched list{lists + n * room, numbers + images + n};
+  u64* finished = numbers + 2 * images + n;
+  const Rows scores(words, scores_of_row, ready);
+  const LocationRule rule(kind, scaled, square, crossing);
+  const auto lose = [&](i64 p, int match, unsigned row) {
+    const i64 i = n * count + p;
+    const int label = label_of(truths, match, background, any_class);
+    labels[i] = label;
+    of_location[i] = T(match < 0 ? 0.0f : location_loss(locations + 4 * i, priors, truths, match, p, count, rule));
+    of_class[i] = T(class_loss(scores.row(row), scores.count, label, float(least)));
+  };
+  u64 done = 1;
+  if (of_match) {
+    if (!match_tile(n, block - n * tiles, tiles, list, priors, truths, matches, overlaps, counts, tops, matched, pairs, numbers, 0,
+                    count, known, -1, difficult, inside, threshold, every, classes, background, any_class, bad_label, bad_box))
+      return;
+    done += SETTLED;
+  } else {
+    const i64 start = (block - n * parts) * tall, p = start + threadIdx.x;
+    const unsigned here = unsigned(min(count - start, tall));
+    const u64 known_by_now = threadIdx.x == 0 ? __ldcg(finished) : 0;  // on its way with the scores
+    scores.read_all(x + (n * count + start) * scores_of_row, here);
+    if (threadIdx.x == 0) {
+      before = known_by_now;
+      if (known_by_now & SETTLED) order_memory();
+    }
+    __syncthreads();
+    const bool settled = before & SETTLED;
+    if (threadIdx.x < here) lose(p, settled ? __ldcg(matches + n * count + p) : -1, threadIdx.x);
+    if (!settled) done += UNSETTLED;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) before = arrive(finished, done);
+  __syncthreads();
+  if ((before & (SETTLED - 1)) != parts) return;
+  const int found = (before + done) / UNSETTLED ? int(__ldcg(list.number)) : 0;
+  for (int start = 0; start < found; start += int(tall)) {
+    const int here = min(found - start, int(tall));
+    if (threadIdx.x < here) places[threadIdx.x] = __ldcg(list.boxes + start + threadIdx.x);
+    __syncthreads();
+#pragma unroll 8
+    for (unsigned e = threadIdx.x; e < here * scores.count; e += TILE) {
+      const unsigned row = scores.by.quotient(e), k = e - row * scores.count;
+      scores.row(row)[k] = float(x[(n * count + places[row]) * scores_of_row + k]);
+    }
+    const int p = threadIdx.x < here ? places[threadIdx.x] : 0, match = __ldcg(matches + n * count + p);
+    __syncthreads();
+    if (threadIdx.x < here) lose(p, match, threadIdx.x);
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) *list.number = *finished = 0;
+}
+
 // Up to four of the rows that learn, of up to 32 scores each, by a warp: read, then their gradients written.
 template <typename T> struct ShortRows {
   int rows[4];  // below 0: none
@@ -825,10 +930,13 @@ __global__ void class_gradients(const T* x, const int* labels, const T* factor, 
   }
 }
 
-// location_gradients and class_gradients of boxes whose images share `boxes` priors; the factors are dloss / norm, that of
-// locations `weight` times as large.
+// location_gradients and class_gradients of boxes whose images share `boxes` priors, by five blocks for FOUR rows of a thread: one
+// writes those of the locations, for which it waits for one read after the other, each of the others those of a quarter of the
+// scores. The factors are dloss / norm, that of locations `weight` times as large.
+constexpr int FOUR = 4;
+
 template <typename T>
-__global__ void __launch_bounds__(128, 10)
+__global__ void __launch_bounds__(128, 12)
 box_gradients(const T* x, const T* locations, const T* priors, const T* truths, const int* matches, const int* labels,
               const T* dloss, const T* norm, T* to_locations, T* gradients, i64 rows, i64 count, i64 ready, double weight,
               i64 boxes, i64 kind, i64 scaled, i64 square, i64 crossing) {
@@ -836,17 +944,32 @@ box_gradients(const T* x, const T* locations, const T* priors, const T* truths, 
   const Rows scores(words, count, ready);
   const LocationRule rule(kind, scaled, square, crossing);
   const float by = float(*dloss) / float(*norm);
-  for (i64 first = blockIdx.x * i64(blockDim.x); first < rows; first += gridDim.x * i64(blockDim.x)) {
-    const unsigned here = unsigned(min(rows - first, i64(blockDim.x)));
-    const i64 i = first + threadIdx.x;
-    const int label = threadIdx.x < here ? labels[i] : -1;
-    if (threadIdx.x < here) {
+  const i64 threads = blockDim.x;
+  const int part = int(blockIdx.x % (1 + FOUR)) - 1;
+  for (i64 group = blockIdx.x / (1 + FOUR); group * FOUR * threads < rows; group += gridDim.x / (1 + FOUR)) {
+    const i64 start = group * FOUR * threads + threadIdx.x;
+    if (part >= 0) {
+      const i64 first = start - threadIdx.x + part * threads;
+      if (first >= rows) continue;
+      const unsigned here = unsigned(min(rows - first, threads));
+      const int label = threadIdx.x < here ? labels[first + threadIdx.x] : -1;
+      row_gradients(x + first * count, gradients + first * count, here, label, scores, by);
+      continue;
+    }
+    int match[FOUR];
+#pragma unroll
+    for (int e = 0; e < FOUR; ++e) match[e] = start + e * threads < rows ? matches[start + e * threads] : 0;
+#pragma unroll
+    for (int e = 0; e < FOUR; ++e)
+      if (match[e] < 0) write_four(to_locations + 4 * (start + e * threads), {0, 0, 0, 0});
+#pragma unroll 1
+    for (i64 i = start; i < min(rows, start + FOUR * threads); i += threads) {
+      if (matches[i] < 0) continue;
       float d[4];
       const i64 p = i - Place::quotient(i, boxes) * boxes;
       location_gradient(locations + 4 * i, priors, truths, matches[i], p, boxes, rule, by * float(weight), d);
       write_four(to_locations + 4 * i, d);
     }
-    row_gradients(x + first * count, gradients + first * count, here, label, scores, by);
   }
 }
 
@@ -1062,11 +1185,9 @@ mined_multibox_loss(const T* location, const int* matches, const T* of_class, in
   if (lane == 0) {
     partial[blockIdx.x] = sum;
     partial[images + blockIdx.x] = all;
-    __threadfence();
-    last = atomicAdd(arrived, 1ull) == images - 1;
+    last = arrive(arrived, 1) == images - 1;
   }
   if (!__any_sync(0xffffffffu, last)) return;
-  __threadfence();
   sum = all = 0;
   for (int n = lane; n < images; n += 32) {
     sum += __ldcg(partial + n);
@@ -1134,7 +1255,7 @@ __device__ int keep_apart(const T* boxes, const T* scores, i64 classes, int cand
 // A block for each image and class: the best of its boxes, at most `most`, up to BEST, in the order of scores, then those
 // apart.
 template <typename T, int HELD>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
 detect(const T* boxes, const T* scores, T* found, int* counts, i64 groups, i64 count, i64 classes, i64 most,
        i64 background, double least, double threshold, double eta) {
   __shared__ u64 best[BEST], sorted[BEST];
