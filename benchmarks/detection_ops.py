@@ -23,7 +23,15 @@ from caffepy import ops as backends
 from caffepy.device.blob import PLAIN, Blob, Layout
 from caffepy.device.cuda import CudaDevice
 from caffepy.layer import create_layer
-from caffepy.ops.boxes import CENTER_SIZE, PRIORS, BoxCode, LocationLoss, Matching, TruthCheck
+from caffepy.ops.boxes import (
+    CENTER_SIZE,
+    PRIORS,
+    BoxCode,
+    LocationLoss,
+    Matching,
+    Mining,
+    TruthCheck,
+)
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
 CACHE = 120e6
@@ -108,103 +116,151 @@ def crowd(count: int) -> Array:
     return boxes[None].astype(np.float32)
 
 
+SIZE = IMAGES * COUNT
+WORD, ROW = 4 * SIZE, 4 * CLASSES * SIZE
+"""Boxes of all images, and bytes of an array with a number and with the scores of each."""
+
+CODE = BoxCode(CENTER_SIZE)
+LOSS = LocationLoss(CODE, False, PRIORS)
+
+
+class Maker:
+    """What makes arrays on a device, and the operations of its back end."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.device, self.ops = device, backends.backend(device)
+        self.given, self.true = device.on_device(priors()), device.on_device(truths())
+        self.one = device.on_device(np.array(1, np.float32))
+
+    def floats(self, *shape: int) -> Array:
+        """Numbers of a normal distribution."""
+        return self.device.on_device(normal(shape))
+
+    def ints(self, *shape: int, value: int = 0) -> Array:
+        return self.device.on_device(np.full(shape, value, np.int32))
+
+    def few(self, share: float, values: Array) -> Array:
+        """These values (N, P) in so many places, else -1."""
+        draw = rng().uniform(size=(IMAGES, COUNT))
+        found = np.where(draw < share, np.broadcast_to(values, draw.shape), -1)
+        return self.device.on_device(found.astype(np.int32))
+
+
 def of_ops(device: CudaDevice) -> list[Case]:
     """Operations on boxes of SSD, and the suppression of proposals."""
-    ops, draw = backends.backend(device), rng()
-    size = IMAGES * COUNT
-    rule = Matching(0.5, True, False, True)
-    code = BoxCode(CENTER_SIZE)
-    loss = LocationLoss(code, False, PRIORS)
-    given, true = device.on_device(priors()), device.on_device(truths())
-    labels = np.where(draw.uniform(size=size) < 0.04, draw.integers(0, CLASSES, size), -1)
-    maps = np.where(
-        draw.uniform(size=(IMAGES, 1, COUNT)) < 0.01, np.arange(IMAGES)[:, None, None] * TRUE, -1
-    )
-    few, matched = (device.on_device(a.astype(np.int32)) for a in (labels, maps))
-    all_rows, one = device.on_device(np.zeros(size, np.int32)), device.on_device(np.float32(1))
-    numbers = device.on_device(np.full(IMAGES, 90, np.int32))
-    ones = device.on_device(np.ones((IMAGES, COUNT), np.int32))
+    make = Maker(device)
+    return [*of_matching(make), *of_classes(make), *of_locations(make), *of_detection(make)]
 
-    def array(*shape: int, dtype: Any = np.float32) -> Array:
-        if dtype == np.int32:
-            return device.on_device(np.zeros(shape, dtype))
-        return device.on_device(normal(shape))
+
+def of_matching(make: Maker) -> list[Case]:
+    ops, given, true = make.ops, make.given, make.true
+    rule = Matching(0.5, True, False, True)
+    numbers, ones = make.ints(IMAGES, value=90), make.ints(IMAGES, COUNT, value=1)
+    matches = make.few(0.01, np.arange(IMAGES)[:, None] * TRUE)[:, None]
+
+    def found() -> tuple[Array, ...]:
+        return make.ints(IMAGES, COUNT), make.floats(IMAGES, COUNT), make.ints(IMAGES, 2)
 
     def match() -> Work:
-        out = (
-            array(IMAGES, COUNT, dtype=np.int32),
-            array(IMAGES, COUNT),
-            array(IMAGES, 2, dtype=np.int32),
-        )
+        out = found()
         return lambda: ops.match_boxes(given[:1], true, -1, rule, *out)
 
     def match_with_losses() -> Work:
-        x, at = array(IMAGES, COUNT, CLASSES), array(IMAGES, COUNT, 1, 4)
-        matches, labels = (array(IMAGES, COUNT, dtype=np.int32) for _ in range(2))
-        counts, flags = array(IMAGES, 2, dtype=np.int32), [device.on_device(np.zeros(2))] * 2
-        check = TruthCheck(CLASSES, 0, False, True, *flags)
-        found = matches, array(IMAGES, COUNT), counts
-        lost = labels, array(IMAGES, 1, COUNT), array(IMAGES, COUNT)
-        return lambda: ops.match_with_losses(x, at, given, true, rule, loss, check, *found, *lost)
-
-    def losses() -> Work:
-        x, y = array(size, CLASSES), array(size)
-        return lambda: ops.class_losses(x, all_rows, y)
-
-    def gradients() -> Work:
-        x, dx = array(size, CLASSES), array(size, CLASSES)
-        return lambda: ops.class_gradients(x, few, one, dx)
-
-    def every_gradient() -> Work:
-        x, dx = array(size, CLASSES), array(size, CLASSES)
-        return lambda: ops.class_gradients(x, all_rows, one, dx)
-
-    def location_losses() -> Work:
-        x, y = array(IMAGES, COUNT, 1, 4), array(IMAGES, 1, COUNT)
-        return lambda: ops.location_losses(x, given, true, matched, loss, y)
-
-    def location_gradients() -> Work:
-        x, dx = array(IMAGES, COUNT, 1, 4), array(IMAGES, COUNT, 1, 4)
-        return lambda: ops.location_gradients(x, given, true, matched, loss, one, dx)
+        x, at = make.floats(IMAGES, COUNT, CLASSES), make.floats(IMAGES, COUNT, 1, 4)
+        check = TruthCheck(CLASSES, 0, False, True, *[make.device.on_device(np.zeros(2))] * 2)
+        out = *found(), make.ints(IMAGES, COUNT), make.floats(IMAGES, 1, COUNT)
+        y = make.floats(IMAGES, COUNT)
+        return lambda: ops.match_with_losses(x, at, given, true, rule, LOSS, check, *out, y)
 
     def choice() -> Work:
-        values, chosen = abs(array(IMAGES, COUNT)), array(IMAGES, COUNT, dtype=np.int32)
+        values, chosen = abs(make.floats(IMAGES, COUNT)), make.ints(IMAGES, COUNT)
         return lambda: ops.choose_largest(values, ones, numbers, chosen)
 
+    def mined() -> Work:
+        at, of_class = abs(make.floats(IMAGES, 1, COUNT)), abs(make.floats(IMAGES, COUNT))
+        counts = make.device.on_device(np.full((IMAGES, 2), [TRUE, 90], np.int32))
+        mining = Mining(make.floats(IMAGES, COUNT), counts, 3, 0.5)
+        sums = at, matches, of_class, make.ints(IMAGES, COUNT), (1.0, 1.0)
+        norm, loss = make.floats(), make.floats()
+        return lambda: ops.multibox_loss(*sums, None, mining, norm, loss)
+
+    return [
+        Case("matching", 2 * WORD + 16 * COUNT, match),
+        Case("matching with losses", ROW + 5 * WORD + 16 * COUNT, match_with_losses),
+        Case("choice of the hardest", 3 * WORD, choice),
+        Case("mining and sum", 5 * WORD, mined),
+    ]
+
+
+def of_classes(make: Maker) -> list[Case]:
+    ops, one = make.ops, make.one
+    few = make.few(0.04, rng().integers(0, CLASSES, (IMAGES, COUNT))).reshape(-1)
+    every = make.ints(SIZE)
+
+    def losses() -> Work:
+        x, y = make.floats(SIZE, CLASSES), make.floats(SIZE)
+        return lambda: ops.class_losses(x, every, y)
+
+    def gradients(labels: Array) -> Callable[[], Work]:
+        def work() -> Work:
+            x, dx = make.floats(SIZE, CLASSES), make.floats(SIZE, CLASSES)
+            return lambda: ops.class_gradients(x, labels, one, dx)
+
+        return work
+
+    return [
+        Case("class losses", ROW + 2 * WORD, losses),
+        Case("class gradients, 4 % of rows", int(1.04 * ROW) + WORD, gradients(few)),
+        Case("class gradients, all rows", 2 * ROW + WORD, gradients(every)),
+    ]
+
+
+def of_locations(make: Maker) -> list[Case]:
+    ops, given, true = make.ops, make.given, make.true
+    matches = make.few(0.01, np.arange(IMAGES)[:, None] * TRUE)[:, None]
+
+    def losses() -> Work:
+        x, y = make.floats(IMAGES, COUNT, 1, 4), make.floats(IMAGES, 1, COUNT)
+        return lambda: ops.location_losses(x, given, true, matches, LOSS, y)
+
+    def gradients() -> Work:
+        x, dx = make.floats(IMAGES, COUNT, 1, 4), make.floats(IMAGES, COUNT, 1, 4)
+        return lambda: ops.location_gradients(x, given, true, matches, LOSS, make.one, dx)
+
     def decode() -> Work:
-        x, boxes = array(IMAGES, COUNT, 1, 4), array(IMAGES, 1, COUNT, 4)
-        return lambda: ops.decode_boxes(x, given, code, boxes)
+        x, boxes = make.floats(IMAGES, COUNT, 1, 4), make.floats(IMAGES, 1, COUNT, 4)
+        return lambda: ops.decode_boxes(x, given, CODE, boxes)
+
+    return [
+        Case("location losses", 2 * WORD, losses),
+        Case("location gradients", 5 * WORD, gradients),
+        Case("decoding", 8 * WORD + 32 * COUNT, decode),
+    ]
+
+
+def of_detection(make: Maker) -> list[Case]:
+    ops = make.ops
 
     def detect(least: float) -> Callable[[], Work]:
-        def make() -> Work:
-            scores = abs(array(IMAGES, COUNT, CLASSES))
-            boxes = device.on_device(np.broadcast_to(priors()[0], (IMAGES, 1, COUNT, 4)).copy())
-            found, counts = array(IMAGES, CLASSES, 400, 5), array(IMAGES, CLASSES, dtype=np.int32)
-            return lambda: ops.detect(boxes, scores, 0, least, 0.45, 1.0, found, counts)
+        def work() -> Work:
+            scores = abs(make.floats(IMAGES, COUNT, CLASSES))
+            boxes = np.broadcast_to(priors()[0], (IMAGES, 1, COUNT, 4)).copy()
+            out = make.floats(IMAGES, CLASSES, 400, 5), make.ints(IMAGES, CLASSES)
+            of = make.device.on_device(boxes)
+            return lambda: ops.detect(of, scores, 0, least, 0.45, 1.0, *out)
 
-        return make
+        return work
 
     def suppress(given: Array, most: int) -> Callable[[], Work]:
-        def make() -> Work:
-            boxes = device.on_device(given)
-            kept, counts = array(1, most, dtype=np.int32), array(1, dtype=np.int32)
-            return lambda: ops.suppress_overlaps(boxes, 0.7, 1.0, kept, counts)
+        def work() -> Work:
+            boxes, out = make.device.on_device(given), (make.ints(1, most), make.ints(1))
+            return lambda: ops.suppress_overlaps(boxes, 0.7, 1.0, *out)
 
-        return make
+        return work
 
-    row, word = 4 * CLASSES * size, 4 * size
     return [
-        Case("matching", 2 * word + 16 * COUNT, match),
-        Case("matching with losses", row + 5 * word + 16 * COUNT, match_with_losses),
-        Case("class losses", row + 2 * word, losses),
-        Case("class gradients, 4 % of rows", int(1.04 * row) + word, gradients),
-        Case("class gradients, all rows", 2 * row + word, every_gradient),
-        Case("location losses", 2 * word, location_losses),
-        Case("location gradients", 5 * word, location_gradients),
-        Case("choice of the hardest", 3 * word, choice),
-        Case("decoding", 8 * word + 32 * COUNT, decode),
-        Case("detections, every score", row + 4 * word + 20 * 400 * IMAGES * CLASSES, detect(0)),
-        Case("detections, 1 % of scores", row + 4 * word, detect(2.576)),
+        Case("detections, every score", ROW + 4 * WORD + 20 * 400 * IMAGES * CLASSES, detect(0)),
+        Case("detections, 1 % of scores", ROW + 4 * WORD, detect(2.576)),
         Case("NMS of 6,000, 300 kept", 16 * 6000, suppress(scattered(6000), 300)),
         Case("NMS of 12,000, 2,000 kept", 16 * 12000, suppress(scattered(12000), 2000)),
         Case("NMS of 12,000 in a crowd", 16 * 12000, suppress(crowd(12000), 2000)),
