@@ -12,18 +12,21 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cupy
 import numpy as np
 from detection_ops import (
     CACHE,
+    CLASSES,
     COUNT,
     IMAGES,
     Work,
     time_of,
 )
 
+from caffepy import ops as backends
 from caffepy.device.cuda import CudaDevice
 
 PARTS = r"""
@@ -135,6 +138,90 @@ maxima(const float* x, float* y, int* index, i64 plane, i64 channels, i64 boxes,
   }
 }
 
+// A plane into shared memory, 16 bytes at a time; then of each bin nine cells, at no two threads' banks at once, added up and
+// written.
+extern "C" __global__ void __launch_bounds__(256, 8)
+means(const float* x, float* y, i64 plane, i64 channels, i64 boxes) {
+  extern __shared__ float4 cells[];
+  const float4* from = reinterpret_cast<const float4*>(x) + blockIdx.x * plane / 4;
+  for (int p = threadIdx.x; p < plane / 4; p += 256)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(unsigned(__cvta_generic_to_shared(cells + p))), "l"(from + p) : "memory");
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
+  const float* words = reinterpret_cast<const float*>(cells);
+  for (int b = threadIdx.x; b < boxes; b += 256) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 9; ++i) sum += words[b + 64 * i];
+    y[b * channels + blockIdx.x] = sum;
+  }
+}
+
+// What boxes give the bins of three channels, read into shared memory; then every cell of these, with one of them for a third of
+// the cells, written.
+extern "C" __global__ void __launch_bounds__(512, 3)
+spreads(const float* dy, float* dx, i64 plane, i64 channels, i64 boxes, i64 square) {
+  __shared__ float4 shares[512];
+  const int first = int(blockIdx.x / square * 3 * square + blockIdx.x % square);
+  if (threadIdx.x < boxes) {
+    const float* of = dy + threadIdx.x * channels + first;
+    shares[threadIdx.x] = {of[0], of[square], of[2 * square], 1};
+  }
+  __syncthreads();
+  for (int p = threadIdx.x; p < plane; p += 512) {
+    float4 sum = {};
+    if (p % 3 == 0) sum = shares[p % boxes];
+    float* to = dx + first * plane + p;
+    to[0] = sum.x;
+    to[square * plane] = sum.y;
+    to[2 * square * plane] = sum.z;
+  }
+}
+
+// By a block for an image, 1024 threads: four arrays with a word for each box read, their words counted in bins of shared
+// memory, the bins added up, and a word for each box written; each step waits for all of the one before.
+extern "C" __global__ void __launch_bounds__(1024)
+counts(const int4* from, int4* to, unsigned* total, unsigned* arrived, i64 count, i64 size) {
+  __shared__ unsigned bins[2048], parts[32];
+  __shared__ bool last;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int4 x[3] = {};
+#pragma unroll
+  for (int i = 0; i < 3; ++i)
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+      const int p = threadIdx.x + 1024 * i;
+      if (p >= count) continue;
+      const int4 other = from[a * size + blockIdx.x * count + p];
+      x[i].x ^= other.x; x[i].y ^= other.y; x[i].z ^= other.z; x[i].w ^= other.w;
+    }
+  bins[threadIdx.x] = bins[threadIdx.x + 1024] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 3; ++i)
+    if (threadIdx.x + 1024 * i < count)
+      for (int word : {x[i].x, x[i].y, x[i].z, x[i].w}) atomicAdd(bins + (word + 5 * threadIdx.x & 2047), 1u);
+  __syncthreads();
+  unsigned sum = __reduce_add_sync(0xffffffffu, bins[threadIdx.x] + bins[threadIdx.x + 1024]);
+  if (lane == 0) parts[warp] = sum;
+  __syncthreads();
+  sum = __reduce_add_sync(0xffffffffu, parts[lane]);
+#pragma unroll
+  for (int i = 0; i < 3; ++i)
+    if (threadIdx.x + 1024 * i < count) to[blockIdx.x * count + threadIdx.x + 1024 * i] = {int(sum), x[i].y, x[i].z, x[i].w};
+  if (threadIdx.x == 0) {
+    total[blockIdx.x] = sum;
+    __threadfence();
+    last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+    if (last) {
+      __threadfence();
+      for (int n = 0; n < gridDim.x; ++n) sum += __ldcg(total + n);
+      total[0] = sum;
+      *arrived = 0;
+    }
+  }
+}
+
 // What each bin gives, added to a sum in shared memory, as if no two of 32 were at one place; then the sums of four warps.
 extern "C" __global__ void __launch_bounds__(128, 5)
 adds(const float* dy, const int* index, float* dx, i64 plane, i64 channels, i64 boxes, i64 bins) {
@@ -187,12 +274,17 @@ BYTES = {
 """Bytes that are read, and written."""
 
 LOOKS = {
-    "NMS of 6,000": [(1280 * 1280 // 2, 6)],
-    "NMS of 12,000": [(4000 * 4000 // 2, 9)],
-    "NMS of 12,000 in a crowd": [(4000 * 4000 // 2, 9), (4000 * 4000 // 2 + 4000 * 1510, 9)],
+    "NMS of 6,000": [(1280 * 1280 // 2, 3), (0, 0)],
+    "NMS of 12,000": [(4000 * 4000 // 2, 5), (0, 0), (0, 0)],
+    "NMS of 12,000 in a crowd": [
+        (4000 * 4000 // 2, 5),
+        (4000 * 4000 // 2 + 4000 * 1510, 4),
+        (0, 0),
+    ],
 }
 """Pairs of boxes that are compared, and how many that wait for each other are decided about one
-after the other, in each launch; for the boxes of detection_ops.py.
+after the other, in each launch; for the boxes of detection_ops.py. The last launches of a
+suppression find that enough boxes are kept.
 """
 
 Make = Callable[[], Work]
@@ -221,7 +313,7 @@ def nothing() -> Work:
 
 def looks(given: list[tuple[int, int]]) -> Make:
     """A function that makes the comparisons and the chains of decisions of a suppression."""
-    run = part("compares")
+    run, idle = part("compares"), nothing()
 
     def make() -> Work:
         boxes, to = cupy.ones((12000, 4), np.float32), cupy.zeros(1 << 14, np.uint32)
@@ -229,7 +321,10 @@ def looks(given: list[tuple[int, int]]) -> Make:
 
         def work() -> None:
             for pairs, turns in given:
-                run((132,), (1024,), (boxes, to, arrived, len(boxes), pairs, turns))
+                if pairs:
+                    run((132,), (1024,), (boxes, to, arrived, len(boxes), pairs, turns))
+                else:
+                    idle()
 
         return work
 
@@ -253,6 +348,33 @@ def adds() -> Work:
     return lambda: run((512,), (128,), arguments, shared_mem=16 * 38 * 63)
 
 
+def means() -> Work:
+    run, plane = part("means"), 38 * 63 + 2  # whole packs
+    x, y = cupy.zeros(1029 * plane, np.float32), cupy.zeros(PARTS_Y // 4, np.float32)
+    return lambda: run((1029,), (256,), (x, y, plane, 1029, 128), shared_mem=4 * plane)
+
+
+def spreads() -> Work:
+    run = part("spreads")
+    dy, dx = (cupy.zeros(n // 4, np.float32) for n in (PARTS_Y, PARTS_X))
+    return lambda: run((343,), (512,), (dy, dx, 38 * 63, 1029, 128, 49))
+
+
+def softmax_then_counts(ops: Any) -> Work:
+    """The losses of all classes, and then, in a launch of its own, the choice of boxes."""
+    run = part("counts")
+    x, labels = cupy.zeros((IMAGES * COUNT, CLASSES), np.float32), cupy.zeros(IMAGES * COUNT, "i")
+    arrays, to = cupy.zeros((4, IMAGES, COUNT), np.float32), cupy.zeros((IMAGES, COUNT), np.int32)
+    total, arrived = cupy.zeros(IMAGES, np.uint32), cupy.zeros(1, np.uint32)
+    arguments = arrays, to, total, arrived, COUNT // 4, IMAGES * COUNT // 4
+
+    def work() -> None:
+        ops.class_losses(x, labels, arrays[0].reshape(-1))
+        run((IMAGES,), (1024,), arguments)
+
+    return work
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -266,6 +388,10 @@ def main() -> None:
         parts += [(f"pairs and turns of {n}", 0, looks(g)) for n, g in LOOKS.items()]
         parts += [("maxima of ROIPooling forward", X + 2 * Y, maxima)]
         parts += [("sums of ROIPooling backward", X + 2 * Y, adds)]
+        chain = partial(softmax_then_counts, backends.backend(device))
+        parts += [("means of PSROIPooling forward", PARTS_X + PARTS_Y, means)]
+        parts += [("shares of PSROIPooling backward", PARTS_X + PARTS_Y, spreads)]
+        parts += [("losses, then choice of MultiBoxLoss", SCORES, chain)]
     sys.stdout.write("| part | us | MB |\n|---|---|---|\n")
     for name, size, make in parts:
         if not re.search(args.only, name):
