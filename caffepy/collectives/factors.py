@@ -140,9 +140,9 @@ class Factors:
         caller waits for STREAM.
         """
         device = self._layers[0].device
-        with device.side_stream("sync"):
+        with device.side_stream("sync", "layer"):
             self._gather([blob.data for layer in self._layers for blob in self._all[layer]])
-        with device.side_stream(STREAM, after="sync"):
+        with device.side_stream(STREAM, "sync"):
             for layer in self._layers:
                 if layer.update is None:
                     layer.weight_gradient(*self._of_all(layer), False, 1 / self._size)

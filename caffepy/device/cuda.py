@@ -191,11 +191,9 @@ class CudaDevice(Device):
         """Enable `side_stream` in this context; at its end the main stream waits for all."""
         return self._streams.overlapping()
 
-    def side_stream(
-        self, name: str = "layer", after: str | None = None
-    ) -> AbstractContextManager[object]:
+    def side_stream(self, name: str = "layer", *after: str) -> AbstractContextManager[object]:
         """Return the context of a side stream, which waits for what was enqueued before."""
-        return self._streams.fork(name, after)
+        return self._streams.fork(name, *after)
 
     def wait_stream(self, name: str = "layer") -> None:
         """Make the current stream wait for the work of this side stream."""

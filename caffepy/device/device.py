@@ -196,15 +196,13 @@ class Device:
         """Return a context in which a GPU has side streams; at its end all have ended."""
         return nullcontext()
 
-    def side_stream(
-        self, name: str = "layer", after: str | None = None
-    ) -> AbstractContextManager[object]:
+    def side_stream(self, name: str = "layer", *after: str) -> AbstractContextManager[object]:
         """Return a context whose operations may overlap those enqueued after it, up to
         `wait_stream`.
 
-        They start after what the main stream (and side stream `after`) was given before this call,
-        which may be some time before the context is entered. What they read must not change, and
-        what they write must not be used, before `wait_stream`.
+        They start after what the main stream (and the side streams `after`) was given before this
+        call, which may be some time before the context is entered. What they read must not change,
+        and what they write must not be used, before `wait_stream`.
         """
         return nullcontext()
 

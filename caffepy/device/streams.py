@@ -93,16 +93,15 @@ class Streams:
             self._overlaps = False
             self._forked.clear()
 
-    def fork(self, name: str, after: str | None) -> AbstractContextManager[None]:
+    def fork(self, name: str, *after: str) -> AbstractContextManager[None]:
         """Return the context of a side stream, which first waits for what the main one, and the
-        side stream `after`, were given before this call; outside `overlapping`, or in another such
+        side streams `after`, were given before this call; outside `overlapping`, or in another such
         context, operations stay where they are.
         """
         if not self._overlaps or self.current is not self.main:
             return nullcontext()
         before = [self._mark(self.main)]
-        if after in self._forked:
-            before.append(self._mark(self.side[after]))
+        before += [self._mark(self.side[other]) for other in after if other in self._forked]
         return self._on_side(name, before)
 
     @contextmanager

@@ -131,13 +131,13 @@ def test_a_side_stream_waits_for_what_was_enqueued_before_the_call() -> None:
     main = streams.main
     with streams.overlapping():
         main.work()
-        beside = streams.fork("layer", None)
+        beside = streams.fork("layer")
         main.work()
         with beside:
             side = streams.current
             assert side is not main
             side.work()
-            with streams.fork("other", None):
+            with streams.fork("other"):
                 assert streams.current is side
         assert noting.waits == [(side.ptr, (main.ptr, 1))]
         with streams.fork("other", "layer"):
@@ -146,7 +146,7 @@ def test_a_side_stream_waits_for_what_was_enqueued_before_the_call() -> None:
         streams.wait("layer")
         assert noting.waits[3:] == [(main.ptr, (side.ptr, 1))]
     assert noting.waits[4:] == [(main.ptr, (other.ptr, 0))]
-    with streams.fork("layer", None):
+    with streams.fork("layer"):
         assert streams.current is main
 
 
