@@ -247,7 +247,7 @@ class UpdateState(Protocol):
 
     Order of calls in an iteration: `set_hyperparams`, `begin`, `accumulate_loss` after each forward
     pass, `check_and_scale` after the last backward pass, the update, `mark_enqueued`. On a GPU all
-    but `set_hyperparams`, `loss`, `mean`, `mark_enqueued` and `step_results` can be captured.
+    but `set_hyperparams`, `loss`, `mark_enqueued` and `step_results` can be captured.
     """
 
     rate: Number
@@ -279,9 +279,6 @@ class UpdateState(Protocol):
     def pack_metrics(self, metrics: Array) -> None:
         """Write the loss where the all-reduce averages it; NaN if this device found a problem."""
 
-    def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
-        """Read the averaged loss back; NaN if the int at host address `abort_flag` is not 0."""
-
     def pack_scale(self, spare: Array) -> None:
         """Write the loss scale, if any, to the spare elements that are broadcast with the data."""
 
@@ -294,15 +291,18 @@ class UpdateState(Protocol):
     def check_loss(self, check: Callable[[], object]) -> None:
         """Call `check` after a pass; where the CPU replays it, if the loss is not finite."""
 
-    def mean(self) -> float:
-        """Wait for and return the passes' mean loss, of all solvers after `unpack_metrics`."""
-
     @property
     def needs_norm(self) -> bool:
         """True if `check_and_scale` needs the gradients' norm, not the loss alone."""
 
-    def check_and_scale(self, diff: Array) -> None:
-        """Check the loss and the gradients in flat `diff`; set `scale` and `go`."""
+    def check_and_scale(
+        self, diff: Array, metrics: Array | None = None, abort_flag: int = 0
+    ) -> None:
+        """Check the loss and the gradients in flat `diff`; set `scale` and `go`.
+
+        The loss is that in `metrics`, after an all-reduce, but not finite if the int at host
+        address `abort_flag` is not 0; without metrics that of this device.
+        """
 
     def mark_enqueued(self, count: int = 1) -> None:
         """Count iterations whose `check_and_scale` is on the device's stream by now."""

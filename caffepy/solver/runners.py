@@ -63,10 +63,10 @@ class EagerRunner:
                 step.graphs.run_pass(step.capture, self._check_pass, alone, step.overwrites)
                 timer.mark("backward")
             step.gradients_ready()
-        step.update_state.mean()  # waits for the all-reduce
+        step.device.synchronize()  # waits for the all-reduce
         self._before_update(iteration)
         step.device.flush()
-        step.update()
+        step.update(averaged=True)
 
     def _check_pass(self) -> None:
         """Add the loss of a forward pass; DivergenceError if it is not finite."""
@@ -189,7 +189,7 @@ class CapturedRunner:
         if step.checks_early:
             step.optimizer.apply()
         else:
-            step.update()
+            step.update(averaged=True)
 
 
 Runner = EagerRunner | CapturedRunner

@@ -332,17 +332,21 @@ class TrainingStep:
         self.device.wait_stream("control")
         for callback in self.callbacks:
             callback.on_gradients_ready()
-        if self._updates and self.synchronizer:
-            self.update_state.unpack_metrics(self.params.metrics, self.synchronizer.abort_flag)
         self.phase_timer.mark("synchronization")
 
     @property
     def _updates(self) -> bool:
         return self.synchronizer is None or self.synchronizer.updates
 
-    def update(self) -> None:
-        """Clip, normalize, regularize and update with the current gradients."""
-        self.update_state.check_and_scale(self.params.diff)
+    def update(self, averaged: bool = False) -> None:
+        """Clip, normalize, regularize and update with the current gradients; `averaged` after
+        `gradients_ready`.
+        """
+        if averaged and self.synchronizer and self._updates:
+            averages = self.params.metrics, self.synchronizer.abort_flag
+            self.update_state.check_and_scale(self.params.diff, *averages)
+        else:
+            self.update_state.check_and_scale(self.params.diff)
         if self._updates:
             self.whole = False
             if self.optimizer.updated and self.synchronizer:

@@ -47,6 +47,19 @@ def test_gradients_below_the_limit_stay() -> None:
         assert update_state.scale == 1
 
 
+def test_the_loss_is_that_of_the_metrics_if_there_are_some() -> None:
+    update_state = cpu.UpdateState(Limits(-1, 2), losses(), Device())
+    metrics = np.zeros(4, np.float32)
+    update_state.accumulate_loss()
+    update_state.accumulate_loss()
+    update_state.pack_metrics(metrics)
+    assert metrics[0] == 9
+    metrics *= 3
+    update_state.check_and_scale(np.ones(4, np.float32), metrics)
+    (result,) = update_state.step_results(wait=True)
+    assert result.loss == 13.5
+
+
 def test_sums() -> None:
     blobs = losses()
     sums = cpu.Sums(blobs, blobs[1:], Device())

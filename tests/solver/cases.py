@@ -129,9 +129,9 @@ class Graphs(list[str]):
             assert ahead == len(rows[state])
             rows[state].append((rate, decay, correction))
 
-        def check_and_scale(state: UpdateState, diff: Array) -> None:
+        def check_and_scale(state: UpdateState, diff: Array, *averages: Any) -> None:
             set_hyperparams(state, *rows[state].popleft())
-            check(state, diff)
+            check(state, diff, *averages)
 
         monkeypatch.setattr(GraphRunner, "run", run)
         monkeypatch.setattr(GraphRunner, "can_capture", lambda runner: True)

@@ -108,26 +108,23 @@ class UpdateState(objects.UpdateState):
     def pack_metrics(self, metrics: Array) -> None:
         metrics[0] = self._sums[1]
 
-    def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
-        self._sums[1] = float(metrics[0])
-
     def loss(self) -> float:
         return float(self._sums[0])
-
-    def mean(self) -> float:
-        return float(self._sums[1]) / self._limits.passes
 
     @property
     def needs_norm(self) -> bool:
         return self._limits.clip >= 0
 
-    def check_and_scale(self, diff: Array) -> None:
+    def check_and_scale(
+        self, diff: Array, metrics: Array | None = None, abort_flag: int = 0
+    ) -> None:
+        loss = float(self._sums[1] if metrics is None else metrics[0]) / self._limits.passes
         norm, factor = 0.0, 1.0
         if self.needs_norm:
             norm = sqrt(dot(diff, diff))
             factor = 1.0 if norm <= self._limits.clip else self._limits.clip / norm
         self.scale[()] = factor / self._limits.passes
-        self._results.append(StepResult(self.mean(), norm, factor, 1.0, StepStatus.DONE))
+        self._results.append(StepResult(loss, norm, factor, 1.0, StepStatus.DONE))
 
     def step_results(self, wait: bool, room: int = 1) -> list[StepResult]:
         step_results, self._results = self._results, []

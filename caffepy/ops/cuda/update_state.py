@@ -155,9 +155,6 @@ class UpdateState:
         flags = self._error_flags, self._device.error_flag_count
         _launch("pack_metrics", *flags, self._numbers, metrics, threads=THREADS)
 
-    def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
-        _launch("unpack_metrics", metrics, abort_flag, self._numbers)
-
     def pack_scale(self, spare: Array) -> None:
         if self._limits.loss_scale is not None:
             _launch("pack_scale", self._numbers, spare)
@@ -173,14 +170,13 @@ class UpdateState:
     def check_loss(self, check: Callable[[], object]) -> None:
         check()
 
-    def mean(self) -> float:
-        return self._read("total") / self._limits.passes
-
     @property
     def needs_norm(self) -> bool:
         return self._limits.clip >= 0 or self._limits.loss_scale is not None
 
-    def check_and_scale(self, diff: Array) -> None:
+    def check_and_scale(
+        self, diff: Array, metrics: Array | None = None, abort_flag: int = 0
+    ) -> None:
         clip, passes, loss_scale = self._limits
         blocks, partial = 0, None
         if self.needs_norm:
@@ -191,7 +187,8 @@ class UpdateState:
         flags = self._error_flags, self._device.error_flag_count
         page = self._page.ptr, self._page.ptr + self._hyperparams.nbytes, ROWS
         state = (*flags, *self._losses.with_diffs(), self._numbers, *page)
-        _launch("check_and_scale", partial, blocks, *limits, *state, threads=THREADS)
+        averaged = metrics, abort_flag
+        _launch("check_and_scale", partial, blocks, *averaged, *limits, *state, threads=THREADS)
 
     def mark_enqueued(self, count: int = 1) -> None:
         self._device.add_enqueued_steps(count * self._limits.passes)

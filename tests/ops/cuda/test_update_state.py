@@ -120,6 +120,29 @@ def test_loss_scales() -> None:
     assert judging.check_and_scale(np.nan)[3:] == (1, StepStatus.STOPPED)
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_the_loss_is_that_of_the_metrics_unless_the_all_reduce_was_aborted(aborted: bool) -> None:
+    from caffepy.collectives.gpu import AbortFlag
+
+    judging, flag = Judging(Limits(-1, 2), 1.0), AbortFlag()
+    if aborted:
+        flag.set()
+    with judging.device.scope():
+        metrics = judging.device.zeros(4, np.dtype(np.float32))
+        judging.update_state.set_hyperparams(0.5, 0, 0)
+        judging.update_state.accumulate_loss()
+        judging.update_state.pack_metrics(metrics)
+        metrics *= 6
+        judging.update_state.check_and_scale(judging.gradient, metrics, flag.address)
+        judging.update_state.mark_enqueued()
+        (result,) = judging.update_state.step_results(wait=True)
+    assert judging.numbers()["go"] == (not aborted)
+    if aborted:
+        assert result.status is StepStatus.STOPPED
+    else:
+        assert (result.loss, result.status) == (3, StepStatus.DONE)
+
+
 def test_verdicts_come_in_order_and_late() -> None:
     judging = Judging(Limits(-1, 1), 0.0)
     heard = []

@@ -68,11 +68,6 @@ __global__ void pack_metrics(const double* error_flags, i64 places, const double
   if (threadIdx.x == 0) metrics[0] = errors != 0 ? nanf("") : float(numbers[TOTAL]);
 }
 
-// total = metrics_0, or NaN if the all-reduce was aborted
-__global__ void unpack_metrics(const float* metrics, const volatile int* abort_flag, double* numbers) {
-  numbers[TOTAL] = abort_flag && *abort_flag ? nanf("") : metrics[0];
-}
-
 // spare_0 = the loss scale
 __global__ void pack_scale(const double* numbers, float* spare) { spare[0] = float(numbers[LOSS_SCALE]); }
 
@@ -96,24 +91,33 @@ template <typename T> __global__ void __launch_bounds__(256) squares(const T* g,
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
+// total = metrics_0 if there are metrics, or NaN if the all-reduce was aborted
 // norm = sqrt(sum of partial) / loss_scale
 // scale = min(1, clip / norm) / passes / loss_scale
 // SKIPPED if there is a loss scale and the norm is not finite; STOPPED, as are all later iterations, if the loss is not
 // finite, an error flag is set, or the loss scale cannot be halved again. A new loss scale is multiplied into the losses'
 // diffs.
-__global__ void check_and_scale(const double* partial, i64 parts, double clip, i64 passes, i64 scaled, double least,
-                                double most, i64 patience, const double* error_flags, i64 places, Place* losses, i64 count,
-                                double* numbers, const volatile double* hyperparams, double* results, i64 rows) {
+__global__ void check_and_scale(const double* partial, i64 parts, const float* metrics, const volatile int* abort_flag,
+                                double clip, i64 passes, i64 scaled, double least, double most, i64 patience,
+                                const double* error_flags, i64 places, Place* losses, i64 count, double* numbers,
+                                const volatile double* hyperparams, double* results, i64 rows) {
   __shared__ double ratio;
-  double square = 0, errors = 0;
+  __shared__ bool aborted;
+  const i64 checked = i64(numbers[CHECKED]), row = checked % rows;
+  // The host's memory is far: what is read of it is read by two warps at the same time.
+  if (threadIdx.x < HYPERPARAMS) numbers[RATE + threadIdx.x] = hyperparams[HYPERPARAMS * row + threadIdx.x];
+  if (threadIdx.x == 32) aborted = metrics && abort_flag && *abort_flag;
+  double square = 0;
+  bool error = false;
   for (i64 i = threadIdx.x; i < parts; i += blockDim.x) square += partial[i];
-  for (i64 i = threadIdx.x; i < places; i += blockDim.x) errors += error_flags[2 * i];
-  square = block_sum(square);
-  errors = block_sum(errors);
+  for (i64 i = threadIdx.x; i < places; i += blockDim.x) error |= error_flags[2 * i] != 0;
+  if (parts) square = block_sum(square);
+  error = __syncthreads_or(error);
   if (threadIdx.x == 0) {
+    if (metrics) numbers[TOTAL] = aborted ? nanf("") : metrics[0];
     const double scale = numbers[LOSS_SCALE], loss = numbers[TOTAL] / double(passes), norm = sqrt(square) / scale;
     const bool overflow = scaled && !is_finite(norm);
-    const bool stops = numbers[STOPPED] != 0 || errors != 0 || !is_finite(loss) || (overflow && scale <= least);
+    const bool stops = numbers[STOPPED] != 0 || error || !is_finite(loss) || (overflow && scale <= least);
     double next = scale;
     if (scaled && !stops) {
       numbers[GOOD] = overflow ? 0 : numbers[GOOD] + 1;
@@ -124,8 +128,6 @@ __global__ void check_and_scale(const double* partial, i64 parts, double clip, i
       }
     }
     const double factor = clip < 0 || norm <= clip ? 1 : clip / norm;
-    const i64 checked = i64(numbers[CHECKED]), row = checked % rows;
-    for (int i = 0; i < HYPERPARAMS; ++i) numbers[RATE + i] = hyperparams[HYPERPARAMS * row + i];
     numbers[SCALE] = factor / double(passes) / scale;
     numbers[GO] = !(stops || overflow);
     numbers[LOSS_SCALE] = next;
