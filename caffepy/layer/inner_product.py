@@ -154,10 +154,10 @@ class InnerProduct(Weighted):
         with self.side_stream(down):
             if db is not None:
                 self.ops.bias_gradient(dy, db)
-            if self.param_propagate_down[0] and self.factors is None and update is None:
+            if self.param_propagate_down[0] and self.factors is not None:
+                self.factors(dy, x)
+            elif self.param_propagate_down[0] and update is None:
                 self.weight_gradient(dy, x, not self.overwrites)
-        if self.param_propagate_down[0] and self.factors is not None:
-            self.factors(dy, x)
         if down:
             dx = bottom.diff.reshape(self.rows, self.inputs)
             self.ops.matmul(dy, w.T if self.transposed else w, dx)  # (M, O) @ (O, K)

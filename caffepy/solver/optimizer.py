@@ -59,17 +59,21 @@ class Optimizer:
             update = Update(self._param, w, g, history, numbered, correction)
             self.rule.apply(ops.backend(self._device), update)
 
-    def apply_with_product(self, number: int, a: Array, b: Array, solvers: int = 1) -> None:
-        """Update the parameter of this number, (R, C), with the gradient a.T @ b, by the number of
-        `solvers` whose gradients add up to it.
+    def divide_sums(self, solvers: int) -> None:
+        """Set the scale of gradients that add up over so many solvers; see `apply_with_product`."""
+        scale: Any = self._state.scale
+        np.multiply(scale, 1 / solvers, out=self._mean)
+
+    def apply_with_product(self, number: int, a: Array, b: Array, summed: bool = False) -> None:
+        """Update the parameter of this number, (R, C), with the gradient a.T @ b; `summed`: it is
+        the sum over the solvers of `divide_sums`.
         """
         flat = self._params.data, *self.history
         arrays = [self._params.split(each)[number] for each in flat]
         numbers = self.rule.all_numbers(self._param, self._state.correction)
         segments = self._with_numbers(self._part(number, number + 1)[1])
-        if solvers > 1:
-            scale: Any = self._state.scale
-            segments = segments._replace(scale=np.multiply(scale, 1 / solvers, out=self._mean))
+        if summed:
+            segments = segments._replace(scale=self._mean)
         ops.backend(self._device).product_update(self.rule.name, a, b, arrays, segments, numbers)
 
     def _left(self, flat: Sequence[Array]) -> Iterator[tuple[list[Array], Segments]]:

@@ -267,8 +267,8 @@ class TrainingStep:
         synchronizer that is the sum over all solvers.
         """
         self.device.wait_stream("control")
-        solvers = self.synchronizer.size if self.synchronizer else 1
-        self.optimizer.apply_with_product(number, a, b, solvers)
+        summed = self.synchronizer is not None and self.synchronizer.size > 1
+        self.optimizer.apply_with_product(number, a, b, summed)
 
     @property
     def overwrites(self) -> bool:
@@ -349,12 +349,16 @@ class TrainingStep:
             self.update_state.check_and_scale(self.params.diff)
         if self._updates:
             self.whole = False
-            if self.optimizer.updated and self.synchronizer:
-                self.synchronizer.update_by_factors()
-            if self.capture and not self.device.is_cuda:
-                self._update_replay.run(self.optimizer.rule.numbers(self.param))
-            else:
-                self.optimizer.apply()
+            by_factors = self.synchronizer if self.optimizer.updated else None
+            with self.device.side_stream() if by_factors else nullcontext():
+                if self.capture and not self.device.is_cuda:
+                    self._update_replay.run(self.optimizer.rule.numbers(self.param))
+                else:
+                    self.optimizer.apply()
+            if by_factors:
+                self.optimizer.divide_sums(by_factors.size)
+                by_factors.update_by_factors()
+                self.device.wait_stream()
             self.whole = True
         self.begun = False
         self.phase_timer.mark("update")
