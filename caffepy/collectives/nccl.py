@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from caffepy.collectives.buckets import NEVER, Bucket, Progress
 from caffepy.collectives.factors import STREAM, Factors
 from caffepy.collectives.gpu import AbortFlag
 from caffepy.collectives.interfaces import NcclLog
+from caffepy.collectives.one_shot import OneShot, small
 from caffepy.collectives.rank_group import PATIENCE, RankGroup
 from caffepy.collectives.synchronizer import BF16, FLOAT32, FlatParams, Synchronizer
 from caffepy.collectives.world import LONGEST_SLEEP
@@ -63,6 +64,8 @@ class NcclSync(Synchronizer):
     first iteration all is reduced after the backward pass and each collective is bracketed by
     barriers, since what is loaded at first use may block on a GPU that waits for others. Weight
     gradients that are smaller as factors are not reduced; all ranks compute them from all factors.
+    Ranks that are `joined`, as GPUs of one process that reach each other's memory, reduce the last
+    buckets without NCCL if they are small (`one_shot`).
 
     With `wire` "bf16" each bucket is rounded to bfloat16, summed as that by NCCL, in a node and
     between nodes alike, and widened again: each sum of two is rounded, and all ranks get the same.
@@ -78,6 +81,7 @@ class NcclSync(Synchronizer):
         flats: FlatParams,
         unique_id: bytes | None = None,
         wire: str = FLOAT32,
+        joined: bool = False,
     ) -> None:
         super().__init__(group, rank)
         self._device, self._data, self._diff, parts, factored, metrics = flats
@@ -110,6 +114,12 @@ class NcclSync(Synchronizer):
         self._factors = Factors(factored, self.universal_rank, self.size, self._gather)
         self._all_gather = all_gather
         group.on_abort(self._abort)
+        self._small = small(parts, self.size) if joined and wire == FLOAT32 else []
+        self._all_small = len(self._small) == len(parts)
+        self._one_shot: OneShot | None = None
+        if self._small:
+            own = self._device, self._diff, self._small
+            self._one_shot = OneShot(rank, self.size, all_gather, *own, self.abort_flag)
 
     def _connect(self, unique_id: bytes) -> Any:
         """Return a new communicator. All ranks meet in here, see the head of this file."""
@@ -176,6 +186,8 @@ class NcclSync(Synchronizer):
                 whole = self._range(self._data, 0, self._data.size)
                 self._communicator.broadcast(*whole, 0, get_current_stream().ptr)
         self._progress.restart()
+        if self._one_shot:
+            self._one_shot.restart()
 
     def after_backward(self, layer: int) -> None:
         if self._warm:
@@ -190,29 +202,54 @@ class NcclSync(Synchronizer):
                     "solvers that train together need batches of one size, but theirs differ"
                 )
         for bucket in self._progress.rest():
-            self._send(bucket)
+            if bucket not in self._small:
+                self._send(bucket)
+        self._device.wait_stream("sync")  # a wait for other ranks must not keep NCCL from a GPU
+        self._finish()
         self._warm = True
-        self._device.wait_stream("sync")
         self._device.wait_stream(STREAM)
 
     def update_by_factors(self) -> None:
         self._factors.update()
 
     def reduce(self, count: int) -> None:
-        self._reduce(Bucket(((0, count),), NEVER))
+        if self._all_small and count == self._diff.size:
+            self._finish()
+        else:
+            self._reduce(Bucket(((0, count),), NEVER))
+            self._device.wait_stream("sync")
         self._warm = True
-        self._device.wait_stream("sync")
 
     def _send(self, bucket: Bucket) -> None:
-        if bucket.ranges:
-            self._reduce(bucket)
-        else:
+        if not bucket.ranges:
             self._factors.exchange()
+        elif not (self._one_shot and bucket in self._small):
+            self._reduce(bucket)
+        elif bucket != self._small[-1]:  # which `finish` writes
+            with self._after_gradients():
+                self._one_shot.send(bucket)
+
+    def _finish(self) -> None:
+        """Reduce the small buckets, of which some may have been sent before."""
+        if self._one_shot:
+            with self._together("one-shot"):
+                self._one_shot.finish()
+
+    def _together(self, name: str) -> AbstractContextManager[object]:
+        """The context of a launch that waits for other ranks; barriers bracket it in the first
+        iteration.
+        """
+        done = get_current_stream().synchronize
+        return nullcontext() if self._warm else self.group.synchronized(self.rank, name, done)
+
+    def _after_gradients(self) -> AbstractContextManager[object]:
+        """The context of the stream "sync", after gradients, which may be computed on another
+        stream, and after the loss, which goes with a bucket.
+        """
+        return self._device.side_stream("sync", "layer", "control")
 
     def _reduce(self, bucket: Bucket) -> None:
-        self._device.wait_stream()  # parameter gradients may be computed on another stream
-        self._device.wait_stream("control")  # where the loss is, which goes with a bucket
-        with self._device.side_stream("sync"):
+        with self._after_gradients():
             narrow, count = list[tuple[Array, Array]](), 0  # gradients and their place as bfloat16
             for start, stop in bucket.ranges:
                 if size := max(0, min(stop, self._narrow) - start):
@@ -264,13 +301,8 @@ class NcclSync(Synchronizer):
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """A block of NCCL calls that are one launch; barriers bracket it in the first iteration."""
-        done = get_current_stream().synchronize
-        with (
-            nullcontext() if self._warm else self.group.synchronized(self.rank, "nccl", done),
-            self._errors(),
-            self._calls,
-        ):
+        """A block of NCCL calls that are one launch."""
+        with self._together("nccl"), self._errors(), self._calls:
             if self._ending:
                 raise SyncError("NCCL's communicator was aborted")
             nccl.groupStart()

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from functools import partial
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -164,17 +165,19 @@ class Choice(NamedTuple):
     """A way to synchronize; `schedule` is None for NCCL.
 
     With `root_updates` only the root updates parameters and the others get them from it. Between
-    nodes gradients are of the type `wire`, see WIRES.
+    nodes gradients are of the type `wire`, see WIRES. `joined`: all are GPUs of one process that
+    reach each other's memory.
     """
 
     name: str
     schedule: Schedule | None
     root_updates: bool = False
     wire: str = FLOAT32
+    joined: bool = False
 
     def join(self, group: RankGroup, rank: int, flats: FlatParams) -> Synchronizer:
         """Make this rank's synchronizer; returns when all ranks of the group have called it."""
-        _, schedule, root_updates, wire = self
+        _, schedule, root_updates, wire, joined = self
         all_gather = partial(group.all_gather, rank)
         if flats.device.kind == "cpu":
             assert schedule is not None
@@ -182,7 +185,7 @@ class Choice(NamedTuple):
         if schedule is None:
             from caffepy.collectives.nccl import NcclSync
 
-            return NcclSync(group, rank, all_gather, flats, wire=wire)
+            return NcclSync(group, rank, all_gather, flats, wire=wire, joined=joined)
         from caffepy.collectives.gpu import ScheduleSync
 
         return ScheduleSync(group, rank, all_gather, flats, schedule, root_updates)
@@ -285,5 +288,8 @@ def choose(name: str, topology: Topology, gpu: bool, nodes: int = 1) -> Choice:
         choice, why = Choice(name, schedule, root_updates=name == "tree"), "as asked for"
     else:
         choice, why = fastest(topology, reason_nccl_unavailable(gpu))
+    if choice.schedule is None and nodes == 1:
+        pairs = permutations(range(size), 2)
+        choice = choice._replace(joined=all(topology.reaches(a, b) for a, b in pairs))
     log.info("Synchronizing %d solvers by %s: %s", size, choice.name, why)
     return choice

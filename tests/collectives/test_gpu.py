@@ -25,6 +25,9 @@ pytestmark = pytest.mark.gpus(2)
 
 COUNTS = (1, 3, 16, 1000, 4097, 200_003, 2_000_000, 4_500_000)
 
+ALONE = "nccl alone"
+"""NCCL for all buckets, also for the small ones."""
+
 Work = Callable[[Synchronizer, CudaDevice, Any, Any], None]
 
 
@@ -34,7 +37,12 @@ def machine(joined: bool = True) -> Topology:
     return found if joined else replace(found, access=((False,) * found.size,) * found.size)
 
 
+WAYS = (*NAMES, ALONE)
+
+
 def way(name: str, shape: Topology) -> Choice:
+    if name == ALONE:
+        return choose("nccl", shape, gpu=True)._replace(joined=False)
     if name == "muji" and shape.size not in (2, 4, 8):
         pytest.skip(f"muji has no schedule for {shape.size} GPUs")
     return choose(name, shape, gpu=True)
@@ -83,14 +91,12 @@ def mean(ranks: int, size: int) -> Any:
 def test_the_mean_comes_to_all_who_update_and_the_roots_parameters_to_the_others(
     name: str, size: int, joined: bool
 ) -> None:
-    if name == "nccl" and not joined:
-        pytest.skip("NCCL looks itself who reaches whom")
     shape = machine(joined)
     choice = way(name, shape) if joined or name != "muji" else way("flat", shape)
     expected = mean(shape.size, size)
 
     def work(mine: Synchronizer, device: CudaDevice, data: Any, diff: Any) -> None:
-        assert mine.capturable == joined
+        assert mine.capturable == (joined or name == "nccl")
         for _ in range(3):
             device.upload(gradients(mine.rank, size), diff)
             synchronize(mine, 2, 1, 0)
@@ -103,7 +109,7 @@ def test_the_mean_comes_to_all_who_update_and_the_roots_parameters_to_the_others
 
 
 @pytest.mark.parametrize("size", [16, 4097, 400_000, 4_500_064])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WAYS)
 def test_replays_give_what_calls_give(name: str, size: int) -> None:
     shape = machine()
     expected = mean(shape.size, size)
@@ -128,6 +134,55 @@ def test_replays_give_what_calls_give(name: str, size: int) -> None:
         device.synchronize()
 
     assert on_all(shape, way(name, shape), size, work) == [None] * shape.size
+
+
+@pytest.mark.parametrize("size", [7, 2048, 4097, 400_000, 4_500_064])
+def test_replays_of_ranks_that_are_late_by_turns_mix_no_iterations(size: int) -> None:
+    """Each has other gradients; all sums are exact."""
+    shape = machine()
+    expected = mean(shape.size, size)
+
+    def work(mine: Synchronizer, device: CudaDevice, data: Any, diff: Any) -> None:
+        fresh, number, total = diff.copy(), diff.copy(), diff.copy()
+        number.fill(0)
+        total.fill(0)
+
+        def step() -> None:
+            np.add(number, 1, out=number)
+            np.multiply(fresh, number, out=diff)
+            synchronize(mine, 2, 1, 0)
+            np.add(total, diff, out=total)
+
+        step()
+        step()
+        graph = device.capture(step)
+        late = np.random.default_rng(mine.rank).choice([0, 0, 0, 0.002], 60)
+        for seconds in late:
+            time.sleep(seconds)
+            graph.replay()
+        count = 2 + len(late)
+        found = device.on_host(total) / (count * (count + 1) // 2)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+    assert on_all(shape, way("nccl", shape), size, work) == [None] * shape.size
+
+
+@pytest.mark.parametrize("size", [16, 4097, 400_000])
+def test_small_gradients_are_added_in_the_order_of_ranks(size: int) -> None:
+    shape = machine()
+    n = shape.size
+    given = [np.random.default_rng(rank).normal(size=size).astype("f4") for rank in range(n)]
+    expected = given[0].copy()
+    for other in given[1:]:
+        expected += other
+    expected *= np.float32(1 / n)
+
+    def work(mine: Synchronizer, device: CudaDevice, data: Any, diff: Any) -> None:
+        device.upload(given[mine.rank], diff)
+        mine.reduce(size)
+        np.testing.assert_array_equal(device.on_host(diff), expected)
+
+    assert on_all(shape, way("nccl", shape), size, work) == [None] * n
 
 
 @pytest.mark.parametrize("size", [32, 4096, 2_000_000])
@@ -166,7 +221,7 @@ def test_gradients_in_16_bits_are_alike_in_all_ranks(size: int) -> None:
         np.testing.assert_array_equal(array, results[0])
 
 
-@pytest.mark.parametrize("name", ["tree", "muji", "flat", "nccl"])
+@pytest.mark.parametrize("name", WAYS)
 def test_a_rank_that_fails_ends_what_waits_on_the_gpus_of_others(name: str) -> None:
     shape, group = machine(), RankGroup(machine().size)
     choice = way(name, shape)._replace(root_updates=False)
@@ -188,5 +243,5 @@ def test_a_rank_that_fails_ends_what_waits_on_the_gpus_of_others(name: str) -> N
     assert isinstance(raised[-1], DataError)
     assert all(raised)
     assert [ctypes.c_int.from_address(mine.abort_flag).value for mine in sides] == [1] * shape.size
-    if name != "nccl":  # which may refuse the call
+    if not name.startswith("nccl"):  # which may refuse the call
         assert sorted(ended) == list(range(shape.size - 1))

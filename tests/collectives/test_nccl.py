@@ -27,6 +27,7 @@ from caffepy.net import gradients
 from caffepy.net.gradients import large_products
 from caffepy.parallel.synchronization import flat_params
 from caffepy.solver import Solver
+from tests.collectives.test_one_shot import Run, in_numpy
 from tests.collectives.threads_world import ThreadsTransport, Wires
 from tests.nets import library
 from tests.solver.cases import solver_of
@@ -136,6 +137,7 @@ def trained(
     rows: tuple[int, ...] = (2,) * SIZE,
     wire: str = FLOAT32,
     wires: Wires | None = None,
+    joined: bool = False,
 ) -> list[Solver]:
     """Solvers with batches of their own, after four iterations together; with `wires` each on a
     node of its own.
@@ -156,7 +158,7 @@ def trained(
         made = large_products(solver.net) if factors else {}
         try:
             gather, flats = partial(group.all_gather, local), flat_params(solver, made)
-            sync = nccl_sync(group, local, gather, flats, wire=wire)
+            sync = nccl_sync(group, local, gather, flats, wire=wire, joined=joined)
             solver.synchronize(sync)
             solver.step(4)
             solver.synchronize(None)
@@ -235,6 +237,28 @@ def test_gradients_go_as_bf16_and_metrics_do_not(
         np.testing.assert_array_equal(other.params.data, made[0].params.data)
     moved = made[0].params.data - wide[0].params.data
     assert 0 < np.linalg.norm(moved) < 1e-2 * np.linalg.norm(wide[0].params.data)
+
+
+@pytest.mark.parametrize("factors", [False, True])
+def test_small_buckets_go_without_nccl(
+    factors: bool, nccl_sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are sent during the backward pass but for the last, and the mean is the same."""
+    in_numpy(monkeypatch)
+    monkeypatch.setattr(gradients, "LARGE", 300)
+    monkeypatch.setattr(buckets, "LEAST", 400)
+    by_nccl = trained(nccl_sync, factors)
+    Communicator.calls = [[] for _ in range(SIZE)]
+    made = trained(nccl_sync, factors, joined=True)
+    for calls in Communicator.calls:
+        rest = [call for call in calls if call != "wait"]
+        assert rest == ["broadcast", *(["gather"] * 16 if factors else []), "destroy"]
+    later = [(0, 1, False), (1, 2, True)] if not factors else [(0, 2, True)]
+    for launches in Run.launches.values():
+        assert launches == [(0, 2, True), *later, *later, *later]
+    for solver in made:
+        np.testing.assert_array_equal(solver.params.data, made[0].params.data)
+        np.testing.assert_allclose(solver.params.data, by_nccl[0].params.data, rtol=1e-5, atol=1e-7)
 
 
 def test_batches_of_different_sizes_are_refused(

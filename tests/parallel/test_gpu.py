@@ -15,7 +15,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy import models, ops
-from caffepy.collectives import peers
+from caffepy.collectives import one_shot, peers
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import DataError
 from caffepy.data.write import array_to_datum, write_database
@@ -132,11 +132,16 @@ def alone(
 
 
 @pytest.mark.parametrize("size", [*SIZES, pytest.param(3, marks=pytest.mark.gpus(3))])
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", [*SYNCS, "nccl alone"])
 @pytest.mark.parametrize("how", ["replayed", "two passes", "layer by layer"])
-def test_solvers_follow_one_on_the_cpu(how: str, sync: str, size: int) -> None:
+def test_solvers_follow_one_on_the_cpu(
+    how: str, sync: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if sync == "muji" and size == 3:
         pytest.skip("muji has no schedule for 3")
+    if sync == "nccl alone":
+        monkeypatch.setattr(one_shot, "MOST", 0)
+        sync = "nccl"
     settings = SETTINGS if how == "two passes" else ONCE
     ran = on_gpus(size, sync, settings, capture=how != "layer by layer")
     follow_the_cpu(ran, settings, size)

@@ -11,31 +11,10 @@
 // buffers and progress: by rank. progress[r]: (levels + 2, blocks). actions: one for each `blocks` blocks, then one with
 // the waits of the last block. All ranks must run the same launches.
 
-typedef long long i64;
-typedef unsigned long long u64;
+#include "progress.cuh"
 
 struct Action { int operation, source, level, first_wait, waits, total; };  // operation: 0 none, 1 add, 2 copy
 struct Wait { int rank, level; };
-
-__device__ inline u64 acquire(const u64* p) {
-  u64 value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
-  return value;
-}
-
-__device__ inline void release(u64* p, u64 value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
-}
-
-// The progress, when it is `value` or more; less if the group was given up meanwhile.
-__device__ inline u64 reach(const u64* progress, u64 value, const volatile int* abort_flag) {
-  u64 seen = acquire(progress);
-  for (unsigned spin = 1; seen < value; ++spin) {
-    if (spin % 1024 == 0 && *abort_flag) break;
-    seen = acquire(progress);
-  }
-  return seen;
-}
 
 // to = from, or to = (to + from) * scale, for n floats of which others may have written any since the launch.
 template <bool ADD> __device__ void move(float* to, const float* from, int n, float scale) {
