@@ -9,7 +9,7 @@ goes at once, in one direction, and no kernel waits for another GPU in the backw
     GPU 1     backward .......... | backward ........ |                | update
                       write A     |           write B, wait, add A and B
 
-`kernels/one_shot.cu` has the protocol.
+`ops/cuda/kernels/one_shot.cu` has the protocol.
 """
 
 from collections.abc import Callable, Sequence
