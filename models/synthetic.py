@@ -17,7 +17,7 @@ from caffepy.proto.caffe_pb2 import (
     NetParameter,
     VideoDataParameter,
 )
-from caffepy.proto.text import read_net
+from caffepy.proto.text import read_net, where
 
 _SOURCES = {
     "Data": "data_param",
@@ -78,9 +78,10 @@ _OF_ONE_IMAGE = "im_info", "gt_boxes"
 _REGIONS = 128
 """Regions of interest that stand for those of an image."""
 
-_READ_BOXES = frozenset({"MultiBoxLoss", "DetectionEvaluate", "EvalDetection"})
+_MULTIBOX = frozenset({"MultiBoxLoss", "MultiBoxFocalLoss"})
+_READ_BOXES = frozenset({*_MULTIBOX, "DetectionEvaluate", "EvalDetection"})
 _READ_YOLO_BOXES = frozenset({"RegionLoss", "Yolov3"})
-"""Layers whose second bottom has true boxes: SSD's and Intel's, and YOLO's."""
+"""Layers that read true boxes: SSD's and Intel's, and YOLO's."""
 
 _READ_IMAGES = frozenset({"Convolution", "ConvolutionDepthwise", "DepthwiseConvolution", "Pooling"})
 _READ_REGIONS = frozenset({"PSROIAlign", "PSROIPooling", "ROIAlign", "ROIPooling", "ROIWarping"})
@@ -112,6 +113,7 @@ def synthetic(
     batch: int | None = None,
     image: Sequence[int] | None = None,
     guess: Guess | None = None,
+    origin: str | None = None,
 ) -> NetParameter:
     """A copy of `net` whose layers that read data are DummyData: gaussian images, labels drawn from
     all classes.
@@ -121,22 +123,26 @@ def synthetic(
     data layer but Faster R-CNN's, which has one image. `image` is the shape (C, H, W); without it
     the layer must state one, as by its crop_size, else `guess` has it, else ConfigError. With a
     `guess`, all Python layers without bottoms count as layers that read data. Labels lie in
-    [0, classes) and are whole numbers once a loss has truncated them.
+    [0, classes) and are whole numbers once a loss has truncated them. Errors say where the layer
+    stands in the file `origin`.
     """
     copy = NetParameter()
     copy.CopyFrom(net)
     compared = _compared(net)
     for layer in copy.layer:
         _leave_out_files(layer)
-        where = _SOURCES.get(layer.type, _MEMORY if layer.memory_data_param.source else "")
-        if not where and not _is_python_source(layer, guess):
+        setting = _SOURCES.get(layer.type, _MEMORY if layer.memory_data_param.source else "")
+        if not setting and not _is_python_source(layer, guess):
             if guess and layer.type == "Input" and not layer.input_param.shape:
                 for _ in layer.top:
                     layer.input_param.shape.add(dim=[1, *(image or guess.image)])
             continue
-        source = getattr(layer, where or "data_param")
-        size = (batch if where else 0) or getattr(source, "batch_size", 0) or 1
-        shape = list(image or _image(layer, guess))
+        source = getattr(layer, setting or "data_param")
+        size = (batch if setting else 0) or getattr(source, "batch_size", 0) or 1
+        try:
+            shape = list(image or _image(layer, guess))
+        except ConfigError as error:
+            raise error.at(where(origin, layer)) from None
         dummy = DummyDataParameter()
         for i in range(len(layer.top)):
             dims = _dims(net, layer, i, size, shape, guess, compared)
@@ -260,11 +266,9 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
     height, width = next((size for size in sizes if all(size)), (0, 0))
     if not (height and width) and guess:
         channels, height, width = guess.image
-        grey = grey or channels == 1
     if not (height and width):
         raise ConfigError(
-            f'layer "{layer.name}" has no crop_size: give the shape of its images, --image '
-            "CHANNELS,HEIGHT,WIDTH"
+            "no crop_size: give the shape of the images, --image CHANNELS,HEIGHT,WIDTH"
         )
     if video.HasField("num_segments"):  # of each some frames, or flows of two channels
         per_frame = 3 if video.modality == VideoDataParameter.RGB else 2
@@ -273,10 +277,12 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
         channels = 6 if people.num_parts in _WITH_MASKS else 4
     frames = video.new_length or (layer.type in _VOXELS and (files.new_length or _FRAMES))
     length = [frames] if frames else []
-    channels = 1 if grey else channels
     means = len(transform.mean_value) if layer.type in _WITH_MEANS else 0
+    if guess and means > 1:  # those of records, which have any number of channels
+        channels = means
+    channels = 1 if grey else channels
     if means not in (0, 1, channels):
-        raise ConfigError(f'layer "{layer.name}": {means} mean_value for {one_or_each(channels)}')
+        raise ConfigError(f"{means} mean_value for {one_or_each(channels)}")
     return [channels, *length, height, width]
 
 
@@ -323,9 +329,14 @@ def _top_shape(
     return [batch]
 
 
+def _truths_of(layer: LayerParameter) -> Sequence[str]:
+    """The bottom of a layer of detectors that has true boxes."""
+    return layer.bottom[3:4] if layer.type in _MULTIBOX else layer.bottom[1:2]
+
+
 def _boxes(net: NetParameter, name: str, batch: int) -> list[int] | None:
     """The shape of true boxes by the layer that reads them; None for other blobs."""
-    types = {layer.type for layer in net.layer if name in layer.bottom[1:2]}
+    types = {layer.type for layer in net.layer if name in _truths_of(layer)}
     if types & _READ_YOLO_BOXES:
         return [batch, 1, 300, 5]
     return _truths(batch) if types & _READ_BOXES else None
@@ -339,8 +350,8 @@ def _read_as(
     image: list[int],
     compared: Mapping[str, int],
 ) -> list[int] | None:
-    """The shape of a further top by a layer that reads it: images, regions, parts of a label, or as
-    many numbers as are compared with it; None if none says it.
+    """The shape of a further top by a layer that reads it: images, their sizes, regions, parts of a
+    label, or as many numbers as are compared with it; None if none says it.
     """
     regions = any(
         layer.type in _READ_REGIONS and blob in layer.bottom[1:]
@@ -356,6 +367,8 @@ def _read_as(
             return [batch, *image]
         if layer.type in _READ_REGIONS and place == 1:
             return [_REGIONS, 5]
+        if layer.type == "DenseCRF" and place == 1:
+            return [batch, 1, 1, 2]
         if layer.type == "InnerProduct":
             return [rows, *image] if len(image) > 1 else None
         if layer.type == "Slice" and layer.slice_param.axis == 1:

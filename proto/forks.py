@@ -144,14 +144,11 @@ _FIELDS = {
     },
     "LocNet": {"LayerParameter": "region_pooling_param"},
     "Deep supervised hashing": {"LayerParameter": "hashing_loss_param"},
-    "Person search": {
-        "LayerParameter": "labeled_matching_param",
-        "MemoryOptimizationParameter": "exclude_blob",
-    },
+    "Person search": {"LayerParameter": "labeled_matching_param"},
     "Arcface for Caffe": {
         "LayerParameter": "combined_margin_param cosin_add_m_param adacos_add_m_scale_param",
     },
-    "Xlearn": {"LayerParameter": "jmmd_param mmd_param gradient_scaler_param"},
+    "Xlearn": {"LayerParameter": "jmmd_param mmd_param"},
     "caffe-spn": {
         "LayerParameter": "gaterecurrent_param gaterecurrent2dnoind_param roi_param",
     },
@@ -188,7 +185,8 @@ _DATA = frozenset(
 
 _HEEDED = {
     "DenseImageData": "label_divide_factor",
-    "ImageSegData": "ignore_label label_type scale_factors crop_width crop_height",
+    "ImageLabelmapData": "normalize",
+    "ImageSegData": "ignore_label label_type has_label scale_factors crop_width crop_height",
 }
 """Those of these fields that a layer type of forks heeds."""
 
@@ -221,13 +219,13 @@ _IGNORED = {
 _ENUM_VALUES = dict.fromkeys(
     ["DEF", "DEF_ALL", "DEF_ALL2", "DEF_ALL3", "DEF_ALL4", "LOWRES", "SORT"], "happynear"
 )
-_ENUM_VALUES |= dict.fromkeys(["DENSE_CRF", "MAT_READ", "MAT_WRITE", "UNIQUE_LABEL"], "DeepLab")
+_ENUM_VALUES |= dict.fromkeys(["MAT_READ", "UNIQUE_LABEL"], "DeepLab")
 _ENUM_VALUES |= dict.fromkeys(["ELTWISE_ACCURACY", "WINDOW_SEG_DATA"], "DeconvNet")
 
 _LAYERS = {
     "NVCaffe": "TRT",
     "Intel Caffe": "BoxData MnActivation",
-    "PSPNet": "BiasChannel DenseCRF DomainTransform MatRead MatWrite UniqueLabel",
+    "PSPNet": "BiasChannel DomainTransform MatRead UniqueLabel",
     "C3D": "DownSampling VideoSegmentationData VideoWithVoxelTruthData VolumeData VoxelCustomLoss",
     "FlowNet": "BlackAugmentation CustomData DataAugmentation FlowAugmentation "
     "GenerateAugmentationParameters",

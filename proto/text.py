@@ -37,6 +37,7 @@ _TOKEN = re.compile(
       | (?P<other> . ) )""",
     re.VERBOSE | re.ASCII | re.DOTALL,
 )
+_VARIABLE = re.compile(r"\$\{\w{1,60}\}|\$\w{1,60}")
 _INTEGER = re.compile(r"0[xX][0-9a-fA-F]{1,16}|0[0-7]{0,22}|[1-9][0-9]{0,19}", re.ASCII)
 _FLOAT = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)[fF]?", re.ASCII)
 _ESCAPE = re.compile(
@@ -295,6 +296,11 @@ class _Parser:
             self.fail(f"the file ends where {wanted} should be")
         if self.value in ("'", '"'):
             self.fail("this string is not closed on its line")
+        if variable := _VARIABLE.match(self.text, self.start):
+            self.fail(
+                f"expected {wanted}, not {variable[0]}: the file is a template, whose variables a "
+                "script replaces by values"
+            )
         found = self.value if self.value.isprintable() else ascii(self.value)
         self.fail(f"expected {wanted}, not {found[:40]}")
 

@@ -40,6 +40,7 @@ _SPELLED = {
     "BNLL": "BNLL",
     "CONVOLUTION3D": "Convolution3D",
     "DECONVOLUTION3D": "Deconvolution3D",
+    "DENSE_CRF": "DenseCRF",
     "HDF5_DATA": "HDF5Data",
     "HDF5_OUTPUT": "HDF5Output",
     "LRN": "LRN",

@@ -229,7 +229,7 @@ def inspect(
         if batch is not None and (param.state.phase == TRAIN or not trains):
             param = with_batch(param, batch, origin)
         make = partial(Net, device=device, path=origin)
-        return _without_data(param, image, make) if synthetic else make(param)
+        return _without_data(param, image, make, origin) if synthetic else make(param)
 
     infos = []
     for one in defined:
@@ -328,7 +328,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _without_data(
-    param: NetParameter, image: Sequence[int] | None, build: Callable[[NetParameter], Net]
+    param: NetParameter,
+    image: Sequence[int] | None,
+    build: Callable[[NetParameter], Net],
+    origin: str | None,
 ) -> Net:
     """Build a net without its data. What the net does not state of images and labels is the first
     of GUESSES with which it can be built; ConfigError of the first one if there is none.
@@ -337,7 +340,7 @@ def _without_data(
     first: ConfigError | None = None
     begun = monotonic()
     for guess in GUESSES:
-        if (made := without_data(param, image=image, guess=guess)) in tried:
+        if (made := without_data(param, image=image, guess=guess, origin=origin)) in tried:
             continue
         tried.append(made)
         try:

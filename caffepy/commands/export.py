@@ -102,7 +102,7 @@ def export_onnx(
     if probabilities:
         param = with_probabilities(filter_state(param, model))
     if image is not None:
-        param = synthetic(param, image=image)
+        param = synthetic(param, image=image, origin=model)
     with closing(_built(param, model)) as net:
         if not load_all(net, weights):
             raise ConfigError(
@@ -152,7 +152,7 @@ def _built(param: NetParameter, path: str) -> Net:
         return Net(param, device=_device(), path=path)
     except DataError as error:
         try:
-            return Net(synthetic(param), device=_device(), path=path)
+            return Net(synthetic(param, origin=path), device=_device(), path=path)
         except (ConfigError, DataError):
             raise error from None
 

@@ -119,7 +119,7 @@ class ImageSegLoader(SegmentationLoader):
             transform.crop_h, transform.crop_w = transform.crop_height, transform.crop_width
         self._param, self._factors = param, list(transform.scale_factors)
         self._size = _new_size(param)
-        self._has_labels = param.label_type == ImageDataParameter.PIXEL
+        self._labels = param.label_type if param.has_label else ImageDataParameter.NONE
         heeds = "scale_factors crop_height crop_width"
         transformer = Transformer(
             transform, phase, device, path, more=bool(self._factors), heeds=heeds
@@ -128,7 +128,7 @@ class ImageSegLoader(SegmentationLoader):
             locate(param.source, path),
             param.root_folder,
             path,
-            alone=param.label_type == ImageDataParameter.NONE,
+            alone=self._labels == ImageDataParameter.NONE,
             seed=device.draw_seed() if param.shuffle else None,
             skip=device.draw_seed() % param.rand_skip if param.rand_skip else None,
         )
@@ -138,14 +138,14 @@ class ImageSegLoader(SegmentationLoader):
         image = self.source.image(item, self._mode)
         size = self._size or (image.shape[0], image.shape[1])
         image = _resized(image, size, cv2.INTER_LINEAR)
-        if self._has_labels:
+        if self._labels == ImageDataParameter.PIXEL:
             label = self.source.label_image(item)
             return image, _resized(label, size, cv2.INTER_LINEAR) if self._size else label
         return image, np.full(size, self._number(item), np.uint8)
 
     def _number(self, item: int) -> int:
         """The label of all pixels, kept within 0 to 255."""
-        if self._param.label_type == ImageDataParameter.NONE:
+        if self._labels == ImageDataParameter.NONE:
             return min(max(self._param.ignore_label, 0), 255)
         try:
             return min(max(int(self.source.label(item)), 0), 255)
@@ -251,7 +251,8 @@ class DenseImageLoader(SegmentationLoader):
 
 class LabelmapLoader(SegmentationLoader):
     """Images and edges of `image_data_param`: 1 where a label image has 128 or more, else 0, which
-    HED's sums in 8 bits make of the edges that most people drew.
+    HED's sums in 8 bits make of the edges that most people drew; with DSS's `normalize: false` the
+    numbers of the label image.
 
     Crops and mirrors are drawn in the TEST phase, too, and with new_height and new_width label
     images are interpolated like images, as in the fork.
@@ -260,6 +261,7 @@ class LabelmapLoader(SegmentationLoader):
     def __init__(self, layer: LayerParameter, device: Device, path: str | None) -> None:
         param = layer.image_data_param
         self._size = _new_size(param)
+        self._as_numbers = param.HasField("normalize") and not param.normalize
         source = _pairs(param, device, path)
         transformer = Transformer(layer.transform_param, TRAIN, device, path)
         super().__init__(source, transformer, param.batch_size, COLOR if param.is_color else GRAY)
@@ -273,7 +275,9 @@ class LabelmapLoader(SegmentationLoader):
 
     def make(self, item: Any, draws: Array, first: Array) -> tuple[Array, Any]:
         image, label = self._checked(item)
-        return self._cut(item, image, (label >= 128).astype(np.uint8), draws)
+        if not self._as_numbers:
+            label = (label >= 128).astype(np.uint8)
+        return self._cut(item, image, label, draws)
 
     def label_shapes(self) -> list[Shape]:
         return [(self.batch_size, 1, *self.shape()[1:])]

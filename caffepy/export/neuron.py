@@ -165,6 +165,12 @@ def selu_dropout(site: Site) -> None:
     site.finish("Identity", site.bottoms[0])
 
 
+@writers("GradientScaler")
+def gradient_scaler(site: Site) -> None:
+    """The identity: it changes gradients alone."""
+    site.finish("Identity", site.bottoms[0])
+
+
 @writers("Dropout")
 def dropout(site: Site) -> None:
     """The identity in the TEST phase, times a number without scale_train."""

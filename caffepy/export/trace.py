@@ -15,7 +15,7 @@ from caffepy.layer.dropout import Dropout
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import LayerParameter
 
-EVALUATORS = ("Accuracy", "HDF5Output", "SegAccuracy", "Silence")
+EVALUATORS = ("Accuracy", "HDF5Output", "MatWrite", "SegAccuracy", "Silence")
 
 
 @dataclass

@@ -26,6 +26,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     inner_product,
     loss,
     margin,
+    mat_write,
     meanfield,
     memory_data,
     metric_loss,

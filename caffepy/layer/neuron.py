@@ -4,13 +4,14 @@ import logging
 import math
 from collections.abc import Sequence
 from math import isfinite, prod
+from typing import Any
 
 import numpy as np
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Blobs, Kept, Layer, layer
-from caffepy.proto.caffe_pb2 import FillerParameter
+from caffepy.proto.caffe_pb2 import TRAIN, FillerParameter
 
 log = logging.getLogger(__name__)
 
@@ -515,3 +516,50 @@ class Threshold(SameShape):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         threshold = self.param.threshold_param.threshold
         np.greater(bottom[0].data, threshold, out=top[0].data, casting="unsafe")
+
+
+@layer("GradientScaler")
+class GradientScaler(SameShape):
+    """y = x; dx = -c * dy (Ganin and Lempitsky 2015, domain-adversarial forks).
+
+    c = lower_bound + (upper_bound - lower_bound) * (2 / (1 + exp(-alpha * p)) - 1), with
+    p = min(t / max_iter, 1). With a threshold_iter T, p = min((t - T) / (T + max_iter), 1), and c
+    is 0 up to t = T. t counts forward passes of the TRAIN phase before this one.
+    """
+
+    can_recompute = False
+    backward_reads_bottom = backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.settings = self.param.gradient_scaler_param
+        if not (param.max_iter >= 1 and param.alpha >= 0):
+            raise ConfigError(
+                "gradient_scaler_param: max_iter must be 1 or more and alpha 0 or more, not "
+                f"{param.max_iter:g} and {param.alpha:g}"
+            )
+        self.passes = self.buffer([1], np.float64)
+
+    def state(self) -> dict[str, Any]:
+        return {"passes": float(self.passes.host_data[0])}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.passes.host_data[...] = state["passes"]
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if not is_in_place(bottom[0], top[0]):
+            self.ops.copy(bottom[0].data, top[0].data)
+        if self.phase == TRAIN:
+            self.passes.data[...] += 1
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = -c * dy."""
+        if not propagate_down[0]:
+            return
+        param, t = self.settings, self.passes.data - 1
+        late = t - param.threshold_iter
+        share = np.minimum(np.maximum(late, 0) / (param.threshold_iter + param.max_iter), 1)
+        height = param.upper_bound - param.lower_bound
+        c = param.lower_bound + height * (2 / (1 + np.exp(-param.alpha * share)) - 1)
+        if param.threshold_iter:
+            c = np.where(late > 0, c, 0)
+        np.multiply(top[0].diff, -c.astype(self.dtype), out=bottom[0].diff)

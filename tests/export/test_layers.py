@@ -34,6 +34,7 @@ OTHERWISE = {
     "Correlation1D": "has no operator",
     "DenseBlock": "is a block of layers that have operators: write these",
     "DeformableConvolution": "has no operator with its borders",
+    "DenseCRF": "has no operator",
     "Downsample": "has no operator that skips NaNs",
     "ImResize": "has no operator with its borders",
     "InnerDistance": "makes what NormFace learns by",

@@ -72,6 +72,9 @@ NEURONS: dict[str, tuple[str, Callable[[float], float] | None]] = {
 }
 # Other layers: shapes of the bottoms, number of tops, parameters.
 CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
+    "GradientScaler": [
+        ([(2, 3)], 1, "gradient_scaler_param { lower_bound: 0.5 upper_bound: 0.5 }")
+    ],
     "Convolution": [
         ([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 3 pad: 1 stride: 2 }"),
         (

@@ -471,6 +471,22 @@ def test_no_labels_and_sizes_without_a_crop(pairs):
     np.testing.assert_array_equal(sizes[:, 0, 0], [[12, 16]] * 2)
 
 
+def test_no_labels_in_files_of_the_first_deeplab(pairs):
+    data = "label_type: PIXEL has_label: false ignore_label: 9"
+    _, labels, _ = segmented(pairs, "ImageSegData", data, tops=3, source="alone").forward()
+    assert (labels == 9).all()
+
+
+@pytest.mark.parametrize("normalize", ["true", "false"])
+def test_labels_of_saliency(normalize, pairs):
+    """DSS: 1 where an object is, or the numbers of the label image."""
+    _, labels = segmented(pairs, "ImageLabelmapData", f"normalize: {normalize}").forward()
+    for i, label in enumerate(labels):
+        image = cv2.imread(str(pairs.parent / f"{i}_label.png"), cv2.IMREAD_GRAYSCALE)
+        wanted = np.round(image / 255) if normalize == "true" else image
+        np.testing.assert_array_equal(label[0], wanted)
+
+
 @pytest.mark.parametrize("size", ["", "new_height: 6 new_width: 8"])
 def test_edges_against_a_loop(size, pairs):
     folder = str(pairs.parent)

@@ -20,6 +20,7 @@ from caffepy.ops.cpu.permutohedral import lattice_of
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
 from .harness import Single, check_gradient, random
+from .on_gpu import check_plain_on_gpu
 
 
 def naive_filter(features, x):
@@ -285,3 +286,88 @@ def test_bottoms_without_values(shape):
     np.testing.assert_array_equal(dimage, np.zeros_like(image))
     for gradient in gradients:
         np.testing.assert_array_equal(gradient, np.zeros((1, 1, shape[1], shape[1])))
+
+
+CRF = (
+    'type: "DenseCRF" dense_crf_param { max_iter: 2 pos_w: 1.5 pos_xy_std: 2 pos_w: 0.5 '
+    "pos_xy_std: 3 bi_w: 2 bi_xy_std: 4 bi_rgb_std: 6 }"
+)
+SIZES = np.array([[3.0, 4], [9, 9]]).reshape(N, 1, 1, 2)  # the second image was cut to the top
+
+
+def naive_crf(scores, sizes, image=None):
+    result = np.zeros_like(scores)
+    for n in range(N):
+        h, w = (min(int(side), most) for side, most in zip(sizes[n, 0, 0], (H, W), strict=True))
+        places = np.array([(x, y) for y in range(h) for x in range(w)])
+        filters = [(1.5, places / 2), (0.5, places / 3)]
+        if image is not None:
+            colours = image[n, :, :h, :w].reshape(3, -1).T
+            filters.append((2, np.hstack([places / 4, colours / 6])))
+        own = scores[n, :, :h, :w].reshape(C, -1)
+        p = np.exp(own) / np.exp(own).sum(axis=0)
+        for _ in range(2):
+            now = own.copy()
+            for weight, features in filters:
+                features = features.astype(np.float32)
+                ones = np.array(naive_filter(features, np.ones(h * w)))
+                now += weight * np.array([naive_filter(features, row) / ones for row in p])
+            p = np.exp(now) / np.exp(now).sum(axis=0)
+        result[n, :, :h, :w] = p.reshape(C, h, w)
+    return result
+
+
+@pytest.mark.parametrize("with_image", [True, False])
+def test_dense_crf_against_a_loop(with_image):
+    scores, _, image = given()
+    bottoms = (scores, SIZES, image) if with_image else (scores, SIZES)
+    (y,) = Single(CRF, *bottoms).forward()
+    np.testing.assert_allclose(y, naive_crf(*bottoms), rtol=2e-4, atol=2e-5)
+    (logarithm,) = Single(
+        CRF.replace("max_iter", "output_probability: false max_iter"), *bottoms
+    ).forward()
+    np.testing.assert_allclose(logarithm[y > 0], np.log(y[y > 0]), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(logarithm[y == 0], 0)
+    assert (y == 0).sum() == C * (H * W - 3 * 4)
+
+
+@pytest.mark.gpu
+def test_dense_crf_on_gpu():
+    scores, _, image = given()
+    check_plain_on_gpu(CRF, scores, SIZES, image, propagate_down=[False] * 3)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("pos_w: 0.5", "", "as many of each of a filter, not 1 pos_w, 2 pos_xy_std"),
+        ("bi_rgb_std: 6", "bi_rgb_std: 0", "bi_rgb_std must be above 0, not 0"),
+        ("pos_xy_std: 2", "pos_xy_std: nan", "pos_xy_std must be above 0, not nan"),
+        ("bi_w: 2 bi_xy_std: 4 bi_rgb_std: 6", "", "has no bi_w, bi_xy_std and bi_rgb_std for"),
+        ("max_iter: 2", "max_iter: -1", "max_iter must be 0 or more, not -1"),
+        ("pos_xy_std: 3", "pos_xy_std: 1e-9", "dense_crf_param: pos_xy_std 1e-09 is too small"),
+        ("bi_xy_std: 4", "bi_xy_std: 1e-9", "dense_crf_param: bi_xy_std 1e-09 is too small"),
+    ],
+)
+def test_settings_of_a_dense_crf_that_are_refused(old: str, new: str, message: str):
+    scores, _, image = given()
+    with pytest.raises(ConfigError, match=message):
+        Single(CRF.replace(old, new), scores, SIZES, image)
+
+
+def test_bottoms_of_a_dense_crf_that_are_refused():
+    scores, _, image = given()
+    with pytest.raises(ConfigError, match=r"any, not \[2, 3, 4, 5\] and \[2, 2\]"):
+        Single(CRF, scores, SIZES.reshape(2, 2))
+    with pytest.raises(ConfigError, match=r"and \[2, 1, 4, 5\]$"):
+        Single(CRF, scores, SIZES, image[:, :1])
+    with pytest.raises(DataError, match="image 1 of the batch has 0 x 5 pixels by the sizes"):
+        Single(
+            CRF, scores, SIZES * np.array([[[[1]]], [[[0]]]]) + [[[[0, 0]]], [[[0, 5]]]]
+        ).forward()
+    with pytest.raises(DataError, match="bi_rgb_std 6 they reach"):
+        Single(CRF, scores, SIZES, image * 1e9).forward()
+    single = Single(CRF, scores, SIZES, image)
+    single.forward()
+    with pytest.raises(ConfigError, match="propagate_down: false"):
+        single.layer.backward(single.top, [True, False, False], single.bottom)

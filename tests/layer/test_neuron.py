@@ -228,3 +228,55 @@ def test_in_place_with_the_channels_last(case, kind):
     np.testing.assert_allclose(blob.host_diff, dx, rtol=tolerance, atol=tolerance)
     for parameter, diff in zip(layer.blobs, diffs, strict=True):
         np.testing.assert_allclose(parameter.host_diff, diff, rtol=tolerance, atol=tolerance)
+
+
+SCALER = 'type: "GradientScaler" gradient_scaler_param {{ max_iter: 4 alpha: 3 {} }}'
+
+
+def reversed_by(t, lower=0.0, upper=1.0, threshold=0):
+    """By how much a gradient is reversed after t passes."""
+    if threshold and t <= threshold:
+        return 0.0
+    share = min((t - threshold) / (threshold + 4), 1)
+    return lower + (upper - lower) * (2 / (1 + e ** (-3 * share)) - 1)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [
+        ({}, ""),
+        ({"lower": 0.2, "upper": 0.6}, "lower_bound: 0.2 upper_bound: 0.6"),
+        ({"threshold": 2}, "threshold_iter: 2"),
+    ],
+)
+def test_gradients_are_reversed_more_with_each_pass(given, more, in_place):
+    x, dy = random(2, 3), random(2, 3, seed=5)
+    single = Single(SCALER.format(more), x, in_place=in_place)
+    for t in range(8):
+        np.testing.assert_array_equal(single.forward()[0], x)
+        (dx,), _ = single.backward([dy])
+        np.testing.assert_allclose(dx, -reversed_by(t, **given) * dy, rtol=1e-6)
+    other = Single(SCALER.format(more), x)
+    other.layer.set_state(single.layer.state())
+    other.forward()
+    np.testing.assert_allclose(other.backward([dy])[0][0], -reversed_by(8, **given) * dy, rtol=1e-6)
+
+
+def test_passes_of_the_test_phase_reverse_no_more():
+    single = Single(SCALER.format(""), random(2, 3), phase=TEST)
+    for _ in range(3):
+        single.forward()
+    assert single.layer.state() == {"passes": 0}
+
+
+@pytest.mark.parametrize("more", ["alpha: -1", "max_iter: 0"])
+def test_scalers_of_gradients_that_are_refused(more):
+    text = f'type: "GradientScaler" gradient_scaler_param {{ {more} }}'
+    with pytest.raises(ConfigError, match="max_iter must be 1 or more and alpha 0 or more"):
+        Single(text, random(2, 3))
+
+
+@pytest.mark.gpu
+def test_reversed_gradients_on_gpu():
+    check_plain_on_gpu(SCALER.format("lower_bound: 0.5"), random(2, 3), propagate_down=[True])

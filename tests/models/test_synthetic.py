@@ -1,5 +1,7 @@
 """Data layers replaced by random images and labels."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from caffepy.models import synthetic as synthetic_module
 from caffepy.models.synthetic import Guess, image_shape, synthetic
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
-from caffepy.proto.text import parse
+from caffepy.proto.text import parse, read_net
 from tests.nets import library
 
 NET = (
@@ -198,7 +200,8 @@ def test_arrays_with_two_kinds_of_labels() -> None:
     layer.hdf5_data_param.batch_size = 3
     assert data_shapes(synthetic(param, image=(4, 1, 1))) == [[3, 4, 1, 1], [3], [3]]
     with pytest.raises(
-        ConfigError, match='layer "d" has no crop_size: give the shape of its images, --image'
+        ConfigError,
+        match=r'layer "d" \(HDF5Data\): no crop_size: give the shape of the images, --image',
     ):
         synthetic(param)
 
@@ -247,12 +250,35 @@ def test_losses_of_large_nets_are_looked_for_once(monkeypatch: pytest.MonkeyPatc
 def test_means_that_are_not_one_for_each_channel(force: str, count: int, each: str) -> None:
     text = 'layer { name: "d" type: "Data" top: "x" top: "y" data_param { batch_size: 2 } '
     text += f"transform_param {{ crop_size: 8 {force} {'mean_value: 9 ' * count} }} }}"
-    with pytest.raises(ConfigError, match=f'layer "d": {count} mean_value for {each}'):
+    with pytest.raises(ConfigError, match=rf'layer "d" \(Data\): {count} mean_value for {each}'):
         synthetic(parse(text, NetParameter()))
 
 
+def test_as_many_channels_as_means_with_a_guess() -> None:
+    """Records may have any number of channels: 48 frames of video, say."""
+    text = 'layer { name: "d" type: "Data" top: "x" top: "y" data_param { batch_size: 2 } '
+    param = parse(text + f"transform_param {{ {'mean_value: 9 ' * 5} }} }}", NetParameter())
+    for guess in (Guess((3, 7, 8)), Guess((1, 7, 8))):
+        assert data_shapes(synthetic(param, guess=guess)) == [[2, 5, 7, 8], [2]]
+
+
+def test_sizes_of_images_for_a_crf() -> None:
+    text = 'layer { name: "d" type: "MemoryData" top: "x" top: "y" top: "dim" memory_data_param { '
+    text += 'batch_size: 2 channels: 3 height: 7 width: 8 source: "s" } } layer { type: "DenseCRF" '
+    text += 'bottom: "x" bottom: "dim" top: "z" }'
+    made = synthetic(parse(text, NetParameter()), guess=Guess((3, 9, 9)))
+    assert data_shapes(made) == [[2, 3, 7, 8], [2], [2, 1, 1, 2]]
+
+
+def test_errors_say_where_the_layer_stands(tmp_path: Path) -> None:
+    path = tmp_path / "net.prototxt"
+    path.write_text('\nlayer { name: "d" type: "Data" top: "x" top: "y" }\n')
+    with pytest.raises(ConfigError, match=r'net\.prototxt:2:1: layer "d" \(Data\): no crop_size'):
+        synthetic(read_net(str(path)), origin=str(path))
+
+
 def test_shape_that_nobody_tells() -> None:
-    with pytest.raises(ConfigError, match='layer "d" has no crop_size'):
+    with pytest.raises(ConfigError, match=r'layer "d" .*: no crop_size'):
         synthetic(net("mirror: true"))
 
 

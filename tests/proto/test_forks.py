@@ -38,7 +38,7 @@ def test_look_ups() -> None:
     assert forks.fork_of_field("SolverParameter", "bn_param") is None
     assert forks.fork_of_value("SORT") == "happynear"
     assert forks.fork_of_value("CUDNN") is None
-    assert forks.fork_of_layer("DenseCRF") == "PSPNet"
+    assert forks.fork_of_layer("BiasChannel") == "PSPNet"
     assert forks.fork_of_layer("Convolution") is None
     assert forks.fork_of_filler("gabor") == "Intel Caffe"
     assert forks.fork_of_filler("xavier") is None
@@ -79,6 +79,13 @@ def test_fields_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) 
     assert caplog.messages == [
         "n.prototxt: engine, quantization_param, fuse: of a fork of Caffe, without effect"
     ]
+
+
+def test_what_saves_memory_in_forks_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    text_ = 'mem_param { optimize_test: true exclude_blob: "rois" exclude_blob: "feat" }'
+    with caplog.at_level(logging.INFO):
+        text.parse(text_, caffe_pb2.NetParameter(), "n.prototxt")
+    assert caplog.messages == ["n.prototxt: mem_param: of a fork of Caffe, without effect"]
 
 
 def test_fields_that_a_fork_has_several_times() -> None:

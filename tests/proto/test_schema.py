@@ -148,7 +148,7 @@ UNNUMBERED = {
     "DenseImageDataParameter": "label_divide_factor",
     "ImageDataParameter": "new_length show_data use_image sampling_rate use_label "
     "use_temporal_jitter mean_value num_truth_channels use_byte_input is_flow truth_scale clip_min "
-    "clip_max shared_file_system new_dim label_dim",
+    "clip_max shared_file_system new_dim label_dim has_label normalize",
     "DataParameter": "shuffle_pool_size shared_file_system",
     "GatherParameter": "indices shape axis",
     "LayerParameter": "source_class roi_align_param psroi_align_param rrelu_param matmul_param "
@@ -160,7 +160,7 @@ UNNUMBERED = {
     "RReLUParameter": "negative_slope_lower negative_slope_upper",
     "MemoryDataParameter": "source share_in_parallel dataframe_format dataframe_column_select "
     "image_encoded",
-    "MemoryOptimizationParameter": "optimize_train optimize_test",
+    "MemoryOptimizationParameter": "optimize_train optimize_test exclude_blob",
     "NetParameter": "mem_param richness",
     "PoolingParameter": "ceil_mode kernel_depth temporal_stride further_kernel_size "
     "further_stride further_pad",
@@ -394,6 +394,16 @@ OWN |= {
     for name in names.split()
 }
 """Those of MNC."""
+OWN |= {
+    (message, name)
+    for message, names in {
+        "LayerParameter": "gradient_scaler_param",
+        "GradientScalerParameter": "lower_bound upper_bound alpha max_iter threshold_iter",
+        "V1LayerParameter": "dense_crf_param mat_write_param",
+    }.items()
+    for name in names.split()
+}
+"""Those of domain-adversarial forks and of DeepLab."""
 OWN |= {("LayerParameter", "target_units"), ("TargetUnits", "mean"), ("TargetUnits", "std")}
 """Those that only caffepy writes."""
 OTHER_TYPE = {("UpsampleParameter", "scale"): "int32"}
@@ -454,7 +464,15 @@ def test_enums_are_those_of_the_tables() -> None:
     mode = "ConvolutionParameter.ConvMode"
     kinds = ("LOWERED_GEMM", "LOWERED_CCNMM", "DIRECT_SCONV", "DIRECT_DCONV")
     unnumbered |= {(mode, name) for name in kinds}
-    own_types = ("UNPOOLING", "MULTI_STAGE_MEANFIELD", "CROP", "IMAGE_SEG_DATA", "INTERP")
+    own_types = (
+        "UNPOOLING",
+        "MULTI_STAGE_MEANFIELD",
+        "CROP",
+        "IMAGE_SEG_DATA",
+        "INTERP",
+        "DENSE_CRF",
+        "MAT_WRITE",
+    )
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in own_types}
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in C3D.split()}
     assert {(enum, name) for enum, name, _ in ours - known} - unnumbered == taken - {

@@ -275,6 +275,12 @@ ERRORS = {
         '1:12: "input_dim" needs a whole number',
         "  input_dim: 1.5\n             ^",
     ),
+    "variable of a template": (
+        "input_dim: ${NUM_LABELS}",
+        '1:12: expected a whole number for "input_dim", not ${NUM_LABELS}: the file is a template, '
+        "whose variables a script replaces by values",
+        "  input_dim: ${NUM_LABELS}\n             ^",
+    ),
     "word for an integer": (
         "input_dim: -one",
         '1:13: expected a whole number for "input_dim", not one',

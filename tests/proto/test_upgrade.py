@@ -97,6 +97,12 @@ CASES = {
     "BatchNorm": (BATCH_NORM, BATCH_NORM_NEW),
     "BatchNorm with two params": ('layer { type: "BatchNorm" param { } param { } }',) * 2,
     "C3D 1.0": (C3D, C3D_NEW),
+    "the first DeepLab's CRF": (
+        'layers { name: "c" type: DENSE_CRF dense_crf_param { pos_w: 3 } } '
+        'layers { name: "m" type: MAT_WRITE mat_write_param { prefix: "out/" } }',
+        'layer { name: "c" type: "DenseCRF" dense_crf_param { pos_w: 3 } } '
+        'layer { name: "m" type: "MatWrite" mat_write_param { prefix: "out/" } }',
+    ),
     "ReLU with relu6": (
         'layer { name: "r" type: "ReLU" relu_param { relu6: true negative_slope: 0.5 } }',
         'layer { name: "r" type: "ReLU6" relu6_param { negative_slope: 0.5 } }',

@@ -248,7 +248,7 @@ def definition(
         param.ClearField(field)
     net = param.train_net_param
     if data == SYNTHETIC:
-        net.CopyFrom(synthetic(source.param, batch, image))
+        net.CopyFrom(synthetic(source.param, batch, image, origin=source.path))
         return param
     net.CopyFrom(source.param)
     layers = [layer for layer in net.layer if layer.type in ("Data", "ImageData")]
