@@ -7,22 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import prod
 from operator import attrgetter
-from time import monotonic
 from typing import Literal
 
 from caffepy.commands.devices import check_solver_mode
+from caffepy.commands.guesses import build_without_data
 from caffepy.commands.largest_batch import LargestBatch, footprint, largest_batch, recomputing
 from caffepy.core.errors import ConfigError, DeviceError, UsageError
 from caffepy.device.blob import Blob, shape_string
 from caffepy.device.device import Device
 from caffepy.device.gpus import check_gpu, gpu_memory
 from caffepy.device.math_mode import checked, default
-from caffepy.models.synthetic import Guess
-from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
-from caffepy.net.build import filter_state, is_included, with_batch
+from caffepy.net.build import is_included, with_batch
 from caffepy.net.memory import Usage, taken
 from caffepy.net.node import Node
 from caffepy.net.recompute import in_segments, recomputed_layers
@@ -40,21 +37,11 @@ log = logging.getLogger(__name__)
 
 TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+""")
 
-
-_SHAPES = [(3, side, side) for side in (224, 299, 321, 473)]
-_SHAPES += [(3, 360, 480), (3, 416, 416), (3, 32, 32), (1, 28, 28), (2, 28, 28)]
-_SHAPES += [(3, 32, 128), (1, 32, 100)]
-GUESSES = [Guess(shape, other) for shape in _SHAPES for other in (False, True)]
-"""Shapes of images and labels that are tried where a net states none: first those of ImageNet."""
-
 Definition = tuple[str, NetParameter, str | None, SolverParameter | None]
 """Role, definition in its state, file, and solver (if any) of a net."""
 
 SEGMENTS, WORTH_IT = (2, 3, 4, 6, 8, 12, 16), 0.95
 """Numbers of segments that are shown if they save so much more than those before."""
-
-PATIENCE = 5.0
-"""Seconds for which guesses are tried."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +216,7 @@ def inspect(
         if batch is not None and (param.state.phase == TRAIN or not trains):
             param = with_batch(param, batch, origin)
         make = partial(Net, device=device, path=origin)
-        return _without_data(param, image, make, origin) if synthetic else make(param)
+        return build_without_data(param, image, make, origin) if synthetic else make(param)
 
     infos = []
     for one in defined:
@@ -325,91 +312,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _without_data(
-    param: NetParameter,
-    image: Sequence[int] | None,
-    build: Callable[[NetParameter], Net],
-    origin: str | None,
-) -> Net:
-    """Build a net without its data. What the net does not state of images and labels is the first
-    of GUESSES with which it can be built; ConfigError of the first one if there is none.
-    """
-    tried: list[NetParameter] = []
-    first: ConfigError | None = None
-    begun = monotonic()
-    for guess in GUESSES:
-        if (made := without_data(param, image=image, guess=guess, origin=origin)) in tried:
-            continue
-        tried.append(made)
-        try:
-            return build(made)
-        except ConfigError as error:
-            first = first or error
-        try:
-            if (fitted := _with_fitting_labels(made, build)) is not None:
-                return build(fitted)
-        except ConfigError:
-            pass  # the shapes of the labels are not all that is wrong
-        if monotonic() - begun > PATIENCE:
-            break
-    assert first is not None
-    raise first
-
-
-_COMPARE = frozenset(
-    {"EuclideanLoss", "HingeLoss", "L1Loss", "SigmoidCrossEntropyLoss", "SmoothL1Loss"}
-)
-"""Layers whose labels have the shape of their predictions; of SoftmaxWithLoss without classes."""
-_KEEP_SHAPE = frozenset({"AbsVal", "Exp", "Log", "Power", "Scale", "Sigmoid", "Threshold"})
-"""Layers that labels may pass on their way."""
-
-
-def _with_fitting_labels(
-    param: NetParameter, build: Callable[[NetParameter], Net]
-) -> NetParameter | None:
-    """Return a net without data whose labels have the shapes of the predictions that losses compare
-    them with, by the net before these losses; None if there are none, or they have these shapes.
-    """
-    state = filter_state(param)
-    source = {top: top for layer in state.layer if layer.type == "DummyData" for top in layer.top}
-    pairs = []  # type of loss, what it predicts, the top of data that it compares this with
-    for layer in state.layer:
-        if layer.type in _KEEP_SHAPE:
-            for x, y in zip(layer.bottom[:1], layer.top, strict=False):
-                if x in source:
-                    source[y] = source[x]
-        elif layer.type in {*_COMPARE, "SoftmaxWithLoss"} and len(layer.bottom) > 1:
-            x, label = layer.bottom[:2]
-            if x in source and layer.type in _COMPARE:
-                x, label = label, x
-            if label in source:
-                pairs.append((layer.type, x, source[label]))
-    behind = {label for _, _, label in pairs}
-    if not behind:
-        return None
-    before = NetParameter()
-    before.CopyFrom(state)
-    del before.layer[:]
-    for layer in state.layer:
-        if behind.intersection(layer.bottom):
-            behind.update(layer.top)
-        else:
-            before.layer.add().CopyFrom(layer)
-    with closing(build(before)) as net:
-        shapes = {name: list(blob.shape) for name, blob in net.blobs.items()}
-    fitting = {}
-    for kind, x, label in pairs:
-        if shape := shapes.get(x):
-            fitting[label] = shape if kind in _COMPARE else [*shape[:1], 1, *shape[2:]]
-    fitted = NetParameter()
-    fitted.CopyFrom(param)
-    for layer in fitted.layer:
-        for top, given in zip(layer.top, layer.dummy_data_param.shape, strict=False):
-            if (dims := fitting.get(top)) and prod(dims) != prod(given.dim):
-                given.dim[:] = dims
-    return fitted if fitted != param else None
 
 
 class ImaginedGpu(ShapesOnlyDevice):

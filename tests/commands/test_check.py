@@ -361,6 +361,22 @@ def test_images_that_a_net_does_not_state_have_a_size_that_fits(tmp_path: Path) 
         inspect(write(tmp_path, data + window % 999), synthetic=True)
 
 
+def test_the_layer_is_told_that_no_guess_of_sizes_gets_past(tmp_path: Path) -> None:
+    """The first guess, 224, fails before it, at two paths of a net for multiples of 64."""
+    path = write(
+        tmp_path,
+        """
+        layer { name: "d" type: "Data" top: "x" top: "y" data_param { source: "nowhere" batch_size: 2 } }
+        layer { name: "p" type: "Pooling" bottom: "x" top: "p" pooling_param { kernel_size: 64 stride: 64 } }
+        layer { name: "u" type: "Upsample" bottom: "p" top: "u" upsample_param { scale: 64 } }
+        layer { name: "e" type: "Eltwise" bottom: "x" bottom: "u" top: "e" }
+        layer { name: "own" type: "Python" bottom: "e" top: "z" python_param { module: "absent" layer: "A" } }
+        """,
+    )
+    with pytest.raises(ConfigError, match=r':6:\d+: layer "own" .*no Python module "absent"'):
+        inspect(path, synthetic=True)
+
+
 def test_a_phase_without_data_is_left_out(tmp_path: Path) -> None:
     only = NET.replace('type: "Input"', 'type: "Input" include { phase: TEST }') % ""
     assert [net.role for net in inspect(write(tmp_path, only))] == ["TEST net"]

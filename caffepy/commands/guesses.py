@@ -1,0 +1,122 @@
+"""Nets without their data: the shapes of images and labels that they do not state are guessed."""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from math import prod
+from time import monotonic
+
+from caffepy.core.errors import ConfigError
+from caffepy.models.synthetic import Guess, synthetic
+from caffepy.net import Net
+from caffepy.net.build import filter_state
+from caffepy.proto.caffe_pb2 import NetParameter
+
+_SHAPES = [(3, side, side) for side in (224, 299, 321, 384, 473)]
+_SHAPES += [(3, 360, 480), (3, 416, 416), (3, 32, 32), (1, 28, 28), (2, 28, 28)]
+_SHAPES += [(3, 32, 128), (1, 32, 100)]
+GUESSES = [Guess(shape, other) for shape in _SHAPES for other in (False, True)]
+"""Shapes of images and labels that are tried where a net states none: first those of ImageNet."""
+
+PATIENCE = 5.0
+"""Seconds for which guesses are tried."""
+
+_COMPARE = frozenset(
+    {"EuclideanLoss", "HingeLoss", "L1Loss", "SigmoidCrossEntropyLoss", "SmoothL1Loss"}
+)
+"""Layers whose labels have the shape of their predictions; of SoftmaxWithLoss without classes."""
+_KEEP_SHAPE = frozenset({"AbsVal", "Exp", "Log", "Power", "Scale", "Sigmoid", "Threshold"})
+"""Layers that labels may pass on their way."""
+
+
+def build_without_data(
+    param: NetParameter,
+    image: Sequence[int] | None,
+    build: Callable[[NetParameter], Net],
+    origin: str | None,
+) -> Net:
+    """Build a net without its data. What the net does not state of images and labels is the first
+    of GUESSES with which it can be built; if there is none, ConfigError of the layer that is the
+    last one of its file that no guess gets past.
+    """
+    tried: list[NetParameter] = []
+    errors: list[ConfigError] = []
+    begun = monotonic()
+    for guess in GUESSES:
+        if (made := synthetic(param, image=image, guess=guess, origin=origin)) in tried:
+            continue
+        tried.append(made)
+        try:
+            return build(made)
+        except ConfigError as error:
+            errors.append(error)
+        try:
+            if (fitted := _with_fitting_labels(made, build)) is not None:
+                return build(fitted)
+        except ConfigError:
+            pass  # the shapes of the labels are not all that is wrong
+        if monotonic() - begun > PATIENCE:
+            break
+    raise max(errors, key=_line)
+
+
+def _line(error: ConfigError) -> int:
+    """Return the line of a file in which an error stands, 0 if it names none."""
+    found = re.search(r":(\d+):\d+\b", error.where or "")
+    return int(found[1]) if found else 0
+
+
+def _with_fitting_labels(
+    param: NetParameter, build: Callable[[NetParameter], Net]
+) -> NetParameter | None:
+    """Return a net without data whose labels have the shapes of the predictions that losses compare
+    them with, by the net before these losses; None if there are none, or they have these shapes.
+    """
+    state = filter_state(param)
+    compared = list(_compared_labels(state))
+    if not compared:
+        return None
+    with closing(build(_before(state, {label for *_, label in compared}))) as net:
+        shapes = {name: list(blob.shape) for name, blob in net.blobs.items()}
+    fitting = {}
+    for kind, x, label in compared:
+        if shape := shapes.get(x):
+            fitting[label] = shape if kind in _COMPARE else [*shape[:1], 1, *shape[2:]]
+    fitted = NetParameter()
+    fitted.CopyFrom(param)
+    for layer in fitted.layer:
+        for top, given in zip(layer.top, layer.dummy_data_param.shape, strict=False):
+            if (dims := fitting.get(top)) and prod(dims) != prod(given.dim):
+                given.dim[:] = dims
+    return fitted if fitted != param else None
+
+
+def _compared_labels(net: NetParameter) -> Iterator[tuple[str, str, str]]:
+    """Yield for each loss that reads data its type, what it predicts, and the top of data that it
+    compares this with.
+    """
+    source = {top: top for layer in net.layer if layer.type == "DummyData" for top in layer.top}
+    for layer in net.layer:
+        if layer.type in _KEEP_SHAPE:
+            for x, y in zip(layer.bottom[:1], layer.top, strict=False):
+                if x in source:
+                    source[y] = source[x]
+        elif layer.type in {*_COMPARE, "SoftmaxWithLoss"} and len(layer.bottom) > 1:
+            x, label = layer.bottom[:2]
+            if x in source and layer.type in _COMPARE:
+                x, label = label, x
+            if label in source:
+                yield layer.type, x, source[label]
+
+
+def _before(net: NetParameter, blobs: Collection[str]) -> NetParameter:
+    """Return the net without the layers that read these blobs, or what such layers make."""
+    behind, before = set(blobs), NetParameter()
+    before.CopyFrom(net)
+    del before.layer[:]
+    for layer in net.layer:
+        if behind.intersection(layer.bottom):
+            behind.update(layer.top)
+        else:
+            before.layer.add().CopyFrom(layer)
+    return before
