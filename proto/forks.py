@@ -210,7 +210,7 @@ _IGNORED = {
     "ReLUParameter": "fuse",
     "ResizeParameter": "center_object max_angle multiscale",
     "SolverParameter": "engine group_id richness measure_threshold force_type force_decay_type "
-    "force_iter max_threshold_factor",
+    "force_iter max_threshold_factor show_pr",
     "TransformationParameter": "debug_params",
     "V1LayerParameter": "strict_dim",
 }

@@ -163,7 +163,7 @@ def _other_type(layer: LayerParameter) -> str | None:
         return "ReLU6"
     if layer.type == "Reshape" and layer.reshape_param.pixelshuffler != 1:
         return "DepthToSpace"
-    if layer.type == "NdConvolution":
+    if layer.type in ("NdConvolution", "HoleConvolution"):
         return "Convolution"
     if layer.type == "NdPooling":
         return "Pooling3D" if len(layer.pooling_param.kernel_shape.dim) == 3 else "Pooling"

@@ -24,6 +24,7 @@ INTERP = {
 UPSAMPLE = {
     "blocks": ("scale: 3", [X], (15, 12)),
     "as it is": ("", [X], (5, 4)),
+    "blocks of yolov5_caffe": ("height_scale: 2 width_scale: 3 mode: NEAREST", [X], (10, 12)),
     "places": ("", [X, np.argsort(random(2, 3, 5, 4), axis=-1) + 20.0], (10, 8)),
     "places, padded": ("pad_out_h: 1", [X, np.zeros(X.shape) + np.arange(4)], (9, 8)),
     "places, given": ("upsample_h: 6 upsample_w: 7", [X, np.zeros(X.shape) + np.arange(4)], (6, 7)),
@@ -88,8 +89,9 @@ def test_upsample_against_a_loop(case):
         if len(bottoms) > 1:
             want[n, c].reshape(-1)[int(bottoms[1][n, c, i, j])] = X[n, c, i, j]
         else:
-            s = size[0] // 5
-            want[n, c, s * i : s * (i + 1), s * j : s * (j + 1)] = X[n, c, i, j]
+            down, right = size[0] // 5, size[1] // 4
+            rows, columns = slice(down * i, down * (i + 1)), slice(right * j, right * (j + 1))
+            want[n, c, rows, columns] = X[n, c, i, j]
     np.testing.assert_array_equal(y, want)
 
 
@@ -128,6 +130,16 @@ def test_a_place_outside_is_named(wrong):
         ),
         ('type: "Upsample"', [(1, 1, 2, 2), (1, 1, 2, 3)], r"bottom 1 has shape \[1, 1, 2, 3\]"),
         ('type: "Upsample" upsample_param { scale: 0 }', [(1, 1, 2, 2)], "must be 1 or more"),
+        (
+            'type: "Upsample" upsample_param { height_scale: 2 width_scale: 2 }',
+            [(1, 1, 2, 2)],
+            "mode: NEAREST; for others write an Interp layer",
+        ),
+        (
+            'type: "Upsample" upsample_param { mode: NEAREST }',
+            [(1, 1, 2, 2)] * 2,
+            "are for one bottom",
+        ),
         (
             'type: "Upsample" upsample_param { scale: 2 pad_out_h: true }',
             [(1, 1, 2, 2)],

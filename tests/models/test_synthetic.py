@@ -157,7 +157,8 @@ READERS = {"MultiBoxLoss": [1, 1, 8, 8], "RegionLoss": [4, 1, 300, 5], "SoftmaxW
 @pytest.mark.parametrize("reader", READERS)
 def test_boxes_by_what_reads_them(reader: str) -> None:
     param = net("crop_size: 6")
-    param.layer.add(name="r", type=reader, bottom=["z", param.layer[0].top[1]], top=["loss"])
+    scores = ["z"] * (3 if reader == "MultiBoxLoss" else 1)
+    param.layer.add(name="r", type=reader, bottom=[*scores, param.layer[0].top[1]], top=["loss"])
     assert data_shapes(synthetic(param)) == [[4, 3, 6, 6], READERS[reader]]
 
 

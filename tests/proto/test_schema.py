@@ -400,10 +400,12 @@ OWN |= {
         "LayerParameter": "gradient_scaler_param",
         "GradientScalerParameter": "lower_bound upper_bound alpha max_iter threshold_iter",
         "V1LayerParameter": "dense_crf_param mat_write_param",
+        "SolverParameter": "show_pr",
+        "UpsampleParameter": "height_scale width_scale mode",
     }.items()
     for name in names.split()
 }
-"""Those of domain-adversarial forks and of DeepLab."""
+"""Those of domain-adversarial forks, DeepLab and yolov5_caffe."""
 OWN |= {("LayerParameter", "target_units"), ("TargetUnits", "mean"), ("TargetUnits", "std")}
 """Those that only caffepy writes."""
 OTHER_TYPE = {("UpsampleParameter", "scale"): "int32"}
@@ -464,6 +466,7 @@ def test_enums_are_those_of_the_tables() -> None:
     mode = "ConvolutionParameter.ConvMode"
     kinds = ("LOWERED_GEMM", "LOWERED_CCNMM", "DIRECT_SCONV", "DIRECT_DCONV")
     unnumbered |= {(mode, name) for name in kinds}
+    unnumbered |= {("UpsampleParameter.UpsampleOp", name) for name in ("NEAREST", "BILINEAR")}
     own_types = (
         "UNPOOLING",
         "MULTI_STAGE_MEANFIELD",

@@ -113,6 +113,10 @@ CASES = {
         'layer { type: "Convolution" convolution_param { dilation: 2 } } '
         'layer { type: "Convolution" convolution_param { dilation: [2, 3] } }',
     ),
+    "SegStereo's HoleConvolution": (
+        'layer { type: "HoleConvolution" convolution_param { hole: 2 } }',
+        'layer { type: "Convolution" convolution_param { dilation: 2 } }',
+    ),
     "video-caffe's NdConvolution": (
         'layer { type: "NdConvolution" convolution_param { kernel_shape { dim: [3, 2, 1] } '
         "pad_shape { dim: [1, 1, 0] } } }",
