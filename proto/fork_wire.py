@@ -18,6 +18,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
 from caffepy.core.errors import ConfigError
+from caffepy.core.registry import nearest
 from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter, V1LayerParameter
 from caffepy.proto.forks import first_of, further
 from caffepy.proto.upgrade import V1_TYPES
@@ -111,7 +112,9 @@ def fork_named(name: str) -> str:
     """Return a fork by one of its names; ConfigError with all names for another."""
     known = _ALIASES.get(name.lower(), name.lower())
     if known not in FORKS:
-        raise ConfigError(f'unknown fork "{name}" (known: {", ".join(FORKS)})')
+        raise ConfigError(
+            f'unknown fork "{name}"{nearest(name, FORKS)} (known: {", ".join(FORKS)})'
+        )
     return known
 
 

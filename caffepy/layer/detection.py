@@ -75,8 +75,9 @@ def check_refinement(bottom: Blobs, first: int, n: int, count: int) -> None:
 def no_class(label: float, classes: int, background: int) -> DataError:
     """Return the error for a true box of the background or of no class."""
     return DataError(
-        f"a true box has class {label:g}; with {classes} classes and the background {background} "
-        f"it must be another one of 0 to {classes - 1}"
+        f"a true box has class {label:g}; num_classes {classes} has 0 to {classes - 1}, of which "
+        f"{background} is the background: give as many classes as the label map of the data has, "
+        "or mend its labels"
     )
 
 

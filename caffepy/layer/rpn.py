@@ -36,6 +36,8 @@ OWN = {
 }
 """Modules of py-faster-rcnn, MNC, CTPN and DetectNet, and ours with classes of the same names."""
 
+OTHERS = "; a program's own layer of this name is taken if its folder of modules is on PYTHONPATH"
+
 Blobs = Sequence[Blob]
 
 
@@ -53,7 +55,9 @@ def read_settings(text: str) -> dict[str, Any]:
     except (SyntaxError, ValueError):
         found = None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(f"param_str is not a dictionary such as 'feat_stride': 16, but {text!r}")
+        raise ConfigError(
+            f"param_str is not a dictionary such as 'feat_stride': 16, but {text!r}{OTHERS}"
+        )
     return {key.lower(): value for key, value in found.items()}
 
 
@@ -80,7 +84,9 @@ class RcnnLayer:
         for key in given:
             if key not in self.defaults:
                 hint = nearest(key, self.defaults)
-                raise ConfigError(f'param_str: no setting "{key}" of {type(self).__name__}{hint}')
+                raise ConfigError(
+                    f'param_str: no setting "{key}" of {type(self).__name__}{hint}{OTHERS}'
+                )
         self.settings = {**self.defaults, **given}
         for key, value in self.settings.items():
             if value is None:
@@ -397,7 +403,7 @@ class ProposalTargetLayer(RcnnLayer):
             if np.max(classes) >= settings["num_classes"] or np.min(classes) < 0:
                 raise ConfigError(
                     f"a true box has class {np.max(classes)}; num_classes is "
-                    f"{settings['num_classes']}"
+                    f"{settings['num_classes']}, with the background, class 0"
                 )
             targets[np.arange(len(objects)), classes] = deltas
             inner[np.arange(len(objects)), classes] = settings["bbox_inside_weights"]

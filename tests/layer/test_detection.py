@@ -320,7 +320,7 @@ def test_what_cascade_finds_is_judged(difficult: bool, tmp_path: Path):
 def test_a_true_box_of_no_class_is_no_truth(label: int):
     wrong = TRUE.copy()
     wrong[0, 0, 1, 1] = label
-    with pytest.raises(DataError, match=f"a true box has class {label}; with 3 classes"):
+    with pytest.raises(DataError, match=f"a true box has class {label}; num_classes 3 has 0 to 2"):
         Single(EVALUATE + "}", FOUND, wrong).forward()
 
 

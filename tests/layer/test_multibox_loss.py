@@ -328,7 +328,7 @@ def test_a_true_box_of_no_class_is_named(label):
     text, bottoms = given("default")
     bottoms[3] = bottoms[3].copy()
     bottoms[3][0, 0, 1, 1] = label
-    with pytest.raises(DataError, match=f"a true box has class {label}; with 4 classes"):
+    with pytest.raises(DataError, match=f"a true box has class {label}; num_classes 4 has 0 to 3"):
         Single(text, *bottoms).forward()
 
 
