@@ -251,7 +251,6 @@ _LAYERS = {
     "PSANet": "PointwiseSpatialAttention",
     "Frcnn": "FrcnnProposal",
     "CaffeOnSpark": "CoSData",
-    "SSD with focal loss": "MultiBoxFocalLoss",
     "happynear": "GeneralContrastiveLoss GlobalLSEMargin MultiLabelImageData",
     "DeepSkeleton": "Rescale",
     "Force regularization": "Sparsify",

@@ -186,16 +186,25 @@ class MultiBoxLoss(ClassLoss):
         else:
             self.match(locations, priors, truths)
             self.set_losses(locations, scores, priors, truths)
-        mining = self.mining_by_overlap if len(bottom) == 4 and not self.logistic else None
+        mining = self.mining_by_overlap if len(bottom) == 4 and self.sums_as_it_mines else None
         if self.mining != NONE and not mining:
             sure = bottom[4].data.reshape(*scores.shape[:2], 2)[..., 1] if bottom[4:] else None
             self.mine(scores, priors, sure)
         if self.logistic:
             self.set_logistic_losses(scores, self.background)
+        self.weigh_losses()
         weights = self.settings.loc_weight * self.parts[0], float(self.parts[1])
         given = self.location_loss.data, matches, self.class_loss.data, labels, weights
         divisor = self.divisor(*matches.shape[::2])
         self.ops.multibox_loss(*given, divisor, mining, self.normalizer.data, top[0].data)
+
+    @property
+    def sums_as_it_mines(self) -> bool:
+        """True if negatives are mined by the losses of classes that are summed."""
+        return not self.logistic
+
+    def weigh_losses(self) -> None:
+        """Weigh the losses (N, P) of classes of the boxes that learn."""
 
     @property
     def check(self) -> TruthCheck:
@@ -400,7 +409,7 @@ class MultiBoxLoss(ClassLoss):
         locations, scores, priors, truths = self.given(bottom)
         labels, matches, norm = self.labels.data, self.matches.data, self.normalizer.data
         weight, dloss = self.settings.loc_weight, top[0].diff
-        if self.whole and all(propagate_down[:2]):
+        if self.whole and self.sums_as_it_mines and all(propagate_down[:2]):
             given = scores, locations, priors, truths, matches, labels, self.location
             diffs = bottom[0].diff.reshape(self.view), bottom[1].diff.reshape(scores.shape)
             self.ops.box_gradients(*given, weight, dloss, norm, *diffs)
@@ -415,9 +424,56 @@ class MultiBoxLoss(ClassLoss):
             else:
                 flat = dscores.reshape(-1, self.classes)
                 self.ops.class_gradients(*self.rows(scores), factor, flat)
+                self.weigh_gradients(dscores)
         if propagate_down[0]:
             self.factor.data[...] *= weight
             gradients = bottom[0].diff.reshape(self.view)
             for part, own in self.parts_with_priors(priors):
                 parts = locations[part], own, truths, matches[part], self.location
                 self.ops.location_gradients(*parts, self.factor.data, gradients[part])
+
+    def weigh_gradients(self, dscores: Array) -> None:
+        """Weigh the gradients (N, P, K) of scores."""
+
+
+LEAST = 1e-10
+"""Of 1 - p, of which MultiBoxFocalLoss has a power that may be below 0."""
+
+
+@layer("MultiBoxFocalLoss")
+class MultiBoxFocalLoss(MultiBoxLoss):
+    """MultiBoxLoss whose losses of classes are -alpha * (1 - p)^gamma * log(p), p the softmax at
+    the label (Lin et al. 2017, SSD with focal loss).
+
+    Negatives are mined by -log(p); with LOGISTIC it is MultiBoxLoss.
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        param = self.param.focal_loss_param
+        self.alpha = param.alpha if param.HasField("alpha") else 0.25
+        self.gamma = param.gamma
+        if not self.gamma >= 0:
+            raise ConfigError(f"focal_loss_param: gamma must be 0 or more, not {self.gamma:g}")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        self.slopes = self.buffer(self.class_loss.shape)
+
+    @property
+    def sums_as_it_mines(self) -> bool:
+        return False
+
+    def weigh_losses(self) -> None:
+        """Write the losses, and their slopes over that of -log(p)."""
+        if self.logistic:
+            return
+        losses = self.class_loss.data
+        p = np.exp(-losses)
+        rest = np.maximum(1 - p, LEAST)
+        power = self.alpha * rest**self.gamma
+        np.multiply(power, 1 + self.gamma * p * losses / rest, out=self.slopes.data)
+        losses *= power
+
+    def weigh_gradients(self, dscores: Array) -> None:
+        dscores *= self.slopes.data[:, :, None]

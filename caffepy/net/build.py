@@ -220,6 +220,7 @@ def _locations(param: NetParameter) -> dict[str, float]:
         shares = {
             "DetectionOutput": layer.detection_output_param.share_location,
             "MultiBoxLoss": layer.multibox_loss_param.share_location,
+            "MultiBoxFocalLoss": layer.multibox_loss_param.share_location,
         }
         if not shares.get(layer.type) or not layer.bottom:
             continue

@@ -54,6 +54,12 @@ CASES = {
     ),
     "part": ("", "propagate_down: [true, false, false, false]"),
     "background last": ("background_label_id: 0 num_classes: 7", ""),
+    "focal": (CENTRED + "neg_pos_ratio: 1.5", "focal_loss_param { gamma: 1.5 alpha: 0.6 }"),
+    "focal without mining": (CENTRED + "mining_type: NONE", ""),
+    "focal of hard examples": ("mining_type: HARD_EXAMPLE sample_size: 5", ""),
+    "focal apart": ("nms_param { nms_threshold: 0.3 top_k: 9 } use_prior_for_nms: true", ""),
+    "focal of each class": ("mining_type: NONE share_location: false", ""),
+    "focal logistic": ("conf_loss_type: LOGISTIC", ""),
 }
 
 
@@ -78,7 +84,8 @@ def given(case: str) -> tuple[str, list[np.ndarray]]:
     ]
     # as the GPU and SSD see them
     bottoms = [np.float32(b).astype(np.float64) for b in bottoms]
-    return f'type: "MultiBoxLoss" multibox_loss_param {{ {settings} }} {beside}', bottoms
+    kind = "MultiBoxFocalLoss" if "focal" in case else "MultiBoxLoss"
+    return f'type: "{kind}" multibox_loss_param {{ {settings} }} {beside}', bottoms
 
 
 def size(box):
@@ -243,7 +250,10 @@ def reference(text, bottoms, settings):
             if labels[p] == 0 and "NONE" not in text:
                 targets[(i * 20 + p) * k] = 1
             if "LOGISTIC" not in text:
-                of_classes += softmax_loss(scores[i, p], labels[p])
+                loss = softmax_loss(scores[i, p], labels[p])
+                alpha, gamma = (0.6, 1.5) if "gamma" in text else (0.25, 2)
+                weight = alpha * (1 - exp(-loss)) ** gamma if "Focal" in text else 1
+                of_classes += weight * loss
             elif "NONE" not in text:
                 of_classes += cross_entropy(scores[i, p], np.eye(k)[labels[p]])
     if "LOGISTIC" in text and "NONE" in text:
@@ -320,7 +330,7 @@ def test_images_without_true_boxes_learn_nothing():
     assert single.forward()[0] == 0
     (dx, dscores, *_), _ = single.backward(propagate_down=[True, True, False, False])
     assert not dx.any()
-    assert not dscores.any()
+    assert np.abs(dscores).max() < 1e-40
 
 
 @pytest.mark.parametrize("label", [0, 4, -1])
@@ -376,6 +386,18 @@ def test_shapes_that_do_not_fit_are_refused(bottom, shape, message):
     bottoms[bottom] = np.zeros(shape)
     with pytest.raises(ConfigError, match=message):
         Single(text, *bottoms)
+
+
+def test_a_focal_loss_of_what_is_sure_has_no_gradient():
+    text, bottoms = given("focal without mining")
+    bottoms[1][...] = np.tile([50.0, -50, -50, -50], 60).reshape(3, -1)
+    bottoms[3][..., 0] = -1
+    single = Single(text, *bottoms)
+    assert single.forward()[0] == 0
+    (_, dscores, *_), _ = single.backward(propagate_down=[True, True, False, False])
+    assert np.abs(dscores).max() < 1e-40
+    with pytest.raises(ConfigError, match="gamma must be 0 or more, not -1"):
+        Single(text + "focal_loss_param { gamma: -1 }", *bottoms)
 
 
 @pytest.mark.gpu

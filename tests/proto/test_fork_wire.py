@@ -506,7 +506,8 @@ def test_a_fork_may_have_several_where_caffe_has_one(tmp_path: Path) -> None:
 def test_names_of_forks() -> None:
     assert fork_named("NVIDIA") == "nvcaffe"
     with pytest.raises(
-        ConfigError, match=r'unknown fork "sdd", did you mean "ssd"\? \(known: caffe, ssd, refinedet, nvcaffe'
+        ConfigError,
+        match=r'unknown fork "sdd", did you mean "ssd"\? \(known: caffe, ssd, refinedet, nvcaffe',
     ):
         fork_named("sdd")
 
