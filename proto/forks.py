@@ -249,7 +249,7 @@ _LAYERS = {
     "Textspotter": "LSTMNew PointBilinear",
     "Synopsys": "ICNetSubgraph YoloV2Loss YoloV3Loss",
     "PSANet": "PointwiseSpatialAttention",
-    "Frcnn": "FrcnnProposal",
+    "Frcnn": "FrcnnAnchorTarget FrcnnProposalTarget FrcnnRoiData",
     "CaffeOnSpark": "CoSData",
     "happynear": "GeneralContrastiveLoss GlobalLSEMargin MultiLabelImageData",
     "DeepSkeleton": "Rescale",

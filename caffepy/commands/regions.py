@@ -34,7 +34,8 @@ def proposers(layers: Iterable[LayerParameter]) -> list[LayerParameter]:
     return [
         layer
         for layer in layers
-        if layer.type == "Proposal" or layer.python_param.layer == "ProposalLayer"
+        if layer.type in ("Proposal", "FrcnnProposal")
+        or layer.python_param.layer == "ProposalLayer"
     ]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.proto.caffe_pb2 import TRAIN, ProposalParameter
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Proposal(Layer):
     started = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        param = self.param.proposal_param
+        param = self.settings = self.stated()
         if not param.ratio or not param.scale:
             raise ConfigError("proposal_param needs ratio and scale, one of each or more")
         numbers = (*param.ratio, *param.scale, param.base_size, param.feat_stride)
@@ -94,9 +95,13 @@ class Proposal(Layer):
         self.anchors = self.buffer(anchors.shape, np.float32)
         self.anchors.host_data[...] = anchors
 
+    def stated(self) -> ProposalParameter:
+        """Return the layer's settings."""
+        return self.param.proposal_param
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         scores, deltas, info = bottom
-        param, count = self.param.proposal_param, self.anchors.shape[0]
+        param, count = self.settings, self.anchors.shape[0]
         n, places = scores.shape[:1], scores.shape[2:]
         if len(places) != 2 or scores.shape[1] != 2 * count:
             raise ConfigError(
@@ -129,14 +134,14 @@ class Proposal(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         scores, deltas = (b.data for b in bottom[:2])
         info = bottom[2].data.reshape(-1)[: self.row]
-        param, boxes, objects = self.param.proposal_param, self.boxes.data, self.objects.data
+        param, boxes, objects = self.settings, self.boxes.data, self.objects.data
         given = self.anchors.data, info, param.feat_stride, param.min_size
         self.ops.decode_proposals(scores, deltas, *given, boxes, objects)
         order = np.argsort(-objects, axis=1, kind="stable")[:, : param.pre_nms_topn]
         best = np.take_along_axis(boxes, order[:, :, None], axis=1)
         self.ops.suppress_overlaps(best, param.nms_thresh, 1.0, self.kept.data, self.counts.data)
         # The host must know how many there are, for the shapes of what follows.
-        counts = [int(count) for count in self.counts.host_data]
+        counts = self.count(np.take_along_axis(objects, order, axis=1))
         self.started = True
         self.shape_tops(top, sum(counts))
         start = 0
@@ -147,3 +152,42 @@ class Proposal(Layer):
             if len(top) > 1:
                 top[1].data[rows] = objects[n][order[n][kept]]
             start += count
+
+    def count(self, objects: Array) -> list[int]:
+        """Return on the host how many boxes of each image stay, of the scores in their order."""
+        return [int(count) for count in self.counts.host_data]
+
+
+@layer("FrcnnProposal")
+class FrcnnProposal(Proposal):
+    """Proposal with the numbers of voc_config.json and no boxes with a side under min_size (Faster
+    R-CNN in C++).
+
+    Nine anchors; 6000 boxes and 300 of them, in TRAIN 12000 and 2000.
+    """
+
+    def stated(self) -> ProposalParameter:
+        """Return the settings; proposal_param may say others."""
+        learns = self.phase == TRAIN
+        numbers = ProposalParameter(
+            ratio=[0.5, 1, 2],
+            scale=[8, 16, 32],
+            pre_nms_topn=12000 if learns else 6000,
+            post_nms_topn=2000 if learns else 300,
+        )
+        given = self.param.proposal_param
+        for name in ("ratio", "scale"):
+            if getattr(given, name):
+                numbers.ClearField(name)
+        numbers.MergeFrom(given)
+        return numbers
+
+    def count(self, objects: Array) -> list[int]:
+        """Leave out those of score 0, which come last."""
+        scores, kept, counts = (
+            self.device.on_host(objects),
+            self.kept.host_data,
+            super().count(objects),
+        )
+        stay = (scores[n, kept[n, :count]] > 0 for n, count in enumerate(counts))
+        return [int(np.count_nonzero(each)) for each in stay]

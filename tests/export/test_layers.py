@@ -53,6 +53,7 @@ OTHERWISE = {
     "PSROIAlign": "has no operator",
     "PSROIPooling": "has no operator",
     "ProposalTarget": "chooses boxes to learn from",
+    "FrcnnProposal": "gives as many boxes as its data say",
     "Proposal": "gives as many boxes as its data say",
     "Python": "has no operators",
     "ROIAlign": "has a test of its own, for its boxes",

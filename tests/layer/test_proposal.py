@@ -9,7 +9,7 @@ from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Blob
 from caffepy.device.cuda import CudaDevice
 from caffepy.layer.base import create_layer
-from caffepy.proto.caffe_pb2 import TEST, LayerParameter
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 from caffepy.proto.text import parse
 
 from .harness import FORKS, Single, check_golden, random, seeded
@@ -29,6 +29,8 @@ CASES = {
         TEXT.format(0, 60, 20).replace("scale: 2", "scale: 32").replace("scale: 4", "scale: 50"),
         INFO,
     ),
+    "in C++": (TEXT.format(20, 6000, 300).replace('"Proposal"', '"FrcnnProposal"'), INFO),
+    "few in C++": (TEXT.format(20, 30, 5).replace('"Proposal"', '"FrcnnProposal"'), INFO),
 }
 
 
@@ -73,7 +75,8 @@ def by_hand(text, scores, deltas, info):
                 (x1, x2), (y1, y2) = box
                 fits = x2 - x1 + 1 >= param.min_size * across
                 fits = fits and y2 - y1 + 1 >= param.min_size * down
-                found.append((scores[n, 4 + a, i, j] if fits else 0, (x1, y1, x2, y2)))
+                if fits or "Frcnn" not in text:
+                    found.append((scores[n, 4 + a, i, j] if fits else 0, (x1, y1, x2, y2)))
         found.sort(key=lambda each: -each[0])
         kept = []
         for score, box in found[: param.pre_nms_topn]:
@@ -92,6 +95,22 @@ def test_proposals_against_a_loop(case):
     assert len(want) > 4
     np.testing.assert_allclose(rois, want, 1e-5, 1e-4)
     np.testing.assert_allclose(scores, best, 1e-6)
+
+
+@pytest.mark.parametrize(("phase", "counts"), [(TEST, (6000, 300)), (TRAIN, (12000, 2000))])
+def test_numbers_of_voc_config(phase, counts):
+    scores, deltas = random(1, 18, 2, 3), random(1, 36, 2, 3)
+    single = Single('type: "FrcnnProposal"', scores, deltas, INFO[:1], phase=phase)
+    param = single.layer.settings
+    assert (param.pre_nms_topn, param.post_nms_topn) == counts
+    assert (param.min_size, param.feat_stride) == (16, 16)
+    assert param.nms_thresh == pytest.approx(0.7)
+    anchors = single.layer.anchors.data
+    np.testing.assert_array_equal(
+        anchors[[0, 4, 8]], [[-84, -40, 99, 55], [-120, -120, 135, 135], [-168, -344, 183, 359]]
+    )
+    single.layer.param.proposal_param.scale.extend([4, 8])
+    assert list(single.layer.stated().scale) == [4, 8]
 
 
 @pytest.mark.parametrize("name", ["proposal_pva", "proposal_pva_few"])
