@@ -21,7 +21,14 @@ from caffepy.core.errors import ConfigError
 from caffepy.core.registry import nearest
 from caffepy.proto import upgrade
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter, V1LayerParameter
-from caffepy.proto.forks import fork_of_field, fork_of_value, further, is_ignored, is_refused
+from caffepy.proto.forks import (
+    fork_of_field,
+    fork_of_layer,
+    fork_of_value,
+    further,
+    is_ignored,
+    is_refused,
+)
 from caffepy.proto.sniff import is_binary, mismatch, sniff
 
 log = logging.getLogger(__name__)
@@ -304,11 +311,14 @@ class _Parser:
         found = self.value if self.value.isprintable() else ascii(self.value)
         self.fail(f"expected {wanted}, not {found[:40]}")
 
+    def layer_around(self) -> LayerParameter | V1LayerParameter | None:
+        """Return the layer around the current token."""
+        starts = {start for *_, start in self.open}
+        return next((layer for start, layer in reversed(self.layers) if start in starts), None)
+
     def of_layer(self) -> str:
         """Return the layer around the current token in words, if its name stands before it."""
-        starts = {start for *_, start in self.open}
-        around = (layer for start, layer in reversed(self.layers) if start in starts)
-        layer = next(around, None)
+        layer = self.layer_around()
         if layer is None or not layer.name:
             return ""
         kind = f" ({layer.type})" if isinstance(layer, LayerParameter) and layer.type else ""
@@ -321,6 +331,12 @@ class _Parser:
         if fork is not None:
             self.fail(
                 f"{said}{self.of_layer()}: it is a field of {fork}, which caffepy does not have"
+            )
+        layer = self.layer_around()
+        if isinstance(layer, LayerParameter) and (fork := fork_of_layer(layer.type)):
+            self.fail(
+                f"{said}{self.of_layer()}: this layer type is one of {fork}, which caffepy does "
+                "not have"
             )
         for kind, other in (("net", NetParameter), ("solver", SolverParameter)):
             is_whole = isinstance(message, (NetParameter, SolverParameter))

@@ -49,6 +49,7 @@ REFUSALS = {
     'layer { type: "Tiling" tiling_param { } }': "VPGNet",
     'layer { type: "APL" apl_param { } }': "ducha-aiki's",
     'layer { type: "BoxFeatures" box_term_param { } }': "caffe-tvg",
+    'layer { name: "d" type: "Im2dist" im2dist_param { } }': "this layer type is one of SegAware",
     'layer { type: "SoftmaxWithLoss" softmaxloss_param { ignore_label: 255 } }': "DeepLab",
     'layer { type: "DetectionLoss" detection_loss_param { side: 7 } }': "YOLO for Caffe",
 }
