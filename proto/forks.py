@@ -68,7 +68,10 @@ _FIELDS = {
         "coord_to_bbox_masks_param copy_postfix_name crop_patch_from_max_feature_position_param",
         "ResizeParameter": "height_fac",
     },
-    "channel-pruning": {"ImageDataParameter": "new_dim"},
+    "channel-pruning": {"ImageDataParameter": "new_dim bicubic"},
+    "SegAware": {"LayerParameter": "deletebottom deletetop"},
+    "Stochastic quantization": {"ConvolutionParameter": "sq"},
+    "What's the Point": {"LossParameter": "is_siftflow ignore_constraint normalize_objectness"},
     "DeepSkeleton": {"LayerParameter": "rescale_param"},
     "Force regularization": {"LayerParameter": "sparsify_param"},
     "HashNet": {"ImageDataParameter": "label_dim"},
@@ -220,6 +223,7 @@ _ENUM_VALUES = dict.fromkeys(
     ["DEF", "DEF_ALL", "DEF_ALL2", "DEF_ALL3", "DEF_ALL4", "LOWRES", "SORT"], "happynear"
 )
 _ENUM_VALUES |= dict.fromkeys(["MAT_READ", "UNIQUE_LABEL"], "DeepLab")
+_ENUM_VALUES |= {"PIXELML": "CASENet"}
 _ENUM_VALUES |= dict.fromkeys(["ELTWISE_ACCURACY", "WINDOW_SEG_DATA"], "DeconvNet")
 
 _LAYERS = {
