@@ -234,6 +234,7 @@ class BatchNorm(SameShape):
 
 SEGNET = ("scale_filler", "shift_filler", "bn_mode")
 PSPNET = ("slope_filler", "bias_filler", "momentum", "eps", "frozen")
+HAPPYNEAR = ("var_eps", "moving_average", "decay")
 
 
 @layer("BN")
@@ -245,6 +246,9 @@ class BN(SameShape):
     statistics of the batch in every phase, which tops 1 and 2 give, and INFERENCE 0 and 1.
     PSPNet's, chosen by any other field of bn_param or by none, has a running mean and variance
     besides, which each batch of TRAIN moves by 1 - momentum, and which TEST and `frozen` take.
+    happynear's older one, chosen by var_eps, moving_average or decay, is the same with these names;
+    without moving_average TEST takes the statistics of its batch. SegStereo has it, too, where
+    decay is the share of a batch: that is what one below 0.5 means.
     """
 
     tops = (1, 3)
@@ -255,19 +259,28 @@ class BN(SameShape):
         param = self.param.bn_param
         if len(bottom[0].shape) < 2:
             raise ConfigError(f"BN needs a bottom of at least 2 axes, not {list(bottom[0].shape)}")
-        of_segnet, of_pspnet = (list(filter(param.HasField, names)) for names in (SEGNET, PSPNET))
-        if of_segnet and of_pspnet:
-            raise ConfigError(
-                f"bn_param has {of_segnet[0]} of SegNet and {of_pspnet[0]} of PSPNet, whose layers "
-                "differ"
-            )
-        self.runs = bool(of_pspnet) or not (of_segnet or len(top) > 1 or len(self.blobs) == 2)
+        of_segnet, of_pspnet, of_happynear = (
+            list(filter(param.HasField, names)) for names in (SEGNET, PSPNET, HAPPYNEAR)
+        )
+        if of_happynear:
+            of_segnet = [name for name in of_segnet if name == "bn_mode"]
+            of_pspnet = [name for name in of_pspnet if name != "frozen"]
+        found = {"SegNet": of_segnet, "PSPNet": of_pspnet, "happynear's": of_happynear}
+        forks = [f"{names[0]} of {fork}" for fork, names in found.items() if names]
+        if len(forks) > 1:
+            raise ConfigError(f"bn_param has {' and '.join(forks)}, whose layers differ")
+        self.runs = bool(of_pspnet or of_happynear) or not (
+            of_segnet or len(top) > 1 or len(self.blobs) == 2
+        )
         if self.runs and len(top) > 1:
             raise ConfigError("only SegNet's BN, with scale_filler, has tops for mean and variance")
         c = bottom[0].shape[1]
-        names = ["slope", "bias", "mean", "variance"] if self.runs else ["scale", "shift"]
+        names = ["slope", "bias"] if self.runs and not of_happynear else ["scale", "shift"]
+        names += ["mean", "variance"] if self.runs else []
         zero, one = FillerParameter(), FillerParameter(value=1)
-        if self.runs:
+        if of_happynear:
+            fillers = [param.scale_filler, param.shift_filler, zero, one]
+        elif self.runs:
             stored = [zero, one if param.frozen else zero]
             fillers = [filler_of(param, "slope_filler", 1), param.bias_filler, *stored]
         else:
@@ -277,6 +290,10 @@ class BN(SameShape):
         if self.runs:
             self.learns = self.phase == TRAIN and not self.frozen
             self.eps, self.momentum = param.eps, param.momentum
+            if of_happynear:
+                self.learns |= not (param.moving_average or self.frozen)
+                self.eps, decay = param.var_eps, param.decay
+                self.momentum = decay if decay >= 0.5 else 1 - decay
             self.statistics = self.blobs[2:]
             while len(self.param.param) < 4:
                 self.param.param.add()
@@ -303,7 +320,7 @@ class BN(SameShape):
         mean, variance, inverse = self.numbers.data
         if self.learns:
             self.ops.batch_norm_statistics(x, mean, variance)
-            if self.runs and not self.recomputes:
+            if self.runs and self.phase == TRAIN and not self.recomputes:
                 for blob, new in zip(self.statistics, (mean, variance), strict=True):
                     stored = blob.data.reshape(-1)
                     self.ops.scaled(self.momentum, stored, stored)

@@ -206,6 +206,7 @@ def test_an_empty_batch_leaves_the_statistics_alone():
 SEGNET = 'scale_filler { type: "gaussian" std: 1 } shift_filler { type: "gaussian" std: 1 }'
 
 
+OLDER = SEGNET + " var_eps: 0.1 decay: 0.7"  # happynear's older one
 PSPNET = 'slope_filler { type: "gaussian" std: 1 } bias_filler { type: "gaussian" std: 1 }'
 
 
@@ -216,6 +217,10 @@ BN = {
     "PSPNet": (PSPNET, TRAIN),
     "PSPNet in TEST": (PSPNET, TEST),
     "PSPNet frozen": (PSPNET + " frozen: true", TRAIN),
+    "older": (OLDER, TRAIN),
+    "older in TEST": (OLDER, TEST),
+    "older in TEST by the batch": (OLDER + " moving_average: false", TEST),
+    "SegStereo": (SEGNET + " var_eps: 0.1 decay: 0.3", TRAIN),
 }
 
 
@@ -229,27 +234,28 @@ def test_bn_against_numpy(case, in_place):
     x = 3 + random(4, 3, 2, 5)
     single = Single(bn(case), x, phase=BN[case][1], in_place=in_place)
     blobs = [blob.data.reshape(-1) for blob in single.layer.blobs]
-    if "PSPNet" in case and BN[case][1] == TEST:
+    if case == "PSPNet in TEST":
         blobs[3][:] = 1
     stored = [blob.copy() for blob in blobs[2:]]
     (y,) = single.forward()
     mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3))
-    if stored and case == "PSPNet":
-        part = 1 - float(np.float32(0.9))  # momentum is a float of the prototxt
-        np.testing.assert_allclose(blobs[2], part * mean)
-        np.testing.assert_allclose(blobs[3], part * variance)
-    elif stored:
+    parts = {"PSPNet": 0.1, "older": 0.3, "SegStereo": 0.3}
+    if part := parts.get(case):  # momentum is a float of the prototxt
+        np.testing.assert_allclose(blobs[2], part * mean, rtol=1e-6)
+        np.testing.assert_allclose(blobs[3], part * variance + (1 - part) * stored[1], rtol=1e-6)
+    elif stored and "by the batch" not in case:
         mean, variance = stored
-        np.testing.assert_array_equal(blobs[2:], stored)
     elif "infers" in case:
         mean, variance = np.zeros(3), np.ones(3)
-    eps = 1e-5 if stored else 0 if "infers" in case else 1e-9
+    if case not in parts:
+        np.testing.assert_array_equal(blobs[2:], stored)
+    eps = 1e-5 if "PSPNet" in case else 0 if "infers" in case else 0.1 if stored else 1e-9
     inverse = 1 / np.sqrt(variance + eps)
     expected = (x.swapaxes(1, 3) - mean) * inverse * blobs[0] + blobs[1]
     np.testing.assert_allclose(y, expected.swapaxes(1, 3), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("case", ["SegNet learns", "SegNet infers", "PSPNet"])
+@pytest.mark.parametrize("case", ["SegNet learns", "SegNet infers", "PSPNet", "older"])
 def test_bn_gradient(case):
     check_gradient(bn(case), random(4, 2, 3), phase=BN[case][1])
 
@@ -278,6 +284,8 @@ def test_segnets_bn_gives_its_statistics():
     ("param", "tops", "message"),
     [
         ("scale_filler { } frozen: true", 1, "scale_filler of SegNet and frozen of PSPNet"),
+        ("decay: 0.9 eps: 1", 1, "eps of PSPNet and decay of happynear's, whose layers differ"),
+        ("decay: 0.9 bn_mode: LEARN", 1, "bn_mode of SegNet and decay of happynear's"),
         ("frozen: true", 3, "only SegNet's BN, with scale_filler, has tops"),
     ],
 )
@@ -287,6 +295,8 @@ def test_bn_of_two_forks_is_refused(param, tops, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["SegNet learns", "SegNet infers", "PSPNet", "PSPNet frozen"])
+@pytest.mark.parametrize(
+    "case", ["SegNet learns", "SegNet infers", "PSPNet", "PSPNet frozen", "older"]
+)
 def test_bn_on_gpu(case):
     check_plain_on_gpu(bn(case), random(4, 3, 2, 5), propagate_down=[True])
