@@ -35,12 +35,13 @@ LARGEST = 5700
 could overflow in libjpeg's vector code.
 """
 LEAST = 16  # pixels of a side: libjpeg does not interpolate the colours of tiny images
+LONGEST_SIDE = 65500  # pixels; libjpeg takes no more
 MOST = 1 << 21  # pixels of an image, for which a thread keeps 6 MiB
 FILES = 4 << 20  # bytes for the files that a thread reads at a time
 FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
 _open = external("open", "int32", "uintp", "int32")
-_read_some = external("read", "intp", "int32", "uintp", "uintp")
+_read_at = external("pread", "intp", "int32", "uintp", "uintp", "int64")
 _close = external("close", "int32", "int32")
 
 ZIGZAG = np.array(
@@ -66,7 +67,10 @@ HEAD = 22
 # markers
 SOI, EOI, SOS, DQT, DRI, DHT, RST = 0xD8, 0xD9, 0xDA, 0xDB, 0xDD, 0xC4, 0xD0
 BASELINE, EXTENDED = 0xC0, 0xC1
-JFIF, EXIF, ADOBE, LAST_APP, COMMENT = 0xE0, 0xE1, 0xEE, 0xEF, 0xFE
+JFIF, EXIF_OR_XMP, ADOBE, LAST_APP, COMMENT = 0xE0, 0xE1, 0xEE, 0xEF, 0xFE
+JFIF_NAME, ADOBE_NAME, XMP_NAME = (
+    np.frombuffer(name, np.uint8) for name in (b"JFIF\0", b"Adobe", b"http://ns.")
+)
 
 
 class _Room(NamedTuple):
@@ -177,7 +181,8 @@ def decode_named(paths: Sequence[str], places: Array, mode: int, images: Array) 
 def _takes(images: Array) -> bool:
     """True if images of this size can be decoded here."""
     height, width = images.shape[2:]
-    return bool(min(height, width) >= LEAST and height * width <= MOST)
+    is_usual = min(height, width) >= LEAST and max(height, width) <= LONGEST_SIDE
+    return bool(is_usual and height * width <= MOST)
 
 
 def _fixed(content: Array) -> Array:
@@ -195,10 +200,10 @@ def _read(paths: Array, starts: Array, files: Array, spans: Array, lo: int, hi: 
         descriptor = _open(paths[starts[i] :].ctypes.data, FLAGS)
         if descriptor < 0:
             continue
-        size = _read_some(descriptor, files[at:].ctypes.data, len(files) - at)
-        # all of it: a pipe or a device may have no end
-        if 0 < size < len(files) - at and not _read_some(
-            descriptor, files[at:].ctypes.data + size, 1
+        # a pipe has no places to read at, so that this takes nothing out of it; a device has no end
+        size = _read_at(descriptor, files[at:].ctypes.data, len(files) - at, 0)
+        if 0 < size < len(files) - at and not _read_at(
+            descriptor, files[at:].ctypes.data + size, 1, size
         ):
             spans[i, 0], spans[i, 1] = at, size
             at += size
@@ -243,6 +248,14 @@ def _word(content: Array, at: int) -> Any:
 
 
 @inlined
+def _begins(content: Array, at: int, name: Array) -> bool:
+    same = True
+    for k in range(len(name)):
+        same &= content[at + k] == name[k]
+    return same
+
+
+@inlined
 def _parse(content: Array, start: int, end: int, height: int, width: int, room: _Room) -> Any:
     """Read markers; return where the codes begin, -1 for a file that is not as most are, or has
     another size.
@@ -265,13 +278,14 @@ def _parse(content: Array, start: int, end: int, height: int, width: int, room: 
             return -1
         behind = at + size
         if marker == JFIF:
-            if size >= 14 and _word(content, at) == 0x4A46 and _word(content, at + 2) == 0x4946:
-                is_jfif |= content[at + 4] == 0
-        elif marker == EXIF:
-            if size and content[at] == 0x45 and not _is_upright(content, at, behind):  # "Exif"
+            is_jfif |= size >= 14 and _begins(content, at, JFIF_NAME)
+        elif marker == EXIF_OR_XMP:
+            # whatever it is called: not all versions of OpenCV ask for EXIF's name
+            is_xmp = size >= len(XMP_NAME) and _begins(content, at, XMP_NAME)
+            if not is_xmp and not _is_upright(content, at, behind):
                 head[TURNED] = 1
         elif marker == ADOBE:
-            if size >= 12 and _word(content, at) == 0x4164 and _word(content, at + 2) == 0x6F62:
+            if size >= 12 and _begins(content, at, ADOBE_NAME):
                 adobe = _byte(content, at + 11)
         elif marker == DQT:
             while at < behind:
@@ -283,11 +297,12 @@ def _parse(content: Array, start: int, end: int, height: int, width: int, room: 
                 at, known = at + 65, known | 1 << number
         elif marker == DHT:
             while at < behind:
-                used = _look_up(content, at, behind, room)
+                kind = _byte(content, at)
+                number = kind & 3 | kind >> 2
+                used = -1 if kind & 0xEC else _look_up(content, at, behind, number, room)
                 if used < 0:
                     return -1
-                known |= 16 << ((content[at] & 3) + (content[at] >> 4 << 2))
-                at += used
+                at, known = at + used, known | 16 << number
         elif marker in (BASELINE, EXTENDED):
             if size < 9 or head[COMPONENTS] or content[at] != 8:
                 return -1
@@ -366,16 +381,15 @@ def _is_upright(content: Array, at: int, end: int) -> bool:
 
 
 @inlined
-def _look_up(content: Array, at: int, end: int, room: _Room) -> Any:
+def _look_up(content: Array, at: int, end: int, number: int, room: _Room) -> Any:
     """Make a table of codes; return the bytes of the file that hold it, -1 if it is damaged.
 
     Each entry has 0 if longer codes begin so. Else, if the bits hold a code with the bits behind it
     that are its value: value << 16 | zeros before it << 4 | bits in all. Else symbol << 8 |
     bits of the code << 4, so that its last four bits are 0.
     """
-    if end - at < 17 or content[at] >> 4 > 1 or content[at] & 15 > 3:
+    if end - at < 17:
         return -1
-    number = (content[at] & 3) + (content[at] >> 4 << 2)
     looked = room.looked[number << LOOK : (number + 1) << LOOK]
     longer = room.longer[2 * LENGTHS * number : 2 * LENGTHS * (number + 1)]
     symbols = room.symbols[256 * number : 256 * (number + 1)]
@@ -384,7 +398,9 @@ def _look_up(content: Array, at: int, end: int, room: _Room) -> Any:
     code, k, first = 0, 0, at + 17
     for length in range(1, LONGEST + 1):
         count = _byte(content, at + length)
-        if k + count > 256 or first + k + count > end or code + count > 1 << length:
+        if k + count > 256 or first + k + count > end:
+            return -1
+        if code + count >= 1 << length:  # none may be all ones
             return -1
         longer[LENGTHS + length] = k - code
         for _ in range(count):

@@ -63,6 +63,12 @@ def jpeg(image: Array, quality: int = 90, sampling: str = "4:2:0", **more: int) 
     return cv2.imencode(".jpg", image, settings)[1].tobytes()
 
 
+def marked(content: bytes, marker: int, inside: bytes) -> bytes:
+    """With another marker before all others."""
+    size = (len(inside) + 2).to_bytes(2, "big")
+    return START + bytes([0xFF, marker]) + size + inside + content[2:]
+
+
 def with_exif(content: bytes, orientation: int | None, order: str = "<") -> bytes:
     """With a camera's notes, which may say that the image is to be turned: 6 is by 90 degrees."""
     entries = [struct.pack(order + "HHII", 0x100, 4, 1, 48)]
@@ -70,7 +76,30 @@ def with_exif(content: bytes, orientation: int | None, order: str = "<") -> byte
         entries.append(struct.pack(order + "HHIHH", 0x112, 3, 1, orientation, 0))
     head = struct.pack(order + "2sHIH", b"II" if order == "<" else b"MM", 42, 8, len(entries))
     exif = b"Exif\0\0" + head + b"".join(entries) + bytes(4)
-    return START + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + content[2:]
+    return marked(content, 0xE1, exif)
+
+
+def with_xmp(content: bytes) -> bytes:
+    return marked(content, 0xE1, b"http://ns.adobe.com/xap/1.0/\0<x/>")
+
+
+def of_rgb(content: bytes) -> bytes:
+    """With the names that say, where no JFIF and no Adobe says otherwise, that colours are RGB."""
+    for old, new in (
+        (b"\1\x22\0\2\x11\1\3\x11\1", b"R\x22\0G\x11\1B\x11\1"),
+        (b"\1\0\2\x11\3\x11", b"R\0G\x11B\x11"),
+    ):
+        assert content.count(old) == 1
+        content = content.replace(old, new)
+    return content.replace(b"JFIF", b"none")
+
+
+def with_code_of_ones(content: bytes) -> bytes:
+    """With a symbol more of 16 bits, whose code is all ones: JPEG has none such."""
+    at = content.index(b"\xff\xc4\x00\xb5\x10")
+    counts, symbols = content[at + 5 : at + 21], content[at + 21 : at + 183]
+    counts = counts[:15] + bytes([counts[15] + 1])
+    return content[:at] + b"\xff\xc4\x00\xb6\x10" + counts + symbols + b"\0" + content[at + 183 :]
 
 
 def opened(content: bytes, mode: int) -> Array | None:
@@ -145,6 +174,9 @@ LEFT = {
     "without its end": PLAIN[:-2],
     "more behind its codes": PLAIN[:-2] + b"\0" + PLAIN[-2:],
     "a head alone": PLAIN[: PLAIN.index(b"\xff\xda") + 14],
+    "a code of ones alone": with_code_of_ones(PLAIN),
+    "RGB": of_rgb(PLAIN),
+    "RGB, and almost an Adobe": marked(of_rgb(PLAIN), 0xEE, b"Adobf\0\x64\0\0\0\0\x01"),
     "tables missing": PLAIN.replace(b"\xff\xc4", b"\xff\xfe"),
     "coefficients of black and white noise": jpeg(
         np.repeat(np.random.default_rng(0).integers(0, 2, (40, 48, 1), np.uint8) * 255, 3, 2)
@@ -181,6 +213,32 @@ def test_images_with_damaged_notes_are_left_where_opencv_reads_them():
             False,
             True,
         ]
+
+
+MAY_BE_TURNED = {
+    "xmp": (with_xmp(PLAIN), False),
+    "exif, xmp": (with_exif(with_xmp(PLAIN), 6), True),
+    "xmp, exif": (with_xmp(with_exif(PLAIN, 6)), True),  # OpenCV 4.10 reads the first alone
+    "another name": (with_exif(PLAIN, 6).replace(b"Exif", b"Name"), True),  # it reads that, too
+    "another order of bytes": (with_exif(PLAIN, 6).replace(b"II*", b"?I*"), True),
+}
+
+
+@pytest.mark.parametrize(("content", "is_left"), MAY_BE_TURNED.values(), ids=MAY_BE_TURNED)
+def test_images_that_any_version_of_opencv_turns_are_left(content, is_left):
+    _, done = decoded([content], (3, 40, 48), COLOR)
+    assert done.tolist() == [not is_left]
+
+
+def test_images_that_are_larger_than_opencv_takes_are_left_alone():
+    width = 65501
+    content = jpeg(np.full((16, 16), 128, np.uint8))
+    head = content[: content.index(b"\xff\xda") + 10].replace(b"\0\x10\0\x10", b"\0\x10\xff\xdd")
+    four = b"\x28\xa2\x8a"  # blocks without a coefficient
+    content = head + four * (2 * -(-width // 8) // 4) + b"\xff\xd9"
+    assert opened(content, NATIVE) is None
+    _, done = decoded([content], (1, 16, width))
+    assert not done.any()
 
 
 def test_small_and_large_images_are_left_alone(monkeypatch):
@@ -234,6 +292,19 @@ def test_files_by_name(tmp_path):
     for image in images[done]:
         np.testing.assert_array_equal(image, opened(PLAIN, COLOR))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_is_in_a_pipe_stays_there(tmp_path):
+    path = str(tmp_path / "pipe")
+    os.mkfifo(path)
+    end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(path, "wb") as pipe:
+        pipe.write(PLAIN)
+    images = np.zeros((1, 3, 40, 48), np.uint8)
+    done = jpeg_kernels.decode_named([path], np.arange(1), COLOR, images)
+    assert not done.any()
+    assert os.read(end, len(PLAIN) + 1) == PLAIN
+    os.close(end)
 
 
 @pytest.fixture
