@@ -12,11 +12,6 @@ from caffepy.ops.cuda.schedule import pointers
 
 THREADS, MOST_BLOCKS = 512, 256
 
-SENDING = 32
-"""Blocks that write beside a backward pass: enough for the links of a GPU, and most of its
-multiprocessors compute meanwhile.
-"""
-
 
 class OneShotRun:
     """One rank's launches over these `chunks` (start, size) of its floats, which are those of all
@@ -49,6 +44,6 @@ class OneShotRun:
         count = len(self._chunks)
         numbers = [np.int32(number) for number in (count, first, stop, adds)]
         arrays = (*self._own, *self._theirs, *self._turns, self._chunks)
-        grid = min(count, MOST_BLOCKS) if adds else min(stop - first, SENDING)
+        grid = min(count if adds else stop - first, MOST_BLOCKS)
         arguments = (*arrays, *numbers, self._room, self._scale, self._flag)
         self._kernel((grid,), (THREADS,), arguments)

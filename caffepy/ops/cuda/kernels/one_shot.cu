@@ -93,14 +93,11 @@ extern "C" __global__ void __launch_bounds__(512, 2)
   const bool waits = other < ranks && other != rank;  // this thread, for one other rank
   for (int c = first + blockIdx.x; c < stop; c += blocks) {
     const Chunk chunk = chunks[c];
-    write(floats + chunk.offset, chunk, inboxes, rank, ranks, sent[c], room);
-  }
-  __syncthreads();
-  for (int c = first + blockIdx.x; c < stop; c += blocks) {
-    const u64 turn = sent[c] + 1;
-    if (waits) release(arrived[other] + i64(rank) * all + c, turn);
+    const u64 turn = sent[c];
+    write(floats + chunk.offset, chunk, inboxes, rank, ranks, turn, room);
     __syncthreads();
-    if (threadIdx.x == 0) sent[c] = turn;
+    if (threadIdx.x == 0) sent[c] = turn + 1;
+    if (waits) release(arrived[other] + i64(rank) * all + c, turn + 1);
   }
   if (!adds) return;
   for (int c = (first + blockIdx.x) % blocks; c < all; c += blocks) {
