@@ -152,6 +152,7 @@ def test_the_gradient_of_relus_that_are_joined(widths, dtype, last, many):
 def test_sums_repeat_to_the_last_bit_and_follow_a_capture():
     layout = Layout(np.dtype(np.uint16), True)
     (gy, y), (gdy, dy), (gdb, _) = arrays((8, 48, 20, 20), layout, 0)
+    cupy.cuda.get_current_stream().synchronize()  # the next stream does not wait for this one
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         results = set()
