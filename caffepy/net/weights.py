@@ -16,7 +16,7 @@ from caffepy.net import nvcaffe
 from caffepy.net.net import Net
 from caffepy.net.target_units import change_units, units_of
 from caffepy.proto import binary
-from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, TargetUnits
+from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter, NetParameter, TargetUnits
 from caffepy.proto.fork_wire import CAFFE
 from caffepy.proto.sniff import mismatch
 from caffepy.proto.text import locate_layer
@@ -84,11 +84,17 @@ def copy_trained(net: Net, source: NetParameter) -> set[str]:
             if array.shape != shape and not (
                 is_legacy and array.shape == (1,) * (array.ndim - len(shape)) + shape
             ):
+                advice = (
+                    "To learn this layer's parameters from scratch rather than copying from a "
+                    "saved net, rename the layer."
+                    if net.phase == TRAIN
+                    else "These weights are of another net; give the definition that they were "
+                    "trained with."
+                )
                 raise ConfigError(
                     f"Cannot copy param {j} weights from layer '{layer.name}'; shape mismatch.  "
                     f"Source param shape is {shape_string(array.shape)}; target param shape is "
-                    f"{shape_string(shape)}. To learn this layer's parameters from scratch rather "
-                    "than copying from a saved net, rename the layer."
+                    f"{shape_string(shape)}. {advice}"
                 )
             blob.host_data[...] = array.reshape(shape)
             diff = binary.blob_to_diff(proto)

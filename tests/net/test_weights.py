@@ -112,14 +112,15 @@ def test_layers_are_matched_by_name() -> None:
     np.testing.assert_array_equal(net.params[2].data, source.params[2].data)
 
 
-def test_shapes_that_differ() -> None:
+@pytest.mark.parametrize(
+    ("phase", "advice"), [("TRAIN", "rename the layer"), ("TEST", "are of another net")]
+)
+def test_shapes_that_differ(phase: str, advice: str) -> None:
     proto = weights.to_proto(filled())
     proto.layer[1].blobs[0].shape.dim[:] = [3, 5]
-    with pytest.raises(
-        ConfigError,
-        match=r"Cannot copy param 0 weights from layer 'a'; shape mismatch.*rename the layer",
-    ):
-        weights.copy_trained(net_of(TEXT), proto)
+    message = f"Cannot copy param 0 weights from layer 'a'; shape mismatch.*{advice}"
+    with pytest.raises(ConfigError, match=message):
+        weights.copy_trained(net_of(f"state {{ phase: {phase} }} {TEXT}"), proto)
 
 
 def test_numbers_of_blobs_that_differ() -> None:
