@@ -217,7 +217,8 @@ class DenseCRF(MeanField):
     P = softmax(scores); max_iter times P = softmax(scores + sum of w * filter(P)). Filters are
     Gaussians, normalized, on permutohedral lattices: pos_w of places / pos_xy_std, bi_w of
     places / bi_xy_std and colours / bi_rgb_std. The top is P, or its logarithm without
-    output_probability; beyond the size of an image, height and width, it is 0. No gradient.
+    output_probability; beyond the size of an image, height and width, it is 0. No gradient. The
+    lattices are made on the host, so a step is not captured.
     """
 
     bottoms = (2, 3)
