@@ -114,6 +114,7 @@ class CapturedRunner:
             self._run("iteration", self._iteration)
         else:
             step.begun = True
+            step.device.flush()  # running statistics, which it saves
             self._run("begin", self._begin)
             for _ in range(step.param.iter_size):
                 self._run_data_layers()

@@ -238,6 +238,22 @@ def test_a_stopped_iteration_of_one_graph_has_its_own_count_of_passes(
     assert solver.iterations.positions()["tick"] == 128
 
 
+@pytest.mark.parametrize(
+    ("size", "parts"), [(1, ["iteration"]), (2, ["begin", "pass", "pass", "close"])]
+)
+def test_what_the_host_wrote_is_uploaded_before_a_graph_that_reads_it(
+    size: int, parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture cannot upload it, and a replay would take older values."""
+    graphs = Graphs()
+    graphs.use(monkeypatch)
+    monkeypatch.setattr(Device, "flush", lambda device: graphs.append("flush"))
+    solver_of(f"{SETTINGS} iter_size: {size} ").iterations.run(capture=True, show=False)
+    assert [part for part in graphs if part != "flush"] == parts
+    for part in parts[:3]:
+        assert graphs[graphs.index(part) - 1] == "flush"
+
+
 def test_a_resumed_run_measures_its_own_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the seconds since the system's start, by the number of iterations before."""
     Graphs().use(monkeypatch)
