@@ -36,8 +36,8 @@ def build_without_data(
     origin: str | None,
 ) -> Net:
     """Build a net without its data. What the net does not state of images and labels is the first
-    of GUESSES with which it can be built; if there is none, ConfigError of the layer that is the
-    last one of its file that no guess gets past.
+    of GUESSES with which it can be built; if there is none, the ConfigError of all tries that
+    stands farthest down the file.
     """
     tried: list[NetParameter] = []
     errors: list[ConfigError] = []
@@ -53,8 +53,8 @@ def build_without_data(
         try:
             if (fitted := _with_fitting_labels(made, build)) is not None:
                 return build(fitted)
-        except ConfigError:
-            pass  # the shapes of the labels are not all that is wrong
+        except ConfigError as error:  # the shapes of the labels are not all that is wrong
+            errors.append(error)
         if monotonic() - begun > PATIENCE:
             break
     raise max(errors, key=_line)

@@ -377,6 +377,21 @@ def test_the_layer_is_told_that_no_guess_of_sizes_gets_past(tmp_path: Path) -> N
         inspect(path, synthetic=True)
 
 
+def test_a_layer_behind_a_loss_is_told_whose_labels_had_to_fit(tmp_path: Path) -> None:
+    """No guess of labels fits the loss; the prediction's shape does."""
+    path = write(
+        tmp_path,
+        """
+        layer { name: "d" type: "Data" top: "x" top: "y" data_param { source: "nowhere" batch_size: 2 } }
+        layer { name: "c" type: "Convolution" bottom: "x" top: "c" convolution_param { num_output: 4 kernel_size: 1 } }
+        layer { name: "l" type: "EuclideanLoss" bottom: "c" bottom: "y" top: "l" }
+        layer { name: "own" type: "Python" bottom: "c" top: "z" python_param { module: "absent" layer: "A" } }
+        """,
+    )
+    with pytest.raises(ConfigError, match=r':5:\d+: layer "own" .*no Python module "absent"'):
+        inspect(path, synthetic=True)
+
+
 def test_a_phase_without_data_is_left_out(tmp_path: Path) -> None:
     only = NET.replace('type: "Input"', 'type: "Input" include { phase: TEST }') % ""
     assert [net.role for net in inspect(write(tmp_path, only))] == ["TEST net"]
