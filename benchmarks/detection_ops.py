@@ -140,7 +140,7 @@ class Maker:
         return self.device.on_device(np.full(shape, value, np.int32))
 
     def few(self, share: float, values: Array) -> Array:
-        """These values (N, P) in so many places, else -1."""
+        """These values (N, P) at this share of the places, else -1."""
         draw = rng().uniform(size=(IMAGES, COUNT))
         found = np.where(draw < share, np.broadcast_to(values, draw.shape), -1)
         return self.device.on_device(found.astype(np.int32))

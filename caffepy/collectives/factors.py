@@ -43,8 +43,8 @@ STREAM = "factors"
 
 
 def together(inside: float, outside: float) -> float:
-    """Return the seconds of what takes so many in a host and between hosts, one beside the other:
-    the longer of both and a tenth of the shorter.
+    """Return the seconds of what takes `inside` in a host and `outside` between hosts, one beside
+    the other: the longer of both and a tenth of the shorter.
     """
     both = inside, outside
     return max(both) + 0.1 * min(both)
@@ -61,7 +61,7 @@ class Ranks(NamedTuple):
     width: int = 4
 
     def seconds(self, inside: float, outside: float) -> float:
-        """Return the seconds in which so many bytes of a GPU go in its host, and to others."""
+        """Return the seconds of `inside` bytes of a GPU in its host and `outside` to others."""
         return together(inside / IN_HOST, outside / self.bandwidth)
 
 

@@ -54,7 +54,7 @@ def chunks_of(bucket: Bucket) -> list[Chunk]:
 
 
 def small(parts: Sequence[Bucket], ranks: int) -> list[Bucket]:
-    """Return the buckets that a one-shot all-reduce of so many ranks takes: the last ones, for
+    """Return the buckets that a one-shot all-reduce of `ranks` ranks takes: the last ones, for
     which the update waits, as long as they are together no larger than MOST.
     """
     found, room = list[Bucket](), MOST // 4 // (ranks - 1) if 1 < ranks <= MOST_RANKS else 0

@@ -192,8 +192,8 @@ class Choice(NamedTuple):
 
 
 def crossing_bytes(choice: Choice, world: World, gradients: int, metrics: int) -> float:
-    """Return the bytes that a node sends others in an iteration, in the mean, for so many gradients
-    and metrics; NCCL is taken to send them round a ring.
+    """Return the bytes that a node sends others in an iteration, in the mean, for `gradients` and
+    `metrics` elements; NCCL is taken to send them round a ring.
     """
     wide, narrow = 4 * (gradients + metrics), (2 if choice.wire == BF16 else 4) * gradients
     if choice.schedule is None:

@@ -88,7 +88,7 @@ class WorkerThreads(Generic[Member]):
         return [rank for rank in ranks if len(self._work[rank]) >= most or rank not in self.members]
 
     def end(self, seconds: float) -> list[int]:
-        """End the threads; return those that still run so many seconds after the first call.
+        """End the threads; return those that still run `seconds` after the first call.
 
         Ranks that hang are not waited for.
         """

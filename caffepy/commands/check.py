@@ -56,7 +56,7 @@ class LayerOnGpu:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Bytes of data and gradients where data are computed again in so many `segments`, and the
+    """Bytes of data and gradients where data are computed again in `segments` segments, and the
     number of layers that then run forward again.
     """
 

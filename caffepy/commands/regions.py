@@ -19,8 +19,7 @@ SIDES = 600, 1000
 """Least of the shorter and most of the longer side that the net sees, in pixels."""
 
 OVERLAP, MOST = 0.3, 100
-"""Overlap with a better box of its class from which on a box is left out, and most boxes of an
-image.
+"""Overlap with a better box of its class above which a box is left out, and most boxes of an image.
 """
 
 

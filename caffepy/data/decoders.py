@@ -67,7 +67,7 @@ ENDING = 5.0  # seconds in which a process ends after its socket was closed
 CLOSING = 0.5  # the same at the end of a run, which is not to wait for one that hangs
 GPU_THREADS = 6  # most that make images of what a GPU decoded: they need Python's lock for each
 FIRST, SLOW = 8, 1e-3
-"""Files of a batch that one thread reads first. If it needs more than so many seconds for each, it
+"""Files of a batch that one thread reads first. If it needs more than SLOW seconds for each, it
 waits for a disk, and several threads read the others; else they would wait for Python's lock.
 """
 ENDED = "the processes that decode images were ended"

@@ -17,7 +17,7 @@ _loading = threading.Lock()  # which whoever loads them keeps
 
 
 def kernels(files: int) -> Any:
-    """Return `jpeg_kernels` once they are loaded, else None; so many `files` are to be decoded."""
+    """Return `jpeg_kernels` once they are loaded, else None; `files` more are to be decoded."""
     global _files
     if _kernels is None:
         _files += files

@@ -97,7 +97,7 @@ class Batch:
     def hold(
         self, size: int, count: int = 1, state_after: Callable[[int], State] | None = None
     ) -> None:
-        """Hold so many images from now on, of `count` batches."""
+        """Hold `size` images from now on, of `count` batches."""
         self.size, self.count = size, count
         self.state_after = state_after or (lambda _: self.state)
 
@@ -206,8 +206,8 @@ class Loader:
         raise NotImplementedError
 
     def skip(self, batches: int) -> None:
-        """Go past the images and random numbers of so many batches, to the state that loading them
-        would leave; bad records among them are not found.
+        """Go past the images and random numbers of `batches` batches, to the state that loading
+        them would leave; bad records among them are not found.
         """
         raise NotImplementedError
 

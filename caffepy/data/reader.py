@@ -271,7 +271,7 @@ class Reader:
                     self._batches.append(batch)
 
     def lease(self, turns: Callable[[int], Iterator[Turn]]) -> None:
-        """From now on make the batches of `turns(taken)`: those after so many that were taken."""
+        """From now on make the batches of `turns(taken)`: those after the first `taken`."""
         self.read_several(1)
         self._alone = False
         self._turns, self._taken = turns, 0
@@ -282,7 +282,7 @@ class Reader:
             self._start()
 
     def read_several(self, count: int) -> None:
-        """From now on make batches that hold so many of the net's, where that is possible and a
+        """From now on make batches that hold `count` of the net's, where that is possible and a
         single device gets all of them. What was read ahead is dropped.
         """
         self.stop()

@@ -30,7 +30,7 @@ MORE_PRIORS = (
 
 def count_priors(bottom: Blobs, classes: int, groups: int) -> int:
     """Return the number of priors of bottom 2; ConfigError unless bottoms 0 and 1 have as many
-    locations, in so many groups, and scores.
+    locations, in `groups` groups, and scores.
     """
     locations, scores, priors = bottom[:3]
     n, count = (

@@ -169,12 +169,12 @@ class Iterations:
         return self.loop.prepare(most, self._seconds) if alone else 0
 
     def run_several(self, count: int) -> Iterator[Told]:
-        """Run so many iterations, see `prepare`, as one call, or enqueue them as one graph."""
+        """Run `count` iterations, see `prepare`, as one call, or enqueue them as one graph."""
         several = self.enqueue_several if self.step.graphs.can_capture() else self._loop
         yield from several(count)
 
     def enqueue_several(self, count: int) -> Sequence[Told]:
-        """Enqueue so many iterations of a net whose data stay as one graph."""
+        """Enqueue `count` iterations of a net whose data stay as one graph."""
         step, current_step = self.step, self.current_step
         step.phase_timer.start()
         self.collect(wait=False, room=count)

@@ -60,7 +60,7 @@ class Loop:
 
     def prepare(self, most: int, seconds: float) -> int:
         """Read batches; return the number of iterations, up to `most`, that `run` can do, 0 for
-        none. A single iteration takes so many `seconds`.
+        none. A single iteration takes `seconds`.
         """
         step, passes = self._step, self._step.param.iter_size
         if self._never or step.update_state.needs_norm or not step.graphs.replays_pass:

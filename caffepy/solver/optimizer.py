@@ -60,7 +60,7 @@ class Optimizer:
             self.rule.apply(ops.backend(self._device), update)
 
     def divide_sums(self, solvers: int) -> None:
-        """Set the scale of gradients that add up over so many solvers; see `apply_with_product`."""
+        """Set the scale of gradients that are sums over `solvers`, for `apply_with_product`."""
         scale: Any = self._state.scale
         np.multiply(scale, 1 / solvers, out=self._mean)
 

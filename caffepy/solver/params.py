@@ -7,7 +7,7 @@ import numpy as np
 from caffepy.device.blob import Array, Blob, Memory
 
 ALIGNMENT = 16
-"""Each blob starts at a multiple of so many elements: 64 bytes, for vector units and cuDNN."""
+"""Each blob starts at a multiple of this many elements: 64 bytes, for vector units and cuDNN."""
 
 SPARE = ALIGNMENT
 """Spare elements after diff (loss, averaged with it) and data (loss scale, broadcast with it)."""

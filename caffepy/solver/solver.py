@@ -199,7 +199,7 @@ class Solver:
         The train net is cut into `recompute` segments, whose data, but for the last, are computed
         again before backward (`caffepy.net.recompute`). "auto": only if that is needed, and for as
         few layers as can be, to fit into `room` bytes, by default this solver's part of the
-        device's free memory, which so many `solvers` share, less what is needed beside blobs.
+        device's free memory, which `solvers` solvers share, less what is needed beside blobs.
 
         For commands: nobody may look at blobs and gradients afterwards, even where none are shared.
         """

@@ -281,7 +281,7 @@ class TrainingStep:
 
     def set_hyperparams(self, learning_rate: float, iteration: int, ahead: int = 0) -> None:
         """Upload learning rate, weight decay and bias correction for the next update, or on a GPU
-        for one so many `ahead`.
+        for the one `ahead` updates after it.
         """
         correction = self.optimizer.rule.correction(self.param, iteration)
         decay = self.param.weight_decay

@@ -82,7 +82,7 @@ def _match(
 
 
 def _tiles(count: int) -> int:
-    """Return the blocks that match so many boxes."""
+    """Return the number of blocks that match `count` boxes of an image."""
     return -(-count // (EACH * THREADS))
 
 
@@ -164,7 +164,7 @@ def location_gradients(
 
 
 def _held(count: int) -> int:
-    """Return the keys of a thread, if a block takes a row of so many."""
+    """Return the keys of a thread, if a block takes a row of `count`."""
     return -(-count // (4 * WIDE)) * 4
 
 
@@ -260,8 +260,8 @@ def _row_words(classes: int) -> int:
 
 
 def _each_row(name: str, x: Array, *arguments: Any, rows_each: int = 1, blocks: int = 1) -> None:
-    """Launch a thread for each row of scores, or `blocks` blocks for so many rows of each of their
-    threads; `None` among the arguments stands for the sizes.
+    """Launch a thread for each row of scores, or `blocks` blocks for `rows_each` rows of
+    each thread of a block; `None` among the arguments stands for the sizes.
     """
     rows, classes = x.shape
     if not rows:

@@ -17,7 +17,7 @@ from caffepy.ops.protocol.loss import Counting, Outcome, Room, Shares
 LABELS = 2048
 """Labels for which one more block pays."""
 NARROWEST, NARROW = 16, 64
-"""A thread takes a row of up to so few classes, a warp one of so many, a block a longer one."""
+"""Most classes of a row that a thread takes, and a warp; a block takes a longer one."""
 
 
 def softmax_forward(x: Array, y: Array) -> None:

@@ -13,7 +13,7 @@ MOST = 5120
 """Most boxes that are looked at in one launch, as in proposals.cu."""
 
 LEAST, EACH = 1280, 2
-"""Boxes that are looked at before the others: so many, or for each that is wanted."""
+"""Boxes that are looked at before the others: LEAST, or if more EACH for each that is wanted."""
 
 DEVICE, WARPS, LINE = 132, 32, 32
 """Multiprocessors of a large device, warps of a block and boxes of one, as in proposals.cu."""
@@ -58,7 +58,7 @@ def suppress_overlaps(
     lines = -(-max(b - a for a, b in zip([0, *ends], ends, strict=False)) // LINE)
     units = lines * (lines + 1) // 2
     blocks = min(DEVICE, units)
-    # A box beside a word has an entry at most; so many are read before it is known how many are.
+    # A box beside a word has at most one entry; AHEAD are read before their number is known.
     room = max(AHEAD, LINE * -(-units // blocks))
     lists = context().array("overlaps", (images, blocks, room), np.uint64)
     lengths = context().array("numbers of overlaps", (images, blocks), np.int32)

@@ -67,14 +67,14 @@ def _width(array: Array) -> int:
 
 
 def _staged(x: Array, boxes: int, channels: int) -> int:
-    """Return the bytes of so many planes of x, 0 where they are read where they lie."""
+    """Return the bytes of `channels` planes of x, 0 where they are read where they lie."""
     size = _width(x) * channels * int(x.shape[2] * x.shape[3])
     return size if size <= ROOM and boxes >= FEW * len(x) else 0
 
 
 def _shares(blocks: int, boxes: int, resident: int) -> tuple[int, int]:
     """Return in how many shares the boxes are split, and the boxes of one: for whole waves of
-    blocks, so many to a multiprocessor, each of which reads its planes anew.
+    blocks, `resident` to a multiprocessor, each of which reads its planes anew.
     """
     most = range(1, max(1, min(8, boxes // 32)) + 1)
     shares = min(most, key=lambda n: -(-blocks * n // (DEVICE * resident)) / n * (1 + 0.15 * n))
@@ -127,7 +127,7 @@ def roi_pool_backward(dy: Array, rois: Array, index: Array, dx: Array, scale: fl
 
 
 def _parts_forward(name: str, threads: int, x: Array, boxes: int, *arguments: Any) -> None:
-    """Launch a block of so many threads for each channel of each image."""
+    """Launch a block of `threads` threads for each channel of each image."""
     plane = _staged(x, boxes, 1)
     expression = f"{name}<{c_type(x)}, {int(plane > 0)}>"
     room = plane and plane + 16  # it may begin behind 16 bytes

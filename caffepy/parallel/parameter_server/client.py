@@ -103,7 +103,7 @@ class Client:
         return state
 
     def await_members(self, count: int) -> None:
-        """Return when so many workers have joined."""
+        """Return when `count` workers have joined."""
         while len(self.view.members.keys() | self.view.left.keys()) < count:
             self._look(self.view.epoch)
 

@@ -145,7 +145,7 @@ class ClusterOptions:
 
 
 def check_copies(servers: int, replicas: int) -> None:
-    """Raise UsageError unless so many servers can hold so many copies."""
+    """Raise UsageError if there are more replicas than servers."""
     if replicas > servers:
         raise UsageError(
             f"--replicas {replicas}: {servers} server(s) can hold {servers} copies: give "
@@ -339,7 +339,7 @@ class _Processes:
         )
 
     def _missing(self, needs: Mapping[str, float], hosts: int, room: float, free: float) -> str:
-        """Return why workers are missing, if a host of Ray has room and so many are free."""
+        """Return why workers are missing: Ray's `hosts` hosts have room for `room`, `free` now."""
         what = ", ".join(f"{name}: {count:g}" for name, count in needs.items())
         if room < self._options.begin_together:
             return (

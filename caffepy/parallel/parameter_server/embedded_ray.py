@@ -34,8 +34,8 @@ where their code is read from a slow disk for the first time.
 """
 
 SLOW, TRIES = 10.0, 4
-"""Seconds after which a start is slow: that is told, and if it fails Ray is started again, so many
-times in all.
+"""Seconds after which a start is slow, which is logged; the most starts, since Ray is started again
+if one fails.
 """
 
 ENDING = 10.0

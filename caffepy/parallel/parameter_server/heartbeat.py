@@ -41,7 +41,7 @@ class WorkerHeartbeat:
         self._answered = 0  # the last request for the state
 
     def start(self, share: int) -> None:
-        """Begin, for a worker that takes so many batches at a clock."""
+        """Begin, for a worker that takes `share` batches at a clock."""
         threading.Thread(target=self._beat, args=(share,), name="caffepy-beat", daemon=True).start()
 
     def stop(self) -> None:

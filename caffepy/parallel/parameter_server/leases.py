@@ -24,8 +24,8 @@ class Leases:
     """The leases of a worker from `clock` on; `ask` returns that of a clock. Data layers stand at
     batch `position` now, which may be below 0.
 
-    A worker of several `solvers` takes as many batches at a time, one for each: what is leased is
-    `share` times so many, and all workers have as many solvers.
+    A worker of several `solvers` takes as many batches at a time, one for each: a lease has
+    `share` times `solvers` batches, and all workers have as many solvers.
 
     Any thread may ask: those of data layers are ahead of the solver.
     """
@@ -53,11 +53,11 @@ class Leases:
             return self._leases[k][j] * self.solvers + solver
 
     def after(self, taken: int) -> int:
-        """Return the number of the batch at which data layers stand after so many were taken."""
+        """Return the number of the batch at which data layers stand after `taken` batches."""
         return self.number(taken - 1) + 1 if taken else self._position
 
     def turns(self, taken: int) -> Iterator[Turn]:
-        """Yield what a data layer that has given so many batches skips and gives then."""
+        """Yield what a data layer skips and gives after the first `taken` batches."""
         position = self.after(taken)
         for i in count(taken):
             number = self.number(i)

@@ -42,7 +42,7 @@ def follow(
     later: int,
     own: Mapping[str, Any] | None,
 ) -> None:
-    """Bring the solvers of a worker to where the first began, and so many iterations `later`.
+    """Bring the solvers of a worker to where the first began, and `later` iterations on.
 
     own: the state that this worker had in the snapshot that the first has restored.
     UsageError if the others, who push gradients, have begun.
