@@ -232,8 +232,8 @@ class DenseCRF(MeanField):
         for names in given.values():
             counts = {name: len(getattr(param, name)) for name in names}
             if len(set(counts.values())) > 1:
-                told = ", ".join(f"{count} {name}" for name, count in counts.items())
-                raise ConfigError(f"dense_crf_param needs as many of each of a filter, not {told}")
+                each = ", ".join(f"{count} {name}" for name, count in counts.items())
+                raise ConfigError(f"dense_crf_param needs as many of each of a filter, not {each}")
             for name in names[1:]:
                 for value in getattr(param, name):
                     if not value > 0:
@@ -284,12 +284,13 @@ class DenseCRF(MeanField):
         result.fill(0)
         c = scores.shape[1]
         for n, image in enumerate(images):
-            h, w = (
-                min(int(size), most)
-                for size, most in zip(sizes[n, 0, 0], scores.shape[2:], strict=True)
-            )
-            if h < 1 or w < 1:
-                raise DataError(f"image {n} of the batch has {h} x {w} pixels by the sizes")
+            height, width = sizes[n, 0, 0]
+            if not (1 <= height < np.inf and 1 <= width < np.inf):
+                raise DataError(
+                    f"image {n} of the batch has {height:g} x {width:g} pixels by the second "
+                    "bottom, which needs a height and a width of 1 or more for each image"
+                )
+            h, w = min(int(height), scores.shape[2]), min(int(width), scores.shape[3])
             own, p, q, message = (
                 blob.data.reshape(-1)[: c * h * w].reshape(c, h * w) for blob in self.planes
             )

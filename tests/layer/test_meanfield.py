@@ -356,16 +356,26 @@ def test_settings_of_a_dense_crf_that_are_refused(old: str, new: str, message: s
         Single(CRF.replace(old, new), scores, SIZES, image)
 
 
+@pytest.mark.parametrize("height", [0, 0.5, -3, np.nan, np.inf])
+def test_sizes_of_images_that_are_refused(height):
+    scores, _, _ = given()
+    sizes = SIZES.copy()
+    sizes[1, 0, 0] = height, 5
+    with pytest.raises(DataError, match=rf"image 1 of the batch has {height:g} x 5 pixels by the"):
+        Single(CRF, scores, sizes).forward()
+
+
+def test_a_dense_crf_of_scores_without_pixels():
+    (y,) = Single(CRF, np.zeros((N, C, 0, W)), SIZES).forward()
+    assert y.shape == (N, C, 0, W)
+
+
 def test_bottoms_of_a_dense_crf_that_are_refused():
     scores, _, image = given()
     with pytest.raises(ConfigError, match=r"any, not \[2, 3, 4, 5\] and \[2, 2\]"):
         Single(CRF, scores, SIZES.reshape(2, 2))
     with pytest.raises(ConfigError, match=r"and \[2, 1, 4, 5\]$"):
         Single(CRF, scores, SIZES, image[:, :1])
-    with pytest.raises(DataError, match="image 1 of the batch has 0 x 5 pixels by the sizes"):
-        Single(
-            CRF, scores, SIZES * np.array([[[[1]]], [[[0]]]]) + [[[[0, 0]]], [[[0, 5]]]]
-        ).forward()
     with pytest.raises(DataError, match="bi_rgb_std 6 they reach"):
         Single(CRF, scores, SIZES, image * 1e9).forward()
     single = Single(CRF, scores, SIZES, image)
