@@ -124,9 +124,9 @@ class Upsample(Layer):
     """(N, C, H, W) -> (N, C, Ho, Wo).
 
     With one bottom each element becomes scale x scale (MobileNet-YOLO), or with `mode: NEAREST`
-    height_scale x width_scale (yolov5_caffe). With two, SegNet's: the
-    second has the place h * Wo + w of each value in its plane, as the second top of a Pooling layer
-    gives it; the rest is 0. Ho x Wo is upsample_h x upsample_w, or scale * size - pad_out.
+    height_scale x width_scale, 2 unless given (yolov5_caffe). With two, SegNet's: the second has
+    the place h * Wo + w of each value in its plane, as the second top of a Pooling layer gives it;
+    the rest is 0. Ho x Wo is upsample_h x upsample_w, or scale * size - pad_out.
     """
 
     on_gpu = True
@@ -137,15 +137,15 @@ class Upsample(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.upsample_param
         self.by_place = self.backward_reads_bottom = len(bottom) > 1
-        scale = param.scale if param.HasField("scale") else 2 if self.by_place else 1
-        named = ("scale_h", "scale_w")
+        named, scale = ("scale_h", "scale_w"), 2 if self.by_place else 1
         if any(param.HasField(name) for name in ("height_scale", "width_scale", "mode")):
             if self.by_place or param.mode != UpsampleParameter.NEAREST:
                 raise ConfigError(
                     "upsample_param: height_scale and width_scale are for one bottom and mode: "
                     "NEAREST; for others write an Interp layer"
                 )
-            named = ("height_scale", "width_scale")
+            named, scale = ("height_scale", "width_scale"), 2
+        scale = param.scale if param.HasField("scale") else scale
         self.scales = [getattr(param, name) if param.HasField(name) else scale for name in named]
         if min(self.scales) < 1:
             raise ConfigError("upsample_param: scale must be 1 or more")

@@ -25,6 +25,8 @@ UPSAMPLE = {
     "blocks": ("scale: 3", [X], (15, 12)),
     "as it is": ("", [X], (5, 4)),
     "blocks of yolov5_caffe": ("height_scale: 2 width_scale: 3 mode: NEAREST", [X], (10, 12)),
+    "twice the height, as yolov5_caffe": ("width_scale: 3 mode: NEAREST", [X], (10, 12)),
+    "twice, as yolov5_caffe": ("mode: NEAREST", [X], (10, 8)),
     "places": ("", [X, np.argsort(random(2, 3, 5, 4), axis=-1) + 20.0], (10, 8)),
     "places, padded": ("pad_out_h: 1", [X, np.zeros(X.shape) + np.arange(4)], (9, 8)),
     "places, given": ("upsample_h: 6 upsample_w: 7", [X, np.zeros(X.shape) + np.arange(4)], (6, 7)),
