@@ -3,7 +3,7 @@ planes of a batch.
 
 Pixels are those of libjpeg-turbo, by which OpenCV decodes, to the last bit: its slow integer IDCT,
 its "fancy" upsampling of colours, its conversion from YCbCr. Files that are damaged, progressive,
-or otherwise not as most are, are left to OpenCV.
+or unusual in another way are left to OpenCV.
 
     file -> _parse: size, sampling, tables, where the codes begin
          -> _scan: codes -> coefficients of 16 blocks -> _transform -> planes of samples
@@ -82,10 +82,10 @@ class _Room(NamedTuple):
     longer: Array  # (8 * 2 * LENGTHS,) int64: largest code of each length; where its symbols are
     symbols: Array  # (8 * 256,) uint8: symbols of codes, in their order
     blocks: Array  # (64 * LANES,) int32: coefficients
-    turned: Array  # (64 * LANES,) int32: what comes of their columns
+    turned: Array  # (64 * LANES,) int32: the blocks after the IDCT of their columns
     packed: Array  # (8 * LANES,) int64: eight samples of a row, of each block
     places: Array  # (2 * LANES,) int64: where a block goes in `words`, and the width of that plane
-    rows: Array  # (3 * width,) int32: a row of colours, and what lies between
+    rows: Array  # (3 * width,) int32: a row of a colour, and its samples at twice the width
     wide: Array  # (2 * width,) uint8: rows of two colours
     samples: Array  # planes, uint8
     words: Array  # the same, int64
@@ -143,7 +143,7 @@ def load() -> None:
 
 def decode_files(content: Array, spans: Array, places: Array, mode: int, images: Array) -> Array:
     """Decode JPEG files to these places of `images` (N, C, H, W), uint8, as OpenCV does in this
-    `mode`; return a mask (n,) of those that were: files of that size, as most are.
+    `mode`; return a mask (n,) of those that were: usual files (`_parse`) of that size.
 
     `spans` (n, 2) are start and size of each file in `content`; a size of 0 is no file.
     """
@@ -257,8 +257,8 @@ def _begins(content: Array, at: int, name: Array) -> bool:
 
 @inlined
 def _parse(content: Array, start: int, end: int, height: int, width: int, room: _Room) -> Any:
-    """Read markers; return where the codes begin, -1 for a file that is not as most are, or has
-    another size.
+    """Read markers; return where the codes begin, -1 for a file of another size or kind: not
+    baseline with 8 bits, grey or YCbCr, sampled 4:4:4, 4:2:2 or 4:2:0, in one scan.
     """
     head = room.head
     for k in range(HEAD):

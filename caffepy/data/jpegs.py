@@ -7,13 +7,13 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MANY = 8192
-"""Files that OpenCV decodes before a thread loads the kernels: 0.2 s of work, but where no process
-had them before they are compiled, for 10 s. Kernels of databases, for which they wait, come before.
+"""Files that OpenCV decodes before a thread loads the kernels, in 0.2 s, or compiles them, in 10 s,
+if no process has done so before. Kernels that read databases are loaded earlier.
 """
 
 _files = 0
 _kernels: Any = None
-_loading = threading.Lock()  # which whoever loads them keeps
+_loading = threading.Lock()  # held from the first load on: there is no second
 
 
 def kernels(files: int) -> Any:

@@ -329,6 +329,20 @@ def test_kernels_are_loaded_after_many_files(fresh):
     assert jpegs.kernels(1) is jpeg_kernels
 
 
+@pytest.mark.parametrize(("size", "dtype"), [((32, 32), np.uint8), (None, np.float32)])
+def test_images_that_are_left_anyway_load_no_kernels(fresh, size, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(jpegs, "MANY", 1)
+    places, labels = np.arange(3), np.zeros(3, np.int64)
+    sources = [ImageList(image_list(tmp_path), size=size)]
+    sources += [open_database(database(tmp_path))] if dtype != np.uint8 else []
+    for source in sources:
+        images = np.zeros((3, 3, 32, 32), dtype)
+        left = source.decode_jpegs(source.take(3), places, images, labels)
+        assert left.tolist() == [0, 1, 2]
+        source.close()
+    assert not jpegs._loading.locked()
+
+
 def test_without_kernels_opencv_decodes(fresh, monkeypatch, caplog):
     def fail() -> None:
         raise DataError("no compiler")

@@ -253,8 +253,8 @@ class Database(Source):
         return done
 
     def decode_jpegs(self, items: Items, places: Array, images: Array, labels: Array) -> Array:
-        kernels = jpegs.kernels(len(places))
-        if kernels is None or images.dtype != np.uint8:
+        kernels = jpegs.kernels(len(places)) if images.dtype == np.uint8 else None
+        if kernels is None:
             return places
         assert isinstance(items, Records)
         spans, found = _loops(len(items)).find_encoded(items.content, items.rows)

@@ -166,8 +166,9 @@ class ImageList(ListedImages[int]):
             raise DataError(f"{self.name(item)}: {error.message}") from None
 
     def decode_jpegs(self, items: Items, places: Array, images: Array, labels: Array) -> Array:
-        kernels = jpegs.kernels(len(places))
-        if kernels is None or images.dtype != np.uint8 or self._size is not None:
+        takes_files = images.dtype == np.uint8 and self._size is None
+        kernels = jpegs.kernels(len(places)) if takes_files else None
+        if kernels is None:
             return places
         entries = [self._entries[items[i]] for i in places]
         paths = [self._root + name for name, _ in entries]
