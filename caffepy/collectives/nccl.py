@@ -96,6 +96,11 @@ class NcclSync(Synchronizer):
         self._started = self._warm = False  # parameters are in step; an iteration has ended
         self._ending: threading.Thread | None = None
         self._lock, self._calls = threading.Lock(), threading.Lock()
+        # The flags of all ranks are set before a communicator is aborted, which takes longer: a GPU
+        # whose wait has ended goes on, and overwrites what one without its flag would still add.
+        self._flag = AbortFlag()
+        self.abort_flag = self._flag.address
+        group.on_abort(self._flag.set)
         self._log = NcclLog(rank == 0 and interfaces.between_hosts(group.world.hosts))
         with self._log:
             if unique_id is None:
@@ -108,8 +113,6 @@ class NcclSync(Synchronizer):
             log.info("NCCL goes from host to host by %s", network)
             if self._hosts > 1 and network.warning:
                 log.warning("%s", network.warning)
-        self._flag = AbortFlag()
-        self.abort_flag = self._flag.address
         self.has_factors = bool(factored)
         self._factors = Factors(factored, self.universal_rank, self.size, self._gather)
         self._all_gather = all_gather
@@ -318,8 +321,7 @@ class NcclSync(Synchronizer):
         return pointer, pointer, stop - start, nccl.NCCL_FLOAT32
 
     def _abort(self) -> None:
-        """End all waits for other ranks; NCCL may then wait until no captured graph uses it."""
-        self._flag.set()
+        """End the communicator; NCCL may wait with that until no captured graph uses it."""
         self._factors.close()
         self._release(self._communicator.abort)
 

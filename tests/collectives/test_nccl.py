@@ -28,6 +28,7 @@ from caffepy.net.gradients import large_products
 from caffepy.parallel.synchronization import flat_params
 from caffepy.solver import Solver
 from tests.collectives.test_one_shot import Run, in_numpy
+from tests.collectives.test_rank_group import together
 from tests.collectives.threads_world import ThreadsTransport, Wires
 from tests.nets import library
 from tests.solver.cases import solver_of
@@ -302,6 +303,25 @@ def test_a_communicator_ends_once(nccl_sync: Any) -> None:
     sync.close()
     assert Communicator.calls[0] == ["abort"]
     solver.close()
+
+
+def test_all_ranks_are_told_of_an_abort_before_a_communicator_ends(
+    nccl_sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a rank that goes on may send more to one that still believes all that comes."""
+    group, order = RankGroup(SIZE), list[str]()
+    flag = SimpleNamespace(address=0, set=lambda: order.append("told"))
+    monkeypatch.setattr(sys.modules[nccl_sync.__module__], "AbortFlag", lambda: flag)
+    monkeypatch.setattr(nccl_sync, "_abort", lambda sync: order.append("abort"))
+
+    def work(rank: int) -> None:
+        solver = solver_of("", NET)
+        nccl_sync(group, rank, partial(group.all_gather, rank), flat_params(solver))
+        solver.close()
+
+    assert together(SIZE, work, group) == [None] * SIZE
+    group.abort(0, OSError("it went wrong"))
+    assert order == ["told"] * SIZE + ["abort"] * SIZE
 
 
 @pytest.mark.parametrize("ends", [True, False])
