@@ -263,7 +263,7 @@ def _parse(content: Array, start: int, end: int, height: int, width: int, room: 
     head = room.head
     for k in range(HEAD):
         head[k] = 0
-    is_jfif, known = False, 0
+    is_jfif, known = False, 0  # bits of the tables that were read
     adobe: Any = -1
     if end - start < 4 or content[start] != 0xFF or content[start + 1] != SOI:
         return -1
@@ -288,59 +288,22 @@ def _parse(content: Array, start: int, end: int, height: int, width: int, room: 
             if size >= 12 and _begins(content, at, ADOBE_NAME):
                 adobe = _byte(content, at + 11)
         elif marker == DQT:
-            while at < behind:
-                number = _byte(content, at)
-                if number > 3 or behind - at < 65:  # steps of 16 bits
-                    return -1
-                for k in range(64):
-                    room.steps[64 * number + k] = content[at + 1 + k]
-                at, known = at + 65, known | 1 << number
+            read = _read_steps(content, at, behind, room)
+            if read < 0:
+                return -1
+            known |= read
         elif marker == DHT:
-            while at < behind:
-                kind = _byte(content, at)
-                number = kind & 3 | kind >> 2
-                used = -1 if kind & 0xEC else _look_up(content, at, behind, number, room)
-                if used < 0:
-                    return -1
-                at, known = at + used, known | 16 << number
+            read = _read_codes(content, at, behind, room)
+            if read < 0:
+                return -1
+            known |= read
         elif marker in (BASELINE, EXTENDED):
-            if size < 9 or head[COMPONENTS] or content[at] != 8:
+            if head[COMPONENTS] or not _read_frame(content, at, size, height, width, head):
                 return -1
-            if _word(content, at + 1) != height or _word(content, at + 3) != width:
-                return -1
-            components = _byte(content, at + 5)
-            if (components != 1 and components != 3) or size != 6 + 3 * components:
-                return -1
-            for c in range(components):
-                place = at + 6 + 3 * c
-                sampling, number = _byte(content, place + 1), _byte(content, place + 2)
-                head[IDS + c], head[STEPS + c] = content[place], number
-                if number > 3 or (c and sampling != 0x11):
-                    return -1
-                if c == 0:
-                    head[ACROSS], head[DOWN] = sampling >> 4, sampling & 15
-            head[COMPONENTS] = components
-            if head[ACROSS] not in (1, 2) or head[DOWN] not in (1, head[ACROSS]):
-                return -1
-            if components == 1:
-                head[ACROSS] = head[DOWN] = 1
         elif marker == SOS:
-            components = head[COMPONENTS]
-            if not components or size != 4 + 2 * components or content[at] != components:
+            if not _read_scan(content, at, size, known, head):
                 return -1
-            for c in range(components):
-                place = at + 1 + 2 * c
-                tables = _byte(content, place + 1)
-                if content[place] != head[IDS + c] or tables & 0xCC:
-                    return -1
-                head[DC + c], head[AC + c] = tables >> 4, 4 + (tables & 15)
-                needed = 1 << head[STEPS + c] | 16 << head[DC + c] | 16 << head[AC + c]
-                if needed & ~known:
-                    return -1
-            at += 1 + 2 * components
-            if content[at] != 0 or content[at + 1] != 63 or content[at + 2] != 0:
-                return -1
-            if components == 3 and not is_jfif and adobe != 1:
+            if head[COMPONENTS] == 3 and not is_jfif and adobe != 1:
                 is_counted = head[IDS] == 1 and head[IDS + 1] == 2 and head[IDS + 2] == 3
                 if adobe >= 0 or not is_counted:  # perhaps not YCbCr
                     return -1
@@ -353,6 +316,81 @@ def _parse(content: Array, start: int, end: int, height: int, width: int, room: 
             return -1
         at = behind
     return -1
+
+
+@inlined
+def _read_steps(content: Array, at: int, end: int, room: _Room) -> Any:
+    """Read quantization tables; return bits of their numbers, -1 if one has steps of 16 bits."""
+    read = 0
+    while at < end:
+        number = _byte(content, at)
+        if number > 3 or end - at < 65:
+            return -1
+        for k in range(64):
+            room.steps[64 * number + k] = content[at + 1 + k]
+        at, read = at + 65, read | 1 << number
+    return read
+
+
+@inlined
+def _read_codes(content: Array, at: int, end: int, room: _Room) -> Any:
+    """Read tables of codes; return bits of their numbers, from the fifth on, -1 for damage."""
+    read = 0
+    while at < end:
+        kind = _byte(content, at)
+        number = kind & 3 | kind >> 2
+        used = -1 if kind & 0xEC else _look_up(content, at, end, number, room)
+        if used < 0:
+            return -1
+        at, read = at + used, read | 16 << number
+    return read
+
+
+@inlined
+def _read_frame(content: Array, at: int, size: int, height: int, width: int, head: Array) -> bool:
+    """Read components and sampling; false for an image of another size or kind."""
+    if size < 9 or content[at] != 8:
+        return False
+    if _word(content, at + 1) != height or _word(content, at + 3) != width:
+        return False
+    components = _byte(content, at + 5)
+    if (components != 1 and components != 3) or size != 6 + 3 * components:
+        return False
+    for c in range(components):
+        place = at + 6 + 3 * c
+        sampling, number = _byte(content, place + 1), _byte(content, place + 2)
+        head[IDS + c], head[STEPS + c] = content[place], number
+        if number > 3 or (c and sampling != 0x11):
+            return False
+        if c == 0:
+            head[ACROSS], head[DOWN] = sampling >> 4, sampling & 15
+    head[COMPONENTS] = components
+    if head[ACROSS] not in (1, 2) or head[DOWN] not in (1, head[ACROSS]):
+        return False
+    if components == 1:
+        head[ACROSS] = head[DOWN] = 1
+    return True
+
+
+@inlined
+def _read_scan(content: Array, at: int, size: int, known: int, head: Array) -> bool:
+    """Read which tables the components have; false if these are not among those `known`, or not
+    all of the image is in this scan.
+    """
+    components = head[COMPONENTS]
+    if not components or size != 4 + 2 * components or content[at] != components:
+        return False
+    for c in range(components):
+        place = at + 1 + 2 * c
+        tables = _byte(content, place + 1)
+        if content[place] != head[IDS + c] or tables & 0xCC:
+            return False
+        head[DC + c], head[AC + c] = tables >> 4, 4 + (tables & 15)
+        needed = 1 << head[STEPS + c] | 16 << head[DC + c] | 16 << head[AC + c]
+        if needed & ~known:
+            return False
+    at += 1 + 2 * components
+    return bool(content[at] == 0 and content[at + 1] == 63 and content[at + 2] == 0)
 
 
 @inlined
