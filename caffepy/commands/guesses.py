@@ -35,9 +35,11 @@ def build_without_data(
     build: Callable[[NetParameter], Net],
     origin: str | None,
 ) -> Net:
-    """Build a net without its data. What the net does not state of images and labels is the first
-    of GUESSES with which it can be built; if there is none, the ConfigError of all tries that
-    stands farthest down the file.
+    """Build the net of the file `origin` without its data, with images of the shape `image` (C, H,
+    W) if that is given.
+
+    What it does not state of images and labels is the first of GUESSES with which it can be built;
+    if there is none, the ConfigError of all tries that stands farthest down the file is raised.
     """
     tried: list[NetParameter] = []
     errors: list[ConfigError] = []
