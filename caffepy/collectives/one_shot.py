@@ -26,7 +26,7 @@ MOST_RANKS = 8
 """Most GPUs: CUDA lets one use the memory of 8 others."""
 
 BLOCKS = 128
-"""Chunks of a bucket, which are as many blocks: no more than a GPU runs at a time."""
+"""Chunks of a bucket, each of which a block writes: a GPU runs as many at a time."""
 
 LEAST_CHUNK, ALIGNMENT = 1 << 10, 16
 """Elements of a chunk: the fewest, and that of which it is a multiple."""

@@ -14,7 +14,7 @@ THREADS, MOST_BLOCKS = 512, 256
 
 
 class OneShotRun:
-    """One rank's launches over these `chunks` (start, size) of its floats, which are those of all
+    """One rank's launches over `chunks` (start, size) of its flat `floats`, the same chunks in all
     ranks; made on the rank's device.
 
     A wait ends when the int at host address `abort_flag` is not 0. All ranks must make the same

@@ -225,8 +225,8 @@ struct Matched {
 
 // By a block, tile `tile` of `tiles` of the boxes of image n, EACH boxes a thread: -2 where one crosses the edge and that leaves
 // it out, with `every` the true box of the image that it overlaps most, the threshold or more, else -1; and its largest
-// overlap. The last block of an image to finish then takes the best pairs, of those left, as long as there are any, and is
-// told so. `tops` (known, lines of boxes) and `matched` (images, tiles) are what blocks know; `pairs` (images, known, 3) is for
+// overlap. The last block of an image to finish then takes the best pairs, of those left, as long as there are any, and
+// returns true. `tops` (known, lines of boxes) and `matched` (images, tiles) are what blocks know; `pairs` (images, known, 3) is for
 // images with more than TILE true boxes; `arrived` (images) is 0 before and after. The first block also checks the true
 // boxes, unless `bad_label` is null.
 template <typename T>
@@ -529,9 +529,9 @@ template <int HELD> struct Keys {
   }
 };
 
-// The pair of key and place that the `wanted` largest keys reach, of more than so many; 0 where too many are too like each
-// other. A block of 1024 counts keys by how far they are below the largest one, 128 bins for a factor of two, and compares those
-// of one bin. `pairs` has room for those of 1024.
+// The pair of key and place of the last of the `wanted` largest keys, where there are more keys than that; 0 if more than ROOM
+// keys are in its bin. A block of 1024 threads counts keys by how far they are below the largest one, 128 bins for a factor of
+// two, and compares those of one bin.
 template <int HELD> __device__ u64 last_pair(const Keys<HELD>& keys, unsigned wanted) {
   constexpr int BINS = 2048, SHIFT = 16, ROOM = 1024;
   __shared__ unsigned bins[BINS], most, number;
@@ -742,10 +742,11 @@ __global__ void box_losses(const T* x, const T* locations, const T* priors, cons
   });
 }
 
-// match_boxes and box_losses of boxes whose images share `count` priors, by blocks for a tile of boxes each, then by such as read
-// `tall` rows of scores while those still match. They take all their boxes for the background unless the matches of the image
-// are known by then. If they were not for all of its rows, the last block of an image to finish writes what its matches lose.
-// `lists` (images, room) and `numbers` (3, images), 0 before and after, tell it of them.
+// match_boxes and box_losses of boxes whose images share `count` priors: first come blocks that match a tile of boxes each, then
+// blocks that read `tall` rows of scores meanwhile. These take all their boxes for the background unless the matches of the image
+// are known by then. If some did, the last block of the image to finish writes the losses of the boxes that have a match, which
+// are in `lists` (images, room). `numbers` (3, images) are 0 before and after: blocks that have matched, boxes in the list, blocks
+// that have finished, with SETTLED and UNSETTLED.
 constexpr u64 SETTLED = 1u << 31, UNSETTLED = 1ull << 32;  // beside the blocks of an image that have finished
 
 template <typename T>
@@ -1287,7 +1288,7 @@ detect(const T* boxes, const T* scores, T* found, int* counts, i64 groups, i64 c
   if (threadIdx.x == 0) counts[row] = known;
 }
 
-// The same of boxes that are sorted already: places in `order`, so many as `numbers` tells.
+// The same of boxes that are sorted already: `numbers` places in `order`.
 template <typename T>
 __global__ void __launch_bounds__(1024)
 detect_sorted(const T* boxes, const T* scores, const i64* order, const int* numbers, T* found, int* counts, i64 groups,

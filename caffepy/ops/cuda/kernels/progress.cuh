@@ -13,7 +13,7 @@ __device__ inline void release(u64* p, u64 value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// The progress, when it is `value` or more; less if the group was given up meanwhile.
+// The progress, when it is `value` or more; less if the abort flag was set meanwhile.
 __device__ inline u64 reach(const u64* progress, u64 value, const volatile int* abort_flag) {
   u64 seen = acquire(progress);
   for (unsigned spin = 1; seen < value; ++spin) {
