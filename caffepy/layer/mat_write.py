@@ -69,10 +69,9 @@ class MatWrite(Layer):
             raise ConfigError(f"source cannot be read: {reason(error)}", path) from None
         for number, word in enumerate(words, start=1):
             if len(word) <= strip:
-                raise ConfigError(
-                    f"source: nothing is left of the name {word[:60]!r} without {strip} letters",
-                    f"{path}:{number}",
-                )
+                left = f"nothing is left of the name {word[:60]!r} without {strip} letters"
+                problem = left if word else "the line is empty; remove it, or write a name"
+                raise ConfigError(f"source: {problem}", f"{path}:{number}")
         return [word[: len(word) - strip] for word in words]
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

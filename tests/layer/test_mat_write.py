@@ -79,6 +79,13 @@ def test_names_that_are_too_short(tmp_path, names):
         Single('type: "MatWrite" mat_write_param { }', random(1, 2), tops=0)
 
 
+def test_empty_lines(tmp_path):
+    (tmp_path / "list.txt").write_text("a\nb\n\n")
+    source = f'source: "{tmp_path}/list.txt"'
+    with pytest.raises(ConfigError, match=r"list\.txt:3: source: the line is empty; remove it"):
+        Single(text(tmp_path, source), random(1, 2), tops=0)
+
+
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "crf").write_text("")
     with pytest.raises(DataError, match=r"crf/iter_0_blob_0\.mat cannot be written"):
