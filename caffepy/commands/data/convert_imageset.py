@@ -147,6 +147,17 @@ def with_slash(root: str) -> str:
     return root + os.sep if os.path.isdir(root) and not root.endswith(os.sep) else root
 
 
+def _may_begin_a_path(prefix: str) -> bool:
+    """False if nothing has a path that begins so: then each image would be an error of its own."""
+    folder, start = os.path.split(prefix)
+    if not start or not os.path.isdir(folder or "."):
+        return os.path.isdir(folder or ".")
+    try:
+        return any(name.startswith(start) for name in os.listdir(folder or "."))
+    except OSError:  # a folder whose names cannot be read, though its files may be
+        return True
+
+
 @dataclass
 class Job:
     """The conversion of a list's images, each a path and a label, or their comparison with a
@@ -186,6 +197,8 @@ class Job:
             self.order(shuffle, seed)
             return self.compare(database)
         root = self.root
+        if not _may_begin_a_path(root):
+            raise self._none_readable(len(self.entries))
         made_of = {
             "root folder": os.path.abspath(root) if root.endswith(os.sep) else root,
             "backend": backend,
@@ -221,11 +234,7 @@ class Job:
                 self._write(partial, writer)
                 done = Done(**partial.progress)
                 if not done.records:
-                    there = os.path.isdir(self.root or ".")
-                    raise DataError(
-                        f"none of the {done.lines} images could be read, such as {self._path(0)}"
-                        + ("" if there else f'; there is no folder "{self.root}"')
-                    )
+                    raise self._none_readable(done.lines)
         except BaseException:
             done = Done(**partial.progress)
             if done.records:
@@ -265,10 +274,12 @@ class Job:
                     saved.result()
                     saved = writing.submit(save, batch, done)
                     batch, size = [], 0
-                if record is not None and (last or done.records % COMMIT_EVERY == 0):
+                if record is not None and done.records % COMMIT_EVERY == 0:
                     log.info("Processed %d files.", done.records)
                 advance(1)
             saved.result()
+            if done.records % COMMIT_EVERY:
+                log.info("Processed %d files.", done.records)
 
     def _count(self, done: "Done", key: bytes, record: bytes | None, values: int) -> "Done":
         """The progress after one more line; DataError if the size of its image differs."""
@@ -294,6 +305,11 @@ class Job:
         chunks = mapped(some, range(start, len(self.entries), CHUNK), self.threads)
         with closing(chunks):
             yield from chain.from_iterable(chunks)
+
+    def _none_readable(self, lines: int) -> DataError:
+        there = os.path.isdir(self.root or ".")
+        hint = "" if there else f'; there is no folder "{self.root}"'
+        return DataError(f"none of the {lines} images could be read, such as {self._path(0)}{hint}")
 
     def _path(self, line: int) -> str:
         return self.root + self.entries[line][0]

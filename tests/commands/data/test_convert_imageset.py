@@ -147,6 +147,17 @@ def test_images_that_cannot_be_read_are_left_out(
     assert "Processed 3 files." in caplog.text
 
 
+def test_the_number_of_records_is_logged_if_the_last_image_cannot_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, names = draw(tmp_path, 2)
+    with open(names, "a") as file:
+        file.write("gone.png 1\n")
+    with caplog.at_level(logging.INFO, "caffepy"):
+        convert_imageset(root, names, f"{tmp_path}/db")
+    assert "Processed 2 files." in caplog.messages
+
+
 def test_blank_lines_count_in_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root, names = draw(tmp_path, 2)
     Path(names).write_text("\n0.png 0\n  \n1.png 1\n")
@@ -166,6 +177,23 @@ def test_no_image_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
             convert_imageset(root, f"{tmp_path}/list.txt", f"{tmp_path}/db")
         assert str(caught.value) == f"none of the 1 images could be read, such as {root}a.png{hint}"
     assert os.listdir(tmp_path) == ["list.txt"]
+
+
+@pytest.mark.parametrize("root", ["imagez", "imagez/", "list.txt/", "images/sub/x"])
+def test_a_root_that_is_not_there_is_one_error(
+    tmp_path: Path, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, names = draw(tmp_path, 9)
+    with pytest.raises(DataError, match="there is no folder"):
+        convert_imageset(f"{tmp_path}/{root}", names, f"{tmp_path}/db")
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_a_root_may_be_the_start_of_names(tmp_path: Path) -> None:
+    draw(tmp_path, 2)
+    (tmp_path / "ends.txt").write_text(".png 0\n")
+    result = convert_imageset(f"{tmp_path}/images/1", f"{tmp_path}/ends.txt", f"{tmp_path}/db")
+    assert result == Converted(1, 0)
 
 
 def test_a_root_without_its_slash(tmp_path: Path) -> None:
