@@ -84,7 +84,7 @@ def _new_locked(path: str, is_folder: bool) -> tuple[str, int]:
     while True:
         new = temporary_name(path)
         if is_folder:
-            os.mkdir(new, 0o744)
+            os.mkdir(new)
         with suppress(FileNotFoundError) if is_folder else nullcontext():
             flags = os.O_RDONLY if is_folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
             descriptor = os.open(new, flags, 0o666)

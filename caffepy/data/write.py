@@ -169,7 +169,7 @@ def open_writer(name: str, folder: str, backend: str, sync: bool = False) -> Ite
     """
     kinds = {"lmdb": LMDBWriter, "leveldb": LevelDBWriter}
     with _writing(name, (OSError, lmdb.Error)):
-        os.makedirs(folder, 0o744, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
         writer = kinds[backend](name, folder, sync)
     with closing(writer):
         yield writer
@@ -272,7 +272,7 @@ class Partial:
             try:
                 if self._is_new:
                     os.makedirs(os.path.dirname(os.path.abspath(self.folder)), exist_ok=True)
-                    os.mkdir(self.folder, 0o744)
+                    os.mkdir(self.folder)
             except FileExistsError:
                 raise in_use from None
             try:

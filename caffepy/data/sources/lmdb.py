@@ -7,7 +7,7 @@ from typing import Any
 
 import lmdb
 
-from caffepy.core.errors import DataError
+from caffepy.core.errors import DataError, reason
 from caffepy.data.decoder_process import Part
 from caffepy.data.sources.base import Array
 from caffepy.data.sources.databases import Database, Records, printable
@@ -37,7 +37,8 @@ class LMDB(Database):
             hint = ""
             if "already open" in str(error):
                 hint = "; close the one that the script has opened first"
-            raise DataError(f"{path} cannot be read as an LMDB: {error}{hint}") from None
+            why = reason(error) if isinstance(error, OSError) else error
+            raise DataError(f"{path} cannot be read as an LMDB: {why}{hint}") from None
 
     def __len__(self) -> int:
         count, size = int(self._database.stat()["entries"]), os.path.getsize(self._file)

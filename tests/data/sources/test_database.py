@@ -1,5 +1,6 @@
 """Databases: order, wrapping, positions, sharing, and everything that can be wrong with a path."""
 
+import errno
 import logging
 import os
 import shutil
@@ -664,3 +665,14 @@ def test_kernels_look_through_records_where_there_are_others_or_there_were_many(
     assert databases._loops(databases.MANY - 1) is datum_fields
     assert databases._loops(0) is datum_fields
     assert databases._loops(1) is datum_kernels
+
+
+def test_a_file_that_may_not_be_read_is_told_in_plain_words(tmp_path, monkeypatch):
+    path = make(tmp_path / "db", 1)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", f"{path}/data.mdb")
+
+    monkeypatch.setattr("caffepy.data.sources.lmdb.Pages", refuse)
+    with pytest.raises(DataError, match=r"/db cannot be read as an LMDB: permission denied$"):
+        open_database(path)
