@@ -125,9 +125,14 @@ class ResumeState:
         self._failed_at = files.iteration
         state, sidecar = self._content(files, statistics)
         announce, diff, folder = reporter.snapshotted, step.param.snapshot_diff, self._folder
-        workers.write(
-            lambda: snapshot.write(files, step.net, state, sidecar, diff, announce, folder)
-        )
+        try:
+            workers.write(
+                lambda: snapshot.write(files, step.net, state, sidecar, diff, announce, folder)
+            )
+        except CaffeError as error:
+            if self.last_file:
+                error.message += f"; {self.last_file} is the last one that is complete"
+            raise
         self._failed_at, self._saved = -1, (files.iteration, files.state)
         workers.saved(state, sidecar)
 

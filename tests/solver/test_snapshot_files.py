@@ -146,7 +146,8 @@ def test_failing_snapshot_costs_the_snapshot_only(
         solver.step(2)
     assert "No snapshot of iteration 4" in caplog.text
     assert (
-        "s_iter_4.solverstate: this file of a snapshot cannot be written: No space left on device"
+        "s_iter_4.solverstate: this file of a snapshot cannot be written: No space left on device; "
+        f"{tmp_path}/s_iter_2.solverstate is the last one that is complete; training goes on\n"
         in caplog.text
     )
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == whole
