@@ -190,7 +190,7 @@ def mismatch(path: str, wanted: str, error: type[CaffeError] = ConfigError) -> C
     """The error for a file that is no `wanted` ("a caffemodel") but another kind, or damaged."""
     kind = sniff(path)
     if kind == "missing":
-        return error(f'could not open "{path}": no such file{_neighbour(path)}')
+        return error(f'could not open "{path}": no such file{neighbour(path)}')
     if kind == "unreadable":
         return error(f'could not open "{path}": {_reason(path)}')
     if kind == "empty":
@@ -203,8 +203,8 @@ def mismatch(path: str, wanted: str, error: type[CaffeError] = ConfigError) -> C
     return error(f'"{path}" looks like {kind}, not {wanted}' + (f"; {advice}" if advice else ""))
 
 
-def _neighbour(path: str) -> str:
-    """`, did you mean "X"?` for the file of the same folder whose name is nearest."""
+def neighbour(path: str) -> str:
+    """Return `, did you mean "X"?` for the file of the same folder whose name is nearest."""
     folder, name = os.path.split(path)
     try:
         return nearest(name, os.listdir(folder or "."))

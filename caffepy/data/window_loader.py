@@ -312,7 +312,7 @@ class WindowLoader(Loader):
         try:
             return read_regular(self._root + name)
         except OSError as error:
-            raise unreadable(self._name(name), error, self._param.root_folder) from None
+            raise unreadable(self._name(name), error, self._root) from None
 
     def _name(self, name: str) -> str:
         return f"{self._path}: {self._root}{name}"

@@ -629,6 +629,10 @@ IMAGES_REFUSED = {
         'source: "absent.txt" root_folder: "in"',
         r'inx.png cannot be read: .*; root_folder "in" does not end in "/"',
     ),
+    "missing root": (
+        'source: "absent.txt" root_folder: "nowhere/"',
+        r'nowhere/x.png cannot be read: .*; there is no root_folder "nowhere/"$',
+    ),
     "no image": ('source: "text.txt"', r"list.txt: its image cannot be decoded \(\d+ bytes\)"),
     "one size": ("new_height: 3", "new_height and new_width must both be given or neither"),
     "skips too many": ("rand_skip: 4000000000", "lists 6 images, not enough to skip"),
@@ -648,6 +652,12 @@ def test_image_list_refused(case, listed):
     params, message = IMAGES_REFUSED[case]
     with pytest.raises(CaffeError, match=message):
         image_data(params, listed)
+
+
+def test_a_list_of_nearly_this_name_is_suggested(listed, monkeypatch):
+    monkeypatch.chdir(Path(listed).parent)
+    with pytest.raises(DataError, match=r'no such file or directory, did you mean "list\.txt"'):
+        image_data('source: "lst.txt"', listed)
 
 
 def memory(transform=""):

@@ -75,10 +75,14 @@ def find_root(folder: str, first: str, path: str, beside: str | None) -> str:
 
 
 def unreadable(name: str, error: OSError, folder: str) -> DataError:
-    """The error for an image that cannot be read, with a hint if its root folder lacks the "/"."""
+    """The error for an image that cannot be read, with a hint if its root folder lacks the "/", or
+    is not there.
+    """
     hint = ""
     if folder and not folder.endswith("/"):
         hint = f'; root_folder "{folder}" does not end in "/"'
+    elif folder and not os.path.isdir(folder):
+        hint = f'; there is no root_folder "{folder}"'
     return DataError(f"{name} cannot be read: {reason(error)}{hint}")
 
 
@@ -99,7 +103,6 @@ class ListedImages(NumberedSource, Generic[Listed]):
         if seed is not None:
             log.info("Shuffling data")
         log.info("A total of %d images.", len(self._entries))
-        self._root_folder = root_folder
         self._root = find_root(root_folder, self.key(0), path, beside)
         super().__init__(path, len(self._entries), seed)
         if skip is not None:
@@ -161,7 +164,7 @@ class ImageList(ListedImages[int]):
             content = read_regular(self._root + name)
             return decode_image(content, self.mode, self._size), label
         except OSError as error:
-            raise unreadable(self.name(item), error, self._root_folder) from None
+            raise unreadable(self.name(item), error, self._root) from None
         except DataError as error:
             raise DataError(f"{self.name(item)}: {error.message}") from None
 

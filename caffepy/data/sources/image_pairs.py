@@ -64,7 +64,7 @@ class ImagePairs(ListedImages[str]):
         try:
             image = read_image(read_regular(self._root + path), mode)
         except OSError as error:
-            raise unreadable(name, error, self._root_folder) from None
+            raise unreadable(name, error, self._root) from None
         except DataError as error:
             raise DataError(f"{name}: {error.message}") from None
         if image is None:

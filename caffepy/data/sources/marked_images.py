@@ -89,7 +89,6 @@ class MarkedImages(NumberedSource):
         columns: int = 6,
     ) -> None:
         log.info("Opening file %s", path)
-        self._root_folder = root_folder
         images = read_marked(path, columns)
         self.last_size = images[-1].size
         self._images = [
@@ -112,7 +111,7 @@ class MarkedImages(NumberedSource):
         try:
             image = read_image(read_regular(self._root + self.key(item)), COLOR)
         except OSError as error:
-            raise unreadable(self.name(item), error, self._root_folder) from None
+            raise unreadable(self.name(item), error, self._root) from None
         except DataError as error:
             raise DataError(f"{self.name(item)}: {error.message}") from None
         if image is None:
