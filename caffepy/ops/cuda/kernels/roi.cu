@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(512, 4)
 roi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad_image, T* y, int* index, i64 channels,
                  i64 rows, i64 columns, i64 h, i64 w, double scale, i64 count, i64 share, i64 most, i64 room, i64 by_axes,
                  i64 by_bins, i64 by_columns) {
-  extern __shared__ double shared[];
+  extern __shared__ __align__(16) double shared[];
   const Boxes<T> boxes(given, gridDim.y, pad);
   const Planes<T, K, STAGED> planes(x, shared, channels, h * w);
   Cells* cells = reinterpret_cast<Cells*>(reinterpret_cast<char*>(shared) + room);  // of rows, then columns, of each box
@@ -322,7 +322,7 @@ roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 chann
                   i64 boxes, double scale, i64 band, i64 bands, i64 by_columns) {
   constexpr int U = 4, E = 2;  // boxes on their way while as many are added, elements of a lane
   constexpr unsigned ALL = 0xffffffffu;
-  extern __shared__ double shared[];
+  extern __shared__ __align__(16) double shared[];
   using A = Wide<T>;
   Band<A> sums(reinterpret_cast<A*>(shared), plane, band, bands);
   const Divisor over_columns(by_columns);
@@ -423,7 +423,7 @@ template <typename T, int STAGED>
 __global__ void __launch_bounds__(256)
 psroi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad_image, T* y, i64 channels, i64 bins, i64 h,
                    i64 w, double scale, i64 count) {
-  extern __shared__ double shared[];
+  extern __shared__ __align__(16) double shared[];
   const Boxes<T> boxes(given, gridDim.y, pad);
   const i64 j = blockIdx.x % bins, i = blockIdx.x / bins % bins;
   struct Part_of_box {
@@ -495,7 +495,7 @@ __global__ void __launch_bounds__(256)
 psroi_align_forward(const T* x, const T* given, T* taken, double pad, double* bad_image, T* y, i64 channels, i64 bins, i64 h,
                     i64 w, double scale, i64 samples, i64 beyond, i64 count) {
   using A = Wide<T>;
-  extern __shared__ double shared[];
+  extern __shared__ __align__(16) double shared[];
   const Boxes<T> boxes(given, gridDim.y, pad);
   const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
   const i64 j = blockIdx.x % bins, i = blockIdx.x / bins % bins;
@@ -648,7 +648,7 @@ __global__ void roi_align_tables(const T* rois, char* tables, i64 size, i64 read
                                  double scale, i64 samples, i64 beyond, i64 sensitive) {
   using A = Wide<T>;
   const T* roi = rois + blockIdx.x * i64(5);
-  extern __shared__ double shared[];
+  extern __shared__ __align__(16) double shared[];
   int4* to = reinterpret_cast<int4*>(tables + blockIdx.x * size);
   char* memory = reinterpret_cast<char*>(STAGED ? reinterpret_cast<int4*>(shared) : to);
   const Table<A> table(memory, rows, columns, h, w);
@@ -680,7 +680,7 @@ __global__ void __launch_bounds__(512)
 roi_align_forward(const T* x, const T* rois, char* tables, T* y, i64 size, i64 rows, i64 columns, i64 channels, i64 h,
                   i64 w, i64 boxes, i64 share, i64 by_bins, i64 by_columns) {
   using A = Wide<T>;
-  extern __shared__ double shared[];
+  extern __shared__ __align__(16) double shared[];
   const Planes<T, K, STAGED> planes(x, shared, channels, h * w);
   const unsigned bins = unsigned(rows * columns), wide = unsigned(columns);
   const Divisor over_bins(by_bins), over_columns(by_columns);
@@ -720,7 +720,7 @@ __global__ void __launch_bounds__(1024)
 roi_align_backward(const T* dy, const T* rois, const char* readers, T* dx, i64 size, i64 slot, i64 columns, i64 bins,
                    i64 channels, i64 h, i64 w, i64 boxes, i64 most, i64 lines, i64 across, i64 own, i64 by_bins) {
   using A = Wide<T>;
-  extern __shared__ double shared[];
+  extern __shared__ __align__(16) double shared[];
   const i64 areas = (w + across - 1) / across;
   const int top = int(blockIdx.z / areas * lines), left = int(blockIdx.z % areas * across);
   const int end = int(min(top + lines, h)), right = int(min(left + across, w)), pitch = right - left;
@@ -832,7 +832,7 @@ __global__ void __launch_bounds__(512, 3)
 psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 channels, i64 h, i64 w, i64 bins, i64 boxes, double scale) {
   using A = Wide<T>;
   constexpr int ROOM = 32 * WORDS;
-  extern __shared__ double shared[];
+  extern __shared__ __align__(16) double shared[];
   __shared__ Shares<A, G> shares[ROOM];
   const int lines = int(h), width = int(w), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   using Bits = Pack<unsigned, WORDS>;
