@@ -396,18 +396,22 @@ class Net:
             if name not in targets:
                 log.info("Ignoring source layer %s", name)
                 continue
-            target = self.layers[targets[name]]
+            node = self.nodes[targets[name]]
+            target = node.layer
             if len(target.blobs) != len(source.blobs):
                 raise ConfigError(
                     f"Incompatible number of blobs for layer {name}: {len(source.blobs)} in the "
-                    f"source, {len(target.blobs)} here"
+                    f"source, {len(target.blobs)} here",
+                    where(self.path, node.param),
                 )
             for j, (mine, theirs) in enumerate(zip(target.blobs, source.blobs, strict=True)):
                 if mine.shape != theirs.shape:
                     raise ConfigError(
                         f"Cannot share param {j} weights from layer '{name}'; shape mismatch.  "
                         f"Source param shape is {shape_string(theirs.shape)}; "
-                        f"target param shape is {shape_string(mine.shape)}"
+                        f"target param shape is {shape_string(mine.shape)}; the layer needs the "
+                        "same settings and shapes of inputs in both nets",
+                        where(self.path, node.param),
                     )
                 behind(mine).share_data(behind(theirs))
 

@@ -182,7 +182,10 @@ def test_layers_that_a_test_net_lacks_are_named(caplog: pytest.LogCaptureFixture
         net_of(INPUT + ip("b", "x", "b")),
     )
     caplog.set_level("INFO", "caffepy.net.net")
-    with pytest.raises(ConfigError, match="shape mismatch"):
+    message = r"""layer "b" \(InnerProduct\): Cannot share param 0 weights from layer 'b'; shape """
+    with pytest.raises(
+        ConfigError, match=f"^{message}mismatch.*; the layer needs the same settings"
+    ):
         test.share_trained_layers_with(train)
     assert caplog.messages == ["Ignoring source layer a"]
 
