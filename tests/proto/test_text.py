@@ -337,6 +337,12 @@ ERRORS = {
         "1:7: this string is not closed on its line",
         '  name: "abc\n        ^',
     ),
+    "string closed by the next one": (
+        'layer { name: "a type: "Input" }',
+        '1:25: unknown field "Input" in LayerParameter: it begins right behind a quote; is one '
+        "missing before on this line?",
+        '  layer { name: "a type: "Input" }\n' + " " * 26 + "^",
+    ),
     "given twice": (
         'name: "a"\n\tname: "b"',
         '2:2: "name" is given a second time in NetParameter (first in line 1)',
