@@ -328,7 +328,9 @@ class _Parser:
         name, descriptor = self.value[:80], message.DESCRIPTOR
         said = f'unknown field "{name}" in {descriptor.name}'
         if self.text[: self.start].endswith(('"', "'")):
-            self.fail(f"{said}: it begins right behind a quote; is one missing before on this line?")
+            self.fail(
+                f"{said}: it begins right behind a quote; is one missing before on this line?"
+            )
         fork = fork_of_field(descriptor.name, name)
         if fork is not None:
             self.fail(
