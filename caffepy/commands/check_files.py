@@ -210,7 +210,7 @@ def _serve(pipe: Connection) -> None:
 
 
 class _Warnings(logging.Handler):
-    """What is logged as a warning or worse, each text once."""
+    """Texts that are logged as a warning or worse, each once."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

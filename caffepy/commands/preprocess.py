@@ -147,7 +147,7 @@ def read_lines(path: str) -> list[str]:
 
 
 class ImageResult(Protocol):
-    """What was found in an image, or the error of one that cannot be read."""
+    """Result for an image, or the error of one that cannot be read."""
 
     @property
     def error(self) -> str | None:
@@ -156,7 +156,7 @@ class ImageResult(Protocol):
 
 @dataclass(frozen=True)
 class ImageResults:
-    """What was found in each of some images."""
+    """Results for images."""
 
     images: Sequence[ImageResult]
 

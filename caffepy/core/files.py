@@ -107,8 +107,8 @@ def replacing(path: str) -> Iterator[str]:
 
 @contextmanager
 def replacing_all(paths: Sequence[str]) -> Iterator[list[str]]:
-    """Like `replacing`, for several files: all are brought to the disk before the first gets its
-    name; they get them in this order.
+    """Replace several files as `replacing` does: all are brought to the disk before the first gets
+    its name; they get them in this order.
     """
     with ExitStack() as stack:
         names = [stack.enter_context(temporary(path)) for path in paths]
@@ -257,7 +257,7 @@ def _named(path: str) -> Iterator[None]:
 
 @contextmanager
 def written(path: str) -> Iterator[str]:
-    """Like `replacing`, for a file that a command line names: UsageError if it cannot be written.
+    """Replace a file that a command line names as `replacing` does; UsageError if that fails.
 
     A path that exists and is no regular file, such as /dev/stdout, is written to directly.
     """

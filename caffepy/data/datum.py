@@ -141,7 +141,7 @@ def decode_image(
 
 
 def decode_file(mode: int, size: tuple[int, int] | None, data: bytes | Array, _: None) -> Array:
-    """`decode_image` for another process, or of what a GPU decoded."""
+    """Do `decode_image` for another process, or take what a GPU decoded."""
     return decode_image(data, mode, size)
 
 

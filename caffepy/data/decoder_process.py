@@ -84,8 +84,8 @@ def receive_message(end: socket.socket, parent: int | None = None) -> Any:
 
 
 def receive_answer(end: socket.socket) -> Any:
-    """`receive_message` where nothing comes behind it: mostly by one call of the system, since each
-    gives up Python's lock.
+    """Do `receive_message` where nothing comes behind the message: mostly by one call of the
+    system, since each gives up Python's lock.
     """
     try:
         content = end.recv(ANSWER)

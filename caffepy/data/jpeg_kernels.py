@@ -159,7 +159,7 @@ def decode_files(content: Array, spans: Array, places: Array, mode: int, images:
 
 
 def decode_named(paths: Sequence[str], places: Array, mode: int, images: Array) -> Array:
-    """`decode_files` of the files at these paths, which are read without Python's lock, too."""
+    """Do `decode_files` of the files at these paths, which are read without Python's lock, too."""
     names = [os.fsencode(path) + b"\0" for path in paths]
     joined = np.frombuffer(b"".join(names), np.uint8)
     starts = np.cumsum([0, *map(len, names)])[:-1]

@@ -156,7 +156,7 @@ class Transformer:
         return self._twister.state() if self._draws else {}
 
     def state_after(self, state: dict[str, Any], count: int) -> dict[str, Any]:
-        """`state` after `count` images from this one on. Any thread may call it."""
+        """Return `state` after `count` images from this one on. Any thread may call it."""
         if not self._draws:
             return {}
         twister = Twister(0)

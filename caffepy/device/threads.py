@@ -180,7 +180,7 @@ def num_ranges() -> int:
 
 
 def parallel_calls(function: Piece, n: int, grain: int = 1, most: int | None = None) -> None:
-    """`parallel`, of a function that computes by `recording.call` and by nothing else."""
+    """Do `parallel` of a function that computes by `recording.call` and by nothing else."""
     if ranges(n, grain, most) == 1:
         function(0, n)
     else:

@@ -159,7 +159,7 @@ class Convolution(Protocol):
         """
 
     def backward_data_norm(self, dy: Array, w: Array, norm: NormSums) -> None:
-        """`backward_data`, and the first half of the gradient of the normalization that made x."""
+        """Do `backward_data`, and the first half of the backward pass of x's normalization."""
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw the products of dy and x, and to db the sums of dy; None is not wanted."""
@@ -182,9 +182,9 @@ class Convolution(Protocol):
     def backward_norm_gradient(
         self, x: Array | None, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
     ) -> None:
-        """`backward_weight` without a bias, and `backward_data` or `backward_data_norm`, of a dy
-        that need not be written; without an x of what the normalization of `to` gives, which has x
-        and no y.
+        """Do `backward_weight` without a bias, and `backward_data` or `backward_data_norm`, of a
+        dy that need not be written; without an x of what the normalization of `to` gives, which has
+        x and no y.
         """
 
     def skips_output(self, layout: Layout) -> bool:

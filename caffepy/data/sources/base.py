@@ -164,7 +164,7 @@ class Source(AnySource):
         return np.zeros(len(items), np.bool_)
 
     def state_at(self, items: Items, i: int) -> State:
-        """`state` before item i of `items`, for sources with a `copy`. Any thread may call it."""
+        """Return `state` before item i of `items`, where there is a `copy`; any thread may ask."""
         raise NotImplementedError
 
     def decode_jpegs(self, items: Items, places: Array, images: Array, labels: Array) -> Array:
@@ -174,7 +174,7 @@ class Source(AnySource):
         return places
 
     def decoder(self, items: Items) -> Callable[[int], tuple[Array, int]]:
-        """`decode` of items by their place in `items`, for sources that prepare it for a batch."""
+        """Return `decode` of items by their place in `items`, which sources may prepare at once."""
         return lambda i: self.decode(items[i])
 
     def image_files(self, items: Items, places: Array) -> ImageFiles | None:

@@ -263,7 +263,7 @@ class Database(Source):
         return places[~done]
 
     def decoder(self, items: Items) -> Callable[[int], tuple[Array, int]]:
-        """`decode` of records by their place in `items`; their image files are found at once."""
+        """Return `decode` of records by their place in `items`, whose files are found at once."""
         content, spans, labels = _encoded(items)
 
         def decode_one(i: int) -> tuple[Array, int]:

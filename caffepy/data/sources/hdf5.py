@@ -156,7 +156,7 @@ class HDF5Rows:
         return len(self._rows) - self._row - 1 if len(self._files) > 1 else None
 
     def state_after(self, state: State, count: int) -> State:
-        """`state` after `count` rows that were `at_hand` in this one."""
+        """Return `state` after `count` rows that were `at_hand` in this one."""
         visits, row = divmod(state["row"] + count, len(self._rows))
         return {**state, "visit": state["visit"] + visits, "row": row}
 

@@ -217,8 +217,8 @@ def backward_both(
     dw: Array | None,
     to: NormSums | Array,
 ) -> None:
-    """`objects.Convolution.backward_norm_gradient` in one pass, with the sums that a normalization
-    before it wants unless there is more to be added.
+    """Do `objects.Convolution.backward_norm_gradient` in one pass, with the sums that a
+    normalization before it wants unless there is more to be added.
     """
     n, channels, height, columns = geometry.x
     width, strided = _width(channels), geometry.stride[0] == 2

@@ -38,7 +38,7 @@ MOST = 20
 
 
 class Filter(NamedTuple):
-    """What the template Filter takes: a correlation of images (C, H, W) to O outputs."""
+    """Arguments of the template Filter: a correlation of images (C, H, W) to O outputs."""
 
     image: Shape
     outputs: int

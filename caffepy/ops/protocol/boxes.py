@@ -83,8 +83,8 @@ class BoxesOps(Protocol):
         of_location: Array,
         of_class: Array,
     ) -> None:
-        """`check_truths`, `match_boxes` of the priors (2, P, 4) with true boxes of any class, and
-        `box_losses`, but on the CPU only the first if a true box is wrong.
+        """Do `check_truths`, `match_boxes` of the priors (2, P, 4) with true boxes of any class,
+        and `box_losses`, but on the CPU only the first if a true box is wrong.
         """
 
     def check_truths(self, truths: Array, check: TruthCheck) -> None:

@@ -41,7 +41,7 @@ class NormalizationOps(Protocol):
     def lrn_max_pool_forward(
         self, x: Array, y: Array, index: Array, terms: Terms, window: Windows
     ) -> None:
-        """`lrn_forward` of x (N, C, H, W), then `max_pool_forward`."""
+        """Do `lrn_forward` of x (N, C, H, W), then `max_pool_forward`."""
 
     def lrn_max_pool_backward(
         self,
@@ -53,7 +53,7 @@ class NormalizationOps(Protocol):
         window: Windows,
         db: Maybe,
     ) -> None:
-        """`max_pool_backward`, then `lrn_backward` with `relu`; dx may be x."""
+        """Do `max_pool_backward`, then `lrn_backward` with `relu`; dx may be x."""
 
     def normalize_forward(
         self, x: Array, y: Array, norm: Array, eps: float, absolute: bool

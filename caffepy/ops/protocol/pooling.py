@@ -54,7 +54,7 @@ class PoolingOps(Protocol):
         dbias: Maybe,
         frozen: bool,
     ) -> None:
-        """`max_pool_backward`, then `norm_backward`, of `norm_max_pool_forward`."""
+        """Do `max_pool_backward`, then `norm_backward`, of `norm_max_pool_forward`."""
 
     def ave_pool_forward(self, x: Array, y: Array, window: Windows, relu: bool = False) -> None:
         """Write the mean of each window, at least 0 with `relu`.

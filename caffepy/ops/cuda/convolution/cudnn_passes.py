@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class CudnnPasses:
-    """What runs each pass: that of the fastest arrangement, for these arrays.
+    """Runners of each pass: those of the fastest arrangement, for these arrays.
 
     Forward leaves weights and image as it arranged them; a backward whose arrangement is the same
     reuses them. So does what is no pass of cuDNN and arranges the weights alike.
