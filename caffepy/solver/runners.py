@@ -9,6 +9,9 @@ iteration up to its update. `waits`: its result is known when `enqueue` returns.
 
 With iter_size 1 a captured iteration is one graph; else there are three: `begin`, `pass` (launched
 iter_size times) and `close`. Several iterations, of a net whose data stay, are one graph, too.
+Where `begin` brings the root's parameters, it is a graph of its own and comes before the data
+layers, as layer by layer. In the first iteration solvers wait for each other there, and they take
+turns at the data layers: if some of them came to the data first, each would wait for the other.
 
     device's stream    data | forward | backward             | all-reduce | check_and_scale, update
     stream "layer"                      weight gradients
@@ -20,6 +23,7 @@ iter_size times) and `close`. Several iterations, of a net whose data stay, are 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -109,17 +113,19 @@ class CapturedRunner:
     def enqueue(self, iteration: int) -> None:
         """Enqueue an iteration."""
         step = self._step
-        if step.param.iter_size == 1:
-            self._run_data_layers()
-            self._run("iteration", self._iteration)
-        else:
-            step.begun = True
-            step.device.flush()  # running statistics, which it saves
-            self._run("begin", self._begin)
+        if step.param.iter_size > 1:
+            self._run_begin(self._begin)
             for _ in range(step.param.iter_size):
                 self._run_data_layers()
                 self._run("pass", self._timed_pass)
             self._run("close", self._close)
+        elif step.pulls:
+            self._run_begin(self._begin_once)
+            self._run_data_layers()
+            self._run("iteration", self._pass_and_close)
+        else:
+            self._run_data_layers()
+            self._run("iteration", self._iteration)
         step.begun = False
 
     def can_repeat(self) -> bool:
@@ -139,6 +145,11 @@ class CapturedRunner:
         with self._step.phase_timer.fetching():
             self._step.graphs.run_data_layers()
 
+    def _run_begin(self, work: Callable[[], None]) -> None:
+        self._step.begun = True
+        self._step.device.flush()  # running statistics, which it saves
+        self._run("begin", work)
+
     def _run(self, name: str, work: Callable[[], None]) -> None:
         step = self._step
         with step.phase_timer.issuing():
@@ -147,10 +158,22 @@ class CapturedRunner:
     # what is captured
 
     def _iteration(self) -> None:
-        with self._step.overwrite_gradients(update=self._step.lets_layers_update):
+        with self._overwriting():
             self._begin()
             self._pass()
             self._close()
+
+    def _begin_once(self) -> None:
+        with self._overwriting():
+            self._begin()
+
+    def _pass_and_close(self) -> None:
+        with self._overwriting():
+            self._timed_pass()
+            self._close()
+
+    def _overwriting(self) -> AbstractContextManager[None]:
+        return self._step.overwrite_gradients(update=self._step.lets_layers_update)
 
     def _iterations(self, count: int) -> None:
         timer, device = self._step.phase_timer, self._step.device

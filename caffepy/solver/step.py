@@ -108,7 +108,7 @@ class TrainingStep:
         self.device = device
         self.callbacks: list[Callback] = []
         self.synchronizer: Synchronizer | None = None  # one of the callbacks
-        self._pulls = False  # the synchronizer brings parameters in `on_start`
+        self.pulls = False  # the synchronizer brings parameters in `on_start`
         self.saves_memory = False  # blobs share memory: a pass leaves no activations behind
         self.scripts_look = True  # at blobs and gradients, between iterations
         self.whole = True  # no update is under way
@@ -142,7 +142,7 @@ class TrainingStep:
     def synchronize(self, synchronizer: Synchronizer | None, pulls: bool) -> None:
         """Average gradients by this callback from now on; None: no more."""
         before, self.synchronizer = self.synchronizer, synchronizer
-        self._pulls, self.phase_timer.running = pulls, synchronizer is not None
+        self.pulls, self.phase_timer.running = pulls, synchronizer is not None
         if before:
             self.callbacks[:] = [callback for callback in self.callbacks if callback is not before]
             self.fuse(self.fused)  # to drop graphs that captured its calls
@@ -292,13 +292,13 @@ class TrainingStep:
         self.begun = True
         self.update_state.begin(self.cleared)
         self.save_stats()
-        if self._pulls:
+        if self.pulls:
             self.phase_timer.mark("update")
             if self._updates:
                 self.update_state.pack_scale(self.params.scale_slot)
         for callback in self.callbacks:
             callback.on_start()
-        if self._pulls:
+        if self.pulls:
             if not self._updates:
                 self.update_state.unpack_scale(self.params.scale_slot)
                 # The root's came with its parameters.

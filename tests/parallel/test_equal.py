@@ -15,6 +15,7 @@ from caffepy.device.device import Device
 from caffepy.parallel.manager import P2PManager, SyncOptions, p2p_manager
 from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.solver import Solver
+from caffepy.solver.capture import GraphRunner
 from tests.nets import library
 from tests.parallel.cases import ITERATIONS, NET, SETTINGS, Run, net
 from tests.solver.cases import NET as SMALL
@@ -77,6 +78,29 @@ def test_solvers_enqueue_iterations_as_one_graph(
     assert graphs.count("iteration") == 2 * (50 - 5 * 8)
     assert ended[0][0] == ended[1][0]
     np.testing.assert_array_equal(ended[0][1], ended[1][1])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("sync", ["tree", "flat"])
+def test_a_solver_may_run_layer_by_layer_while_others_replay_graphs(
+    sync: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All meet at the data layers and where parameters are brought in the same order."""
+    settings = SETTINGS.replace("iter_size: 2", "iter_size: 1")
+    expected, graphs = Run(3, net(3), sync, settings=settings, until=6), Graphs()
+    graphs.use(monkeypatch)
+    root = solver_of(settings, net(3), reporter=(recorder := Recorder()))
+    devices = [root.device, Device(seed=1), Device(seed=2)]
+    options = SyncOptions(sync, deadlines={"step": 20.0})
+    with P2PManager(root, devices, all_joined(3), options) as manager:
+        eager = [root, *manager.workers][rank].iterations.step.graphs
+        monkeypatch.setattr(GraphRunner, "can_capture", lambda runner: runner is not eager)
+        root.step(6)
+        root.test_all()
+        data = [solver.params.data.copy() for solver in (root, *manager.workers)]
+    assert graphs.count("iteration") == 2 * 6
+    assert recorder.losses == expected.losses
+    np.testing.assert_array_equal(data, expected.data)
 
 
 def test_all_solvers_test_with_the_layers_that_only_the_roots_test_net_has() -> None:

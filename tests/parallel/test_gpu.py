@@ -437,6 +437,27 @@ def test_layers_run_in_another_order_in_runs(
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("before_last", [False, True], ids=["root", "last but one"])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_solver_may_run_layer_by_layer_while_others_replay_graphs(
+    sync: str, before_last: bool, size: int
+) -> None:
+    """All meet at the data layers and where parameters are brought in the same order."""
+    root, recorder = train(ONCE, net(3), CudaDevice(0))
+    devices = [root.device, *(CudaDevice(i) for i in range(1, size))]
+    topology = peers.prepare(peers.query(range(size)))
+    options = SyncOptions(sync, deadlines=DEADLINES)
+    with P2PManager(root, devices, topology, options) as manager:
+        [root, *manager.workers][size - 2 if before_last else 0].add_callback(Heard())
+        root.step(ITERATIONS)
+        data = params(root)
+    root.close()
+    expected = alone(ONCE, net(3 * size))
+    np.testing.assert_allclose(recorder.losses, expected.losses, rtol=2e-4)
+    np.testing.assert_allclose(data, expected.data[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 @pytest.mark.usefixtures("deterministic")
 def test_factors_give_what_gradients_give(
