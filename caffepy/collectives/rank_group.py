@@ -64,7 +64,7 @@ class RankGroup:
         self.missing: list[int] = []  # ranks that were found to hang
         self.interrupted: Callable[[], object] = lambda: None
         self.hung_ranks: Callable[[list[int]], list[int]] = lambda missing: missing
-        self.waiting: set[int] = set()  # ranks that wait for others
+        self.waiting: dict[int, Callable[[], list[int]]] = {}  # ranks that wait, for which others
         self.root_is_away = False  # the root waits for other nodes
         self._finding_hung = False  # a deadline has passed; which ranks hang is being found out
         self._failed = threading.Event()  # `failure` is set
@@ -151,20 +151,32 @@ class RankGroup:
             if self.stopped:
                 return
             self._finding_hung = True
-        found, doing = missing, ""
+        found, doing, each_other = missing, "", ""
         try:
-            doing = stacks(self._threads)
+            doing = stacks(self._threads, first=missing)
+            each_other = self._waits_of(missing)
             self._call_on_abort()
             found = self.hung_ranks(missing)
         finally:
             self.missing = found
             names = ", ".join(rank_name(self.world, rank) for rank in found) or "another rank"
-            waited = more if found == missing else ""
+            waited = more + each_other if found == missing else ""
             error = self._no_progress(names, seconds, waited)
             log.error("%s\n%s", error, doing)
             self._fail(found[0] if found else 0, error)
             if self.world.nodes > 1:
                 self.world.tell(named(self.world, found[0] if found else 0, error))
+
+    def _waits_of(self, ranks: list[int]) -> str:
+        """Tell for whom these ranks wait in turn: if that is a rank that waits for them, none of
+        them ever goes on.
+        """
+        told = ""
+        for rank in ranks:
+            if others := self.waiting.get(rank):
+                names = " and ".join(rank_name(self.world, other) for other in others())
+                told += f"; {rank_name(self.world, rank)} waited for {names}"
+        return told
 
     def _no_progress(self, names: str, seconds: float, more: str = "") -> SyncError:
         return SyncError(
@@ -236,7 +248,7 @@ class RankGroup:
         if holds():
             self.check(rank)
             return
-        self.waiting.add(rank)
+        self.waiting[rank] = missing
         try:
             wait = _Wait(self, rank)
             while not holds():
@@ -250,7 +262,7 @@ class RankGroup:
                     self.check(rank)
                 self._asleep[rank].acquire(timeout=min(POLL, left + 1e-3) if left >= 0 else POLL)
         finally:
-            self.waiting.discard(rank)
+            self.waiting.pop(rank, None)
         self.check(rank)
 
     @contextmanager
@@ -279,7 +291,7 @@ class RankGroup:
                 self.abort(REMOTE, error)
 
         before, world.poll = world.poll, poll
-        self.waiting.add(0)
+        self.waiting[0] = lambda: [REMOTE]
         self.root_is_away = True
         try:
             yield world
@@ -289,7 +301,7 @@ class RankGroup:
         finally:
             world.poll = before
             self.root_is_away = False
-            self.waiting.discard(0)
+            self.waiting.pop(0, None)
 
     def wake(self, *ranks: int) -> None:
         """Make these ranks, or all, look again at what they wait for."""

@@ -1,4 +1,5 @@
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -117,6 +118,30 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(caplog: pytest.LogCaptureF
     assert "rank 2 made no progress for 0.2 s (step)" in str(group.failure and group.failure[1])
     assert "release.wait(20)" in caplog.text
     assert "rank 2:" in caplog.text
+
+
+def test_ranks_that_wait_for_each_other_are_named_and_their_stacks_come_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    group = RankGroup(3, {"step": 0.2})
+    turns = RoundRobin(group)
+    group.phase = "step"
+
+    def work(rank: int) -> None:
+        if rank == 2:  # the first turn is rank 0's
+            turns.wait(rank, "data")
+        group.barrier(rank)
+
+    with caplog.at_level(logging.ERROR, "caffepy"):
+        raised = together(3, work, group)
+    assert all(isinstance(error, SyncError) for error in raised)
+    told = re.match(
+        r"rank (\d) made no progress for 0.2 s \(step\); rank (\d) waited for it; "
+        r"rank (\d) waited for rank (\d)\nrank (\d):\n",
+        caplog.messages[0],
+    )
+    assert told, caplog.text
+    assert told.groups() in [("2", "0", "2", "0", "2"), ("2", "1", "2", "0", "2"), tuple("02020")]
 
 
 def test_a_process_that_was_stopped_has_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -437,10 +437,10 @@ def test_layers_run_in_another_order_in_runs(
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("before_last", [False, True], ids=["root", "last but one"])
+@pytest.mark.parametrize("of_root", [True, False], ids=["root", "worker"])
 @pytest.mark.parametrize("sync", SYNCS)
 def test_a_solver_may_run_layer_by_layer_while_others_replay_graphs(
-    sync: str, before_last: bool, size: int
+    sync: str, of_root: bool, size: int
 ) -> None:
     """All meet at the data layers and where parameters are brought in the same order."""
     root, recorder = train(ONCE, net(3), CudaDevice(0))
@@ -448,7 +448,7 @@ def test_a_solver_may_run_layer_by_layer_while_others_replay_graphs(
     topology = peers.prepare(peers.query(range(size)))
     options = SyncOptions(sync, deadlines=DEADLINES)
     with P2PManager(root, devices, topology, options) as manager:
-        [root, *manager.workers][size - 2 if before_last else 0].add_callback(Heard())
+        [root, *manager.workers][0 if of_root else size // 2].add_callback(Heard())
         root.step(ITERATIONS)
         data = params(root)
     root.close()
