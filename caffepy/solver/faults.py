@@ -125,6 +125,6 @@ def _save_before_failing(resume_state: ResumeState, error: BaseException) -> Non
         text = "%s; what was learned up to iteration %d is saved before the run ends"
         log.warning(text, what, iteration)
     try:
-        resume_state.save()
+        resume_state.save(last=True)
     except Exception as error:  # the error that ends the run is the one to raise
         log.error("No snapshot of iteration %d: %s", iteration, error)

@@ -3,12 +3,16 @@
 `snapshot` reads and writes the files, `positions` knows the data layers and random numbers.
 """
 
+import errno
 import logging
 import os
+import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -78,14 +82,17 @@ class ResumeState:
         ours = [f.state for f in found if f.begun == self._begun and f.iteration < iteration]
         return [*last, *(state for state in ours if state not in last)]
 
-    def save(self) -> None:
+    def save(self, last: bool = False) -> None:
         """Write model, sidecar and state; ConfigError if that fails, DivergenceError if a parameter
         or its history is not finite.
+
+        If that of the `last` snapshot of a run fails, on a full disk, say, the files are written to
+        a new folder, in the working directory or among temporary files, which the error names.
         """
         iterations, step = self.iterations, self.iterations.step
         workers = iterations.trainer.workers
         with self._settled() as statistics:
-            self._write(statistics)
+            self._write(statistics, last)
             if self.keep and workers.writes_files:
                 prefix = os.path.join(self._folder, step.param.snapshot_prefix)
                 snapshot.remove_old(prefix, self._begun, self.keep)
@@ -118,23 +125,62 @@ class ResumeState:
         hdf5 = param.snapshot_format == SolverParameter.HDF5
         return snapshot.Files.of(param.snapshot_prefix, self.iterations.iter, hdf5)
 
-    def _write(self, statistics: list[list[Array]]) -> None:
+    def _write(self, statistics: list[list[Array]], last: bool) -> None:
         """Write the files; those of several solvers have the `statistics` of each, too."""
         step, files = self.iterations.step, self._files()
         workers, reporter = self.iterations.trainer.workers, self.iterations.trainer.reporter
         self._failed_at = files.iteration
         state, sidecar = self._content(files, statistics)
-        announce, diff, folder = reporter.snapshotted, step.param.snapshot_diff, self._folder
+        announce, diff = reporter.snapshotted, step.param.snapshot_diff
+
+        def write(files: snapshot.Files) -> None:
+            snapshot.write(files, step.net, state, sidecar, diff, announce, self._folder)
+
         try:
-            workers.write(
-                lambda: snapshot.write(files, step.net, state, sidecar, diff, announce, folder)
-            )
+            workers.write(lambda: write(files))
         except CaffeError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENOSPC:
+                error.message += self._room(files)
             if self.last_file:
                 error.message += f"; {self.last_file} is the last one that is complete"
+            if last:
+                workers.write(partial(self._write_elsewhere, files, write, error))
             raise
         self._failed_at, self._saved = -1, (files.iteration, files.state)
         workers.saved(state, sidecar)
+
+    def _room(self, files: snapshot.Files) -> str:
+        step = self.iterations.step
+        need = step.params.data.nbytes * (2 if step.param.snapshot_diff else 1)
+        need += sum(flat.nbytes for flat in step.optimizer.history)
+        folder = os.path.dirname(os.path.join(self._folder, files.prefix))
+        try:
+            free = shutil.disk_usage(folder).free
+        except OSError:
+            return ""
+        return f" (a snapshot takes {need >> 10} KiB, and {free >> 10} KiB are free)"
+
+    def _write_elsewhere(
+        self, files: snapshot.Files, write: Callable[[snapshot.Files], None], error: CaffeError
+    ) -> None:
+        """Write files that could not be written, as `error` says, to a new folder and add its name
+        to the message; if that fails, too, there is none.
+        """
+        name = os.path.basename(files.prefix)
+        for place in (self._folder, None):  # None: where temporary files are
+            folder = ""
+            try:
+                folder = mkdtemp(prefix=f"{name}_rescued_", dir=place)
+                rescued = files.of(os.path.join(folder, name), files.iteration, files.hdf5)
+                write(rescued)
+            except (CaffeError, OSError):
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                error.message += (
+                    f". This one is in {folder}: move its files to where they belong, or go on "
+                    f"with --snapshot {rescued.state}"
+                )
+                break
 
     def _content(
         self, files: snapshot.Files, statistics: list[list[Array]]

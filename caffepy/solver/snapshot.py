@@ -123,7 +123,8 @@ def write_files(
         raise error.at(at_hand) from None
     except (OSError, RuntimeError) as error:  # h5py raises both
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"this file of a snapshot cannot be written: {reason}", at_hand) from None
+        told = f"this file of a snapshot cannot be written: {reason}"
+        raise ConfigError(told, at_hand) from error
 
 
 def clean(prefix: str) -> None:

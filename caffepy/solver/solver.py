@@ -368,7 +368,7 @@ class Solver:
             self.step(param.max_iter - self.iter)
         unsaved = param.snapshot_after_train and not due(self.iter, param.snapshot)
         if not state.saved_now and (unsaved or state.failed_now):
-            self.snapshot()
+            state.save(last=True)
         if not self.stopped:
             self._finish()
         self.reporter.done(self.stopped)

@@ -2,19 +2,22 @@
 
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from caffepy.core.errors import ConfigError, DivergenceError
-from caffepy.solver import check_folder, newest_good, sidecar, snapshot
-from tests.solver.cases import ENVIRONMENT, FORMATS, NET, solver_of, state_of
+from caffepy.core.errors import ConfigError, DataError, DivergenceError
+from caffepy.solver import Action, Solver, check_folder, newest_good, sidecar, snapshot
+from tests.solver.cases import ENVIRONMENT, FORMATS, NET, AskAt, solver_of, state_of
 
 
 def test_folder_is_checked(tmp_path: Path) -> None:
@@ -145,10 +148,11 @@ def test_failing_snapshot_costs_the_snapshot_only(
         patch.setattr(snapshot, "_write_binary", full)
         solver.step(2)
     assert "No snapshot of iteration 4" in caplog.text
-    assert (
-        "s_iter_4.solverstate: this file of a snapshot cannot be written: No space left on device; "
-        f"{tmp_path}/s_iter_2.solverstate is the last one that is complete; training goes on\n"
-        in caplog.text
+    assert re.search(
+        "s_iter_4.solverstate: this file of a snapshot cannot be written: No space left on device "
+        r"\(a snapshot takes \d+ KiB, and \d+ KiB are free\); "
+        f"{tmp_path}/s_iter_2.solverstate is the last one that is complete; training goes on\n",
+        caplog.text,
     )
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == whole
     solver.step(2)
@@ -193,9 +197,65 @@ def test_failing_last_snapshot_is_an_error(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(snapshot, "_write_binary", full)
-    with pytest.raises(ConfigError, match="No space left on device"):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"No space left on device \(a snap[^;]* are free\)$"):
         solver.solve()
     assert not list(tmp_path.iterdir())
+
+
+def fail_at(solver: Solver, iteration: int) -> None:
+    if solver.iter == iteration:
+        raise DataError("it fails")
+
+
+@pytest.mark.parametrize("how", ["the last iteration", "an error", "a signal"])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("free", ["here", "temporary"])
+def test_the_last_snapshot_is_kept_where_there_is_room(
+    free: str,
+    form: str,
+    how: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("here", "temporary", "full", "whole"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    settings = f"max_iter: 7 momentum: 0.9 {FORMATS[form]} "
+    (whole := solver_of(f'{settings} snapshot_prefix: "../whole/s" ')).solve()
+    settings += 'snapshot: 3 snapshot_prefix: "../full/s" '
+    solver = solver_of(settings)
+    if how == "an error":
+        solver.net.before_forward.append(lambda layer: fail_at(solver, 5))
+    elif how == "a signal":
+        solver.action = AskAt(5, Action.STOP)
+    write_sidecar = sidecar.write
+
+    def write(path: str, content: dict[str, Any]) -> None:
+        if not os.path.realpath(path).startswith(f"{tmp_path}/{free}/"):
+            raise OSError(28, "No space left on device")
+        write_sidecar(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sidecar, "write", write)
+        with pytest.raises(DataError if how == "an error" else ConfigError) as caught:
+            solver.solve()
+    told = f"{caught.value}\n{caplog.text}"
+    state = re.search(r"\. This one is in (.*): move .* or go on with --snapshot (\1/.*)\n", told)
+    assert state, told
+    assert "No snapshot of iteration 3: ../full/s_iter_3.caff" in told
+    (kept,) = (tmp_path / free).iterdir()
+    assert os.path.realpath(state[1]) == str(kept)
+    assert len(list(kept.iterdir())) == 3
+    others = {"here", "temporary", "full"} - {free}
+    assert not [path for name in others for path in (tmp_path / name).iterdir()]
+    resumed = solver_of(settings)
+    resumed.restore(state[2])
+    assert resumed.iter == (7 if how == "the last iteration" else 5)
+    resumed.step(7 - resumed.iter)
+    np.testing.assert_array_equal(resumed.params.data, whole.params.data)
 
 
 FULL = """
