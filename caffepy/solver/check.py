@@ -13,7 +13,7 @@ from typing import Any
 
 from caffepy.core.average_precision import VERSIONS
 from caffepy.core.errors import ConfigError
-from caffepy.core.files import temporary_name
+from caffepy.core.files import temporary_name, working_directory
 from caffepy.core.registry import Registry
 from caffepy.net import Net
 from caffepy.net.weights import MAX_BINARY, check_names
@@ -197,8 +197,11 @@ def check_folder(prefix: str, largest: int = 0, total: int = 0, last: Files | No
         raise ConfigError("snapshot_prefix holds a NUL, which no path may")
     folder = os.path.dirname(prefix) or "."
     if not os.path.isdir(folder):
+        where = (
+            "" if os.path.isabs(folder) else f" (the working directory is {working_directory()})"
+        )
         raise ConfigError(
-            f"the folder {folder} of snapshot_prefix does not exist; create it or change "
+            f"the folder {folder} of snapshot_prefix does not exist{where}; create it or change "
             "snapshot_prefix"
         )
     try:

@@ -20,10 +20,17 @@ from caffepy.solver import Action, Solver, check_folder, newest_good, sidecar, s
 from tests.solver.cases import ENVIRONMENT, FORMATS, NET, AskAt, solver_of, state_of
 
 
-def test_folder_is_checked(tmp_path: Path) -> None:
+def test_folder_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_folder(f"{tmp_path}/s", total=1 << 10)
     with pytest.raises(ConfigError, match=r"the folder .*/gone of snapshot_prefix does not exist"):
         check_folder(f"{tmp_path}/gone/s")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check_folder("gone/s")
+    assert str(caught.value) == (
+        f"the folder gone of snapshot_prefix does not exist (the working directory is {tmp_path}); "
+        "create it or change snapshot_prefix"
+    )
     with pytest.raises(ConfigError, match="a snapshot takes 1099511627776 MiB, but only"):
         check_folder(f"{tmp_path}/s", total=1 << 60)
 

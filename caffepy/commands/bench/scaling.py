@@ -14,7 +14,7 @@ from caffepy.collectives.sync import reason_unavailable
 from caffepy.collectives.synchronizer import BF16, FLOAT32
 from caffepy.collectives.topology import Topology, all_joined
 from caffepy.collectives.world import World
-from caffepy.commands.bench.train import SYNTHETIC, WINDOW, Trainer
+from caffepy.commands.bench.train import CPU, SYNTHETIC, WINDOW, Trainer
 from caffepy.commands.nodes import check_wire, gpus_of_process, nodes, threads_of_process
 from caffepy.core.errors import UsageError
 from caffepy.data.decoders import THREADS, decoding
@@ -25,8 +25,6 @@ from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.parallel.nodes import check_alike, gather
 from caffepy.report.performance import difference, shares
 from caffepy.report.text import AsJson
-
-CPU = "the CPU"
 
 
 @dataclass(frozen=True)

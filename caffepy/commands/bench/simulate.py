@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from caffepy.collectives import interfaces
 from caffepy.collectives.factors import IN_HOST, together
 from caffepy.collectives.synchronizer import BF16, FLOAT32
-from caffepy.commands.bench.train import SYNTHETIC, Bench, bench_train, definition
+from caffepy.commands.bench.train import CPU, SYNTHETIC, Bench, bench_train, definition
 from caffepy.core.errors import ConfigError, UsageError, reason
 from caffepy.core.files import read_regular
 from caffepy.layer.inner_product import InnerProduct
@@ -206,9 +206,10 @@ class Simulated(AsJson):
     @property
     def measured(self) -> str:
         """The measurement in words."""
+        device = CPU if self.device == CPU else f"one {self.device}"
         return (
-            f"{self.net}, {self.precision}, batch {self.batch} each, as measured on one "
-            f"{self.device}: {self.ms:.3f} ms an iteration"
+            f"{self.net}, {self.precision}, batch {self.batch} each, as measured on {device}: "
+            f"{self.ms:.3f} ms an iteration"
         )
 
     def plot(self, path: str) -> None:
@@ -276,9 +277,9 @@ class Simulation(Simulated):
                 self.measured,
                 f"modelled on {self.cluster}: {self.gpu_gb_s:.2f} GB/s from each GPU to other "
                 f"nodes, {self.latency_us:g} us a message",
-                f"{self.gradient_mb:.1f} MB of gradients, of which {self.overlap_ms:.3f} ms hide "
-                f"behind the backward pass; kappa {self.kappa:.2f}"
-                + ("; bf16 where there are several nodes" if self.wire == BF16 else ""),
+                f"{self.gradient_mb:.1f} MB of gradients; up to {self.overlap_ms:.3f} ms of an "
+                f"all-reduce hide behind the backward pass, but at least {self.kappa:.0%} of it "
+                "does not" + ("; bf16 where there are several nodes" if self.wire == BF16 else ""),
                 *columns(rows, left=0),
                 f"{p.nodes} nodes: {p.images_per_s:.0f} images/s, {p.exposed_ms:.2f} ms exposed, "
                 f"limited by {p.bottleneck}",

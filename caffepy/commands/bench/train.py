@@ -31,6 +31,7 @@ from caffepy.solver.nets import net_sources
 log = logging.getLogger(__name__)
 
 SYNTHETIC = "synthetic"
+CPU = "the CPU"  # the name of a device that is no GPU
 WARM_UP = {"cpu": 2, "cuda": 10}  # iterations
 AHEAD = 8  # iterations whose enqueuing is timed; a solver lets the host run at least as far ahead
 PASSES = 5  # that measure the shares
@@ -308,7 +309,7 @@ def bench_train(
         memory, loss = trainer.memory(), trainer.solver.update_state.loss()
         return Bench(
             net=trainer.net.name,
-            device=device.name if isinstance(device, CudaDevice) else "the CPU",
+            device=device.name if isinstance(device, CudaDevice) else CPU,
             precision=device.math_mode.precision,
             data=data,
             batch=trainer.batch,

@@ -269,6 +269,12 @@ def test_a_net_from_its_definition_and_measured_times(measured: Path) -> None:
     assert len(lines) == 4 + 12 + 1
 
 
+def test_the_cpu_is_no_device_of_many(measured: Path) -> None:
+    measured.write_text(json.dumps({**MEASURED, "device": "the CPU"}))
+    found = simulate(solver("caffenet"), "nodes=2 gpus=8 nic=8x400", measured=str(measured))
+    assert "as measured on the CPU: 4.200 ms an iteration" in found.table()
+
+
 def test_kappa_of_another_net_is_by_its_fully_connected_layers(measured: Path) -> None:
     measured.write_text(json.dumps({**MEASURED, "net": "AlexNet"}))
     found = simulate(solver("alexnet"), "nodes=2 gpus=8 nic=8x400", measured=str(measured))
@@ -301,7 +307,9 @@ def test_the_command(measured: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert told["asked"]["nodes"] == 64
     assert told["asked"]["exposed_ms"] == pytest.approx(0.77, abs=0.01)
     assert main.run([*command, "--measured", str(measured), "--wire", "bf16"]) == 0
-    assert "kappa 0.50; bf16 where there are several nodes" in capsys.readouterr().out
+    assert (
+        "at least 50% of it does not; bf16 where there are several nodes" in capsys.readouterr().out
+    )
     assert main.run([*command, "--sync", "tree"]) == 2
     assert main.run(["bench", "scaling", "--model", "lenet", "--plot", "x.png"]) == 2
     pytest.importorskip("matplotlib")
