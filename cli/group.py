@@ -1,4 +1,6 @@
-"""A command that has commands of its own, and which of them several processes may run."""
+"""Commands that have commands of their own, or options in sections, and which of them several
+processes may run.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +64,28 @@ class Commands(click.Group):
                 formatter.write_dl(
                     [(f"{c.name:{width}}", c.get_short_help_str(room)) for c in commands]
                 )
+
+
+class Sectioned(click.Command):
+    """A command whose help lists its options in sections, which begin at the options of these
+    names.
+    """
+
+    def __init__(self, *, sections: Mapping[str, str], **settings: Any) -> None:
+        self.sections = sections
+        super().__init__(**settings)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a list of options for each section, the first under the title "Options"."""
+        lists: dict[str, list[tuple[str, str]]] = {}
+        title = "Options"
+        for parameter in self.get_params(ctx):
+            title = self.sections.get(parameter.name or "", title)
+            if row := parameter.get_help_record(ctx):
+                lists.setdefault(title, []).append(row)
+        for title, rows in lists.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 def _checked(callback: Callable[..., Any]) -> Callable[..., Any]:

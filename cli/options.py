@@ -154,16 +154,17 @@ sync: Decorator = click.option(
     type=click.Choice(["auto", "tree", "muji", "flat", "nccl", "ps"]),
     default="auto",
     show_default=True,
-    help="How several solvers average gradients; caffepy device-pairs shows each way. With tree, "
-    "only the first solver updates parameters, as in Caffe. ps: by the servers of --cluster.",
+    help="How several solvers average gradients: by NCCL; by Caffe's tree, in which only the first "
+    "solver updates parameters; by muji or flat, in which all do; ps: by the servers of --cluster. "
+    "auto: the fastest that these devices can use, which caffepy device-pairs tells.",
 )
 wire: Decorator = click.option(
     "--wire",
     type=click.Choice(["float32", "bf16"]),
     default="float32",
     show_default=True,
-    help="Type of gradients between nodes, which mpirun or srun started: bf16 sends half the bytes "
-    "and rounds to 7 bits.",
+    help="Type in which gradients go between machines (mpirun or srun): bf16 sends half the bytes "
+    "and rounds them to 7 bits of mantissa.",
 )
 batch_mode: Decorator = click.option(
     "--batch-mode",
@@ -193,8 +194,9 @@ nodes: Decorator = click.option(
     "--nodes",
     callback=parsing.range_of_nodes,
     metavar="N|MIN:MAX",
-    help="Number of processes of mpirun or srun that the run needs; others are an error. With "
-    "MIN:MAX a resumed run may be of another number of solvers with another batch in all.",
+    help="Number of processes of mpirun or srun (with --cluster: of workers) that the run needs; "
+    "another number is an error. With MIN:MAX a resumed run may have another number of solvers, "
+    "and with it another total batch.",
 )
 deadlines: Decorator = click.option(
     "--deadlines",
@@ -202,15 +204,15 @@ deadlines: Decorator = click.option(
     envvar="CAFFEPY_DEADLINES",
     callback=parsing.deadlines,
     metavar="PHASE=S,...",
-    help="Seconds without progress after which a solver counts as hung: step=300, test=900, "
-    "snapshot=900, set-up=900. One solver alone is ended only if this is given.",
+    help="Seconds without progress after which a solver counts as hung. Default: step=300,test=900,"
+    "snapshot=900,set-up=900. One solver alone is ended only if this is given.",
 )
 precision: Decorator = click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
     help="Precision on a GPU: fp32 rounds nothing, tf32 rounds the inputs of matrix products to 10 "
-    "bits, bf16 and fp16 store activations in 16 bits. Default: the net's, else that of "
-    "CAFFEPY_PRECISION, else tf32.",
+    "bits of mantissa, bf16 and fp16 store activations in 16 bits. Default: the net's, else that "
+    "of CAFFEPY_PRECISION, else tf32.",
 )
 capture: Decorator = click.option(
     "--capture/--no-capture",
@@ -230,9 +232,9 @@ recompute: Decorator = click.option(
     default="1",
     callback=parsing.auto_or_number,
     metavar="auto|N",
-    help="Take less memory and more time: compute data that backward reads again, rather than keep "
-    "them, in N segments of the net, or (auto) only in as many layers as the device's free memory "
-    "asks for. The numbers are the same. Default: nothing is computed again.",
+    help="Gradient checkpointing, which takes less memory and more time, with the same numbers: "
+    "keep only the blobs between N segments of the net, and compute the others again for backward; "
+    "auto: only where free memory does not suffice. Default: keep all blobs.",
 )
 windows: Decorator = click.option(
     "--windows",
@@ -302,9 +304,9 @@ decode: Decorator = click.option(
     type=click.Choice(["threads", "processes", "gpu"]),  # those of data.decoders, imported later
     default="threads",
     show_default=True,
-    help="What decodes the images of Data, ImageData and WindowData: threads of this process, "
-    "which wait for each other between images other than plain JPEGs, or as many processes (see "
-    "--threads), which do not, with the same numbers; or the GPU: values differ by 1 at most.",
+    help="What decodes the images of Data, ImageData and WindowData layers: threads, the fastest "
+    "for plain JPEGs; processes, one for each of --threads, for other images on many cores, with "
+    "the same pixels; gpu, whose pixels differ by at most 1 of 255.",
 )
 as_json: Decorator = click.option(
     "--json", "as_json", is_flag=True, help="Print the result to stdout as JSON."
@@ -349,13 +351,13 @@ def to_database(command: Command) -> Command:
             "--resize-width",
             type=click.IntRange(0),
             default=0,
-            help="Width to resize images to; 0: as they are.",
+            help="Width to resize images to. Default: 0, as they are.",
         ),
         click.option(
             "--resize-height",
             type=click.IntRange(0),
             default=0,
-            help="Height to resize images to; 0: as they are.",
+            help="Height to resize images to. Default: 0, as they are.",
         ),
         click.option(
             "--check-size/--no-check-size",
@@ -407,17 +409,20 @@ def prepared(command: Command) -> Command:
             "--mean-file",
             type=click.Path(),
             default="",
-            help="Mean to subtract: a .npy or .binaryproto.",
+            help="Mean to subtract, a .npy or .binaryproto: transform_param's mean_file.",
         ),
         click.option(
             "--mean-values",
             default="",
             callback=parsing.numbers(float),
             metavar="V,...",
-            help="Means of the channels in the net's order: blue, green, red; or one for all.",
+            help="Means of the channels in the net's order, blue, green, red, or one for all: "
+            "transform_param's mean_value.",
         ),
         click.option(
-            "--input-scale", type=parsing.Number(), help="Factor after the mean is subtracted."
+            "--input-scale",
+            type=parsing.Number(),
+            help="Factor after the mean is subtracted: transform_param's scale.",
         ),
         click.option(
             "--raw-scale",

@@ -11,7 +11,7 @@ from caffepy.cli import options, parsing
     metavar="local|auto|HOST:PORT",
     help="The cluster of Ray. local: one on this machine, which ends with this process.",
 )
-@click.option("--name", metavar="NAME", help="By which trainers find the servers.")
+@click.option("--name", metavar="NAME", help="Name by which runs find the servers.")
 @click.option(
     "--servers",
     type=click.IntRange(min=1),
@@ -40,8 +40,8 @@ from caffepy.cli import options, parsing
     type=parsing.NumberRange(min=0),
     default=0.0,
     metavar="S",
-    help="Seconds between two snapshots of what the servers hold, while they learn. Default: one "
-    "in the end only.",
+    help="Seconds between two snapshots of what the servers hold, while a run trains. Default: "
+    "only one, at the end.",
 )
 @click.option(
     "--display",
@@ -57,8 +57,8 @@ from caffepy.cli import options, parsing
     default=25.0,
     show_default=True,
     metavar="S",
-    help="Most seconds from a signal to the snapshot: a trainer that has not stopped by then is "
-    "left behind.",
+    help="Seconds from a signal to the snapshot in which the run that trains may stop; after that "
+    "the command ends with an error.",
 )
 @click.option(
     "--stop",

@@ -8,14 +8,26 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from caffepy.cli import options, parsing
+from caffepy.cli.group import Sectioned
 
 if TYPE_CHECKING:
     from caffepy.parallel.parameter_server.cluster import ClusterOptions
 
+SECTIONS = {
+    "gpu": "Devices",
+    "batch_mode": "Several devices or machines",
+    "cluster": "Parameter server (with --cluster)",
+    "decode": "Data",
+    "sigint_effect": "Signals and errors",
+    "progress": "Output",
+}
+"""Titles of sections of the help, by their first options."""
 EFFECTS = click.Choice(["stop", "snapshot", "none"])
 
 
-@click.command(short_help="Train a net, from scratch or from a snapshot.")
+@click.command(
+    cls=Sectioned, sections=SECTIONS, short_help="Train a net, from scratch or from a snapshot."
+)
 @options.solver
 @options.weights
 @click.option(
@@ -31,71 +43,73 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     metavar="N",
     help="Keep only the last N snapshots of this run; by default all.",
 )
+@options.level
+@options.stage
+@options.deterministic
 @options.gpus
 @options.cpus
-@options.sync
-@options.wire
+@options.threads
+@options.precision
+@options.capture
+@options.fuse
+@options.recompute
 @options.batch_mode
 @options.bn_stats
+@options.sync
+@options.wire
 @options.nodes
 @click.option(
     "--cluster",
     metavar="local|auto|HOST:PORT",
-    help="Train by a parameter server on a cluster of Ray with --nodes N workers: each trains by "
-    "itself, with the GPUs of --gpu or the solvers of --cpu in step, and pushes what it learned to "
-    "servers. local: N processes of this machine, to which its GPUs are dealt.",
+    help="Train by a parameter server on this cluster of Ray with --nodes N workers: each trains "
+    "by itself, with the GPUs of --gpu or the solvers of --cpu in step, and pushes what it learned "
+    "to servers. local: N processes of this machine, which share its GPUs.",
 )
 @click.option(
     "--name",
     metavar="NAME",
-    help="With --cluster: train with the servers that caffepy server started under this name, and "
-    "leave them what was learned. If they hold a net already, the run goes on with it.",
+    help="Use the servers that caffepy server started under this name, and leave them what was "
+    "learned. If they hold a net already, the run goes on with it.",
 )
 @click.option(
     "--consistency",
     metavar="sync|ssp:S|async",
-    help="With --cluster: how many pushes a worker may be ahead of the slowest: none (sync, the "
-    "default), S, or any number (async).",
+    help="How many pushes a worker may be ahead of the slowest: none (sync, the default), S, or "
+    "any number (async).",
 )
 @click.option(
     "--every",
     type=click.IntRange(min=1),
     metavar="H",
-    help="With --cluster: iterations between pushes. With 1 and sync gradients are pushed, which "
-    "gives the same numbers as training in step. Default: 1.",
+    help="Iterations between pushes. With 1 and sync gradients are pushed, which gives the same "
+    "numbers as training in step. Default: 1.",
 )
 @click.option(
     "--servers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="With --cluster: servers among which the parameters are divided. Default: 2.",
+    help="Servers among which the parameters are divided. Default: 2.",
 )
 @click.option(
     "--replicas",
     type=click.IntRange(min=1),
     metavar="N",
-    help="With --cluster: servers that hold each parameter; all but one may die. Default: 2.",
+    help="Servers that hold each parameter; all but one may die. Default: 2.",
 )
 @click.option(
     "--filters",
     metavar="bf16,significant:T,zlib",
-    help="With --cluster: what is sent in fewer bytes, see the page on the parameter server.",
+    help="Send fewer bytes: bf16 halves them; significant:T holds small changes back, with T = 1.6 "
+    "five sixths of all; zlib compresses without loss. Default: none of these.",
 )
 @click.option(
     "--server-update",
     metavar="add|nesterov:M[:RATE]",
-    help="With --cluster: add the mean of the workers' changes, or with momentum. Default: add.",
+    help="How servers apply the mean of the workers' changes: add it, or with Nesterov momentum M "
+    "and RATE (0.7). Default: add.",
 )
-@options.deterministic
-@options.deadlines
-@options.max_bad_records
 @options.decode
-@options.precision
-@options.capture
-@options.fuse
-@options.recompute
-@options.level
-@options.stage
+@options.max_bad_records
 @click.option(
     "--sigint-effect", type=EFFECTS, default="stop", show_default=True, help="What Ctrl-C does."
 )
@@ -115,9 +129,10 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     default=25.0,
     show_default=True,
     metavar="S",
-    help="Most seconds from a signal that stops the run to its snapshot; an iteration or a wait "
-    "for data that takes longer is given up.",
+    help="Seconds that a run may take from a signal that stops it to its snapshot; an iteration or "
+    "a wait for data that takes longer is given up.",
 )
+@options.deadlines
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
@@ -151,7 +166,6 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     metavar="N",
     help="Histograms of weights and gradients for TensorBoard every N iterations; 0: never.",
 )
-@options.threads
 @options.logged()
 @options.ignoring("model", "phase", "iterations")
 def train(solver: options.Definition | None, max_restarts: int, **values: Any) -> int:

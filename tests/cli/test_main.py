@@ -584,3 +584,18 @@ def test_help_lists_every_command_once_in_sections(capsys: Captured) -> None:
     assert places == sorted(places)
     for name in main.caffepy.commands:
         assert text.count(f"\n  {name} ") == 1
+
+
+def test_help_of_train_lists_every_option_once_in_sections(capsys: Captured) -> None:
+    assert main.run(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    titles = ["Options", *main.train.sections.values()]
+    places = [text.index(f"\n{title}:\n") for title in titles]
+    assert places == sorted(places)
+    shown = [option for option in main.train.params if not getattr(option, "hidden", False)]
+    assert len(shown) > 40
+    for option in shown:
+        assert text.count(f"\n  {option.opts[0]} ") == 1, option.name
+    begins = text.index("\nParameter server (with --cluster):\n")
+    ends = text.index("\nData:\n")
+    assert begins < text.index("\n  --servers ") < ends < text.index("\n  --decode ")
