@@ -120,6 +120,7 @@ def classify(
     input_name = net.inputs[0]
     n, channels, *crop = net.blobs[input_name].shape
     net.transformer = preparation.transformer(input_name, net.blobs[input_name].shape)
+    preparation.warn_of_missing(model)
     net.image_dims = tuple(images_dim) or usual_dims(crop)
     if any(np.less(net.image_dims, crop)):
         own, taken = ("x".join(map(str, dims)) for dims in (net.image_dims, crop))

@@ -121,6 +121,7 @@ def detect(
             model,
         )
     net.transformer = preparation.transformer(name, shape, by_channel=True)
+    preparation.warn_of_missing(model)
     try:
         net.configure_crop(context_pad)
     except ValueError as error:

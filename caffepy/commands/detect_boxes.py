@@ -183,6 +183,7 @@ def detect_boxes(
     _check_inputs(net, by_regions, model)
     at_once, channels, *_ = shape = net.blobs[net.inputs[0]].shape
     net.transformer = preparation.transformer(net.inputs[0], shape, by_channel=by_regions)
+    preparation.warn_of_missing(model)
     names = read_labels(labels, max(classes(layer, net) for layer in layers)) if labels else {}
     tops = [layer.top[0] for layer in layers]
     find: Callable[[Sequence[Array]], Iterator[Array]] = partial(_find, net, tops)

@@ -1,7 +1,9 @@
 """Images prepared for a net, as Caffe's Python tools do it."""
 
+import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -10,18 +12,23 @@ import numpy as np
 from caffepy import ops
 from caffepy.commands.devices import choose_device
 from caffepy.commands.inference import checked, load_all
-from caffepy.core.errors import ConfigError, DataError, reason
+from caffepy.core.errors import CaffeError, ConfigError, DataError, reason
 from caffepy.device import math_mode
 from caffepy.device.blob import Array, shape_string
 from caffepy.proto import binary
+from caffepy.proto.caffe_pb2 import LayerParameter, TransformationParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.sniff import mismatch, sniff
-from caffepy.proto.text import read_net
+from caffepy.proto.text import locate_layer, read_net
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.classifier import ImageNet
 from caffepy.pycaffe.io import Transformer, load_image
 
+log = logging.getLogger(__name__)
+
 BGR = 2, 1, 0
+RAW_SCALE = 255.0  # transform_param's pixels are 0 to 255
+TRAINING_NETS = "train_val.prototxt", "train.prototxt"  # usual names, beside the deploy net
 ARRAY = "a numpy array"
 EXTENSIONS = ("jpg", "jpeg", "png", "bmp", "ppm", "pgm", "tif", "tiff", "webp")
 READERS = 4  # threads that read image files
@@ -40,7 +47,7 @@ class Preparation:
     mean_file: str = ""
     mean_values: Sequence[float] = ()
     input_scale: float | None = None
-    raw_scale: float | None = 255.0
+    raw_scale: float | None = RAW_SCALE
     channel_swap: Sequence[int] | None = None
 
     def transformer(self, name: str, shape: Sequence[int], by_channel: bool = False) -> Transformer:
@@ -79,6 +86,37 @@ class Preparation:
                 f'images do not fit input "{name}" of {shape_string(tuple(shape))}: {error}'
             ) from None
         return transformer
+
+    def warn_of_missing(self, model: str) -> None:
+        """Log the flags that are missing for what the training net beside the deploy net `model`
+        does to its images, if it is found.
+        """
+        for path in (os.path.join(os.path.dirname(model), name) for name in TRAINING_NETS):
+            layers: Sequence[LayerParameter] = ()
+            if os.path.exists(path):
+                with suppress(CaffeError):  # this net is not what is to be run
+                    layers = read_net(path).layer
+            for layer in layers:
+                if missing := self._missing(layer.transform_param):
+                    log.warning(
+                        "%s: the net was trained on images with this mean or scale: give %s",
+                        locate_layer(path, layer),
+                        " ".join(missing),
+                    )
+                    return
+
+    def _missing(self, param: TransformationParameter) -> list[str]:
+        """Return the flags for the mean and scale in `param` that these settings lack."""
+        missing = []
+        if not (self.mean_values or self.mean_file):
+            if param.mean_value:
+                values = ",".join(f"{value:.7g}" for value in param.mean_value)
+                missing.append(f"--mean-values {values}")
+            elif param.mean_file:
+                missing.append(f"--mean-file {param.mean_file}")
+        if self.input_scale is None and self.raw_scale == RAW_SCALE and param.scale != 1:
+            missing.append(f"--input-scale {param.scale:.7g}")
+        return missing
 
 
 PREPARATION = Preparation()

@@ -86,6 +86,7 @@ def show_blob(
                 given = f"{net.inputs[0]} of {shape_string(shape)}" if net.inputs else "none"
                 raise ConfigError(f"{needed}; it has {given}", model)
             transformer = preparation.transformer(net.inputs[0], shape)
+            preparation.warn_of_missing(model)
             prepared = transformer.preprocess(net.inputs[0], load(image, shape[1]))
             net.blobs[net.inputs[0]].reshape((1, *shape[1:]))
             net.reshape()

@@ -210,7 +210,7 @@ def test_nets_and_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
 def test_layers_without_weights_are_told_of(
     folder: Path, colour: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    classify([str(sorted(folder.iterdir())[0])], MODEL, [WEIGHTS])
+    classify([str(sorted(folder.iterdir())[0])], MODEL, [WEIGHTS], preparation=SCALE)
     assert not caplog.records
     with pytest.raises(ConfigError) as caught:
         classify([str(sorted(folder.iterdir())[0])], MODEL, [colour[1]])

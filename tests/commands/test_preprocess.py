@@ -163,3 +163,41 @@ def test_image_files(tmp_path: Path) -> None:
     assert load(path, 1).shape == (1, 1, 1)
     with pytest.raises(DataError, match="an image file has no 4 channels"):
         load(path, 4)
+
+
+@pytest.mark.parametrize(
+    ("preparation", "missing"),
+    [
+        (Preparation(), "--mean-values 104,117.5 --input-scale 0.017"),
+        (Preparation(mean_values=(104, 117.5)), "--input-scale 0.017"),
+        (Preparation(mean_file="mean.npy", input_scale=0.017), ""),
+        (Preparation(raw_scale=1.0), "--mean-values 104,117.5"),
+    ],
+)
+@pytest.mark.parametrize("name", ["train_val.prototxt", "train.prototxt"])
+def test_a_mean_and_a_scale_of_the_training_net_are_missed(
+    preparation: Preparation,
+    missing: str,
+    name: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    deploy, training = str(tmp_path / "deploy.prototxt"), tmp_path / name
+    preparation.warn_of_missing(deploy)
+    training.write_text("layer { type: }")  # says nothing of the deploy net
+    preparation.warn_of_missing(deploy)
+    assert not caplog.messages
+    transform = "transform_param { mean_value: 104 mean_value: 117.5 scale: 0.017 }"
+    training.write_text(f'name: "n"\nlayer {{ name: "data" type: "Data" {transform} }}')
+    preparation.warn_of_missing(deploy)
+    said = f"{training}:2:1: the net was trained on images with this mean or scale: give {missing}"
+    assert caplog.messages == ([said] if missing else [])
+
+
+def test_a_mean_file_of_the_training_net_is_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = 'layer { name: "d" type: "Data" transform_param { mean_file: "m.binaryproto" } }'
+    (tmp_path / "train_val.prototxt").write_text(layer)
+    Preparation().warn_of_missing(str(tmp_path / "deploy.prototxt"))
+    assert caplog.messages[0].endswith("give --mean-file m.binaryproto")
