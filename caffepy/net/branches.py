@@ -90,7 +90,7 @@ def _region(nodes: Sequence[Node], steps: Sequence[Step], begin: int) -> list[_B
     owner: dict[Memory, _Branch] = {}
     for index in range(begin, min(begin + MOST_STEPS, len(steps))):
         step = steps[index]
-        members = [nodes[i] for i in step.layers or (step.last,)]
+        members = [nodes[i] for i in step.indices]
         alone = any(n.of_root or n.layer.is_data or n.layer.on_host for n in members)
         if alone or len(members[-1].tops) > 1:
             break

@@ -36,6 +36,11 @@ class Step(NamedTuple):
     region: int = 0
     branch: int = 0
 
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Places in the net of all its layers."""
+        return self.layers or (self.last,)
+
 
 def fused_steps(nodes: Sequence[Node]) -> list[Step]:
     """Return the steps of a net: fused groups, and every other layer alone."""
@@ -119,7 +124,7 @@ def _share_sums(nodes: Sequence[Node], steps: Sequence[Step]) -> None:
             (reader, nodes[i])
             for reader in steps
             if reader is not step
-            for i in reader.layers or [reader.last]
+            for i in reader.indices
             if of_group & _with_gradient(nodes[i])
         ]
         if not readers:

@@ -254,7 +254,7 @@ def _steps(usage: Usage) -> Iterator[_Moment]:
             *((blob.diff_memory, True) for blob in (step.group.own_diffs if step.group else ())),
             *_half(step),
         ]
-        goes_on = any(net.layers[index] in large for index in step.layers or [step.last])
+        goes_on = any(net.layers[index] in large for index in step.indices)
         yield _Moment(False, touched, True, step.region, goes_on)
 
 
@@ -284,7 +284,7 @@ def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
     bottoms: list[_Bottom] = []
     within: list[Blob] = []
     tops_are_read = False
-    for i in step.layers or [step.last]:
+    for i in step.indices:
         node = net.nodes[i]
         layer = node.layer
         for blob, wanted in zip(node.bottoms, node.propagate_down, strict=True):
@@ -299,7 +299,7 @@ def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
 
 
 def _casts(net: Net, step: Step) -> list[Blob]:
-    found = (net.nodes[i].casts for i in step.layers or [step.last])
+    found = (net.nodes[i].casts for i in step.indices)
     return [copy for casts in found if casts for copy in casts]
 
 
@@ -337,7 +337,7 @@ def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
             for i, again in usage.recompute.items()
         }
         for step in chain.from_iterable(usage.net.recompute.values()):
-            for index in step.layers or (step.last,):
+            for index in step.indices:
                 usage.net.layers[index].is_recomputed = True
         for step in usage.steps if usage.recompute else ():
             if isinstance(step.group, NormGroup):

@@ -227,7 +227,7 @@ class Net:
                 self._thread.runs = before
 
     def _forward_step(self, step: Step, mutex: ForwardMutex) -> None:
-        indices = step.layers or (step.last,)
+        indices = step.indices
         node = self.nodes[indices[0]]
         if self.before_forward:
             _call(self.before_forward, indices)
@@ -241,7 +241,7 @@ class Net:
 
     def _after_forward(self, step: Step) -> None:
         if self.after_forward:
-            _call(self.after_forward, step.layers or (step.last,))
+            _call(self.after_forward, step.indices)
 
     def run_data_layer(self, index: int) -> None:
         """Run a layer that reads files forward, calling the callbacks before it only."""
@@ -256,7 +256,7 @@ class Net:
 
     def _compute(self, step: Step) -> None:
         """Reshape the layers of a step whose blobs changed, and run them forward."""
-        casts = self.nodes[(step.layers or (step.last,))[0]].casts  # only the first of a group
+        casts = self.nodes[step.indices[0]].casts  # only the first of a group
         if casts:
             casts.reshape()
             casts.before_forward(self.ops.convert)
@@ -281,7 +281,7 @@ class Net:
             return
 
         def look_ahead(step: Step) -> None:
-            if all(self.layers[index].only_launches for index in step.layers or (step.last,)):
+            if all(self.layers[index].only_launches for index in step.indices):
                 self._compute(step)
                 if self.nodes[step.last].need_backward:
                     self._differentiate(step)
@@ -313,7 +313,7 @@ class Net:
 
     def _forward_again(self, step: Step) -> None:
         """Write the data that a step wrote before, without calling callbacks."""
-        nodes = [self.nodes[i] for i in step.layers or (step.last,)]
+        nodes = [self.nodes[i] for i in step.indices]
         try:
             for node in nodes:
                 node.layer.recomputes = True
@@ -323,7 +323,7 @@ class Net:
                 node.layer.recomputes = False
 
     def _backward_step(self, step: Step) -> None:
-        indices = step.layers or (step.last,)
+        indices = step.indices
         node = self.nodes[indices[0]]
         if self.before_backward:
             _call(self.before_backward, indices[::-1])
@@ -334,13 +334,13 @@ class Net:
 
     def _after_backward(self, step: Step) -> None:
         if self.after_backward:
-            _call(self.after_backward, (step.layers or (step.last,))[::-1])
+            _call(self.after_backward, step.indices[::-1])
         if self.waits_each_layer:
             self.device.wait_stream()
 
     def _differentiate(self, step: Step) -> None:
         """Run the layers of a step backward."""
-        node = self.nodes[(step.layers or (step.last,))[0]]
+        node = self.nodes[step.indices[0]]
         casts, down = node.casts, node.propagate_down
         if step.group:
             step.group.backward()

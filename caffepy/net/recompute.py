@@ -134,7 +134,7 @@ def _parts(usage: Usage) -> _Parts:
     net = usage.net
     repeatable = []
     for step in usage.steps:
-        layers = [net.nodes[i].layer for i in step.layers or [step.last]]
+        layers = [net.nodes[i].layer for i in step.indices]
         repeatable.append(
             all(
                 layer.can_recompute and not (layer.always_reshape or layer.share_in_parallel)

@@ -220,5 +220,5 @@ def can_replay_step(net: Net, backward: bool, step: Step) -> bool:
     """True if all that a step does in this direction can be replayed."""
     if backward and not net.nodes[step.last].need_backward:
         return True  # nothing is done
-    layers = [net.layers[i] for i in step.layers or (step.last,)]
+    layers = [net.layers[i] for i in step.indices]
     return all(layer.can_replay and not layer.share_in_parallel for layer in layers)

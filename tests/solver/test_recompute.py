@@ -243,9 +243,7 @@ def test_numbers_are_drawn_again_after_the_pass_was_counted() -> None:
 def test_layers_know_that_they_are_recomputed() -> None:
     solver = solver_of(Device(seed=1))
     solver.save_memory(4)
-    again = {
-        i for steps in solver.net.recompute.values() for s in steps for i in s.layers or (s.last,)
-    }
+    again = {i for steps in solver.net.recompute.values() for s in steps for i in s.indices}
     assert {i for i, layer in enumerate(solver.net.layers) if layer.is_recomputed} == again
     assert any(isinstance(solver.net.layers[i], Drawing) for i in again)
 
