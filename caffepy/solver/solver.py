@@ -272,44 +272,55 @@ class Solver:
 
     def step(self, n: int) -> None:
         """Do n iterations, or fewer if `action` asks to stop."""
-        param, iterations, display = self.param, self.iterations, self.iterations.display
-        display.begin(self.iter)
+        self.iterations.display.begin(self.iter)
         self.stopped = False
         end = self.iter + n
         with self.workers.during("step"), self.device.scope(), self.net.ops.blas_scope():
-            iterations.recover()
-            with stopping_workers(iterations):
+            self.iterations.recover()
+            with stopping_workers(self.iterations):
                 while self.iter < end and not self.stopped:
-                    number = self.iter
-                    undisturbed = self._undisturbed(end)
-                    if undisturbed > 0 and (several := iterations.prepare(undisturbed)):
-                        self.workers.iterate(several)
-                        for told in iterations.run_several(several):
-                            self.reporter.iterated(*told, self.images)
-                        if self.iter > number:
-                            self._poll(due(self.iter, param.snapshot))
-                            continue
-                    self.device.flush()
-                    initial = number == 0 and not param.test_initialization
-                    tests = due(number - param.test_offset, param.test_interval) and not initial
-                    if tests:
-                        iterations.collect(wait=True)
-                        self.update_state.begin([self.params.diff])
-                        self.test_all()
-                        if self.stopped:
-                            break
-                    displays = due(number, param.display)
-                    self.net.debug_info = displays and param.debug_info
-                    self.workers.iterate()
-                    rate = iterations.run(self.capture, show=tests or displays)
-                    self.workers.iterated()
-                    self.reporter.iterated(number, display.loss, rate, self.images)
-                    self._poll(due(self.iter, param.snapshot))
-                iterations.collect(wait=True)
+                    if not self._iterate_several(end):
+                        self._iterate()
+                self.iterations.collect(wait=True)
 
-    def _undisturbed(self, end: int) -> int:
-        """Number of iterations that one call may do: up to the one after which something is due; 1
-        if each is to be known as soon as it is done; 0 if something is due within it.
+    def _iterate(self) -> None:
+        """Do an iteration, with the test, display and snapshot that are due."""
+        param, iterations, number = self.param, self.iterations, self.iter
+        self.device.flush()
+        initial = number == 0 and not param.test_initialization
+        tests = due(number - param.test_offset, param.test_interval) and not initial
+        if tests:
+            iterations.collect(wait=True)
+            self.update_state.begin([self.params.diff])
+            self.test_all()
+            if self.stopped:
+                return
+        displays = due(number, param.display)
+        self.net.debug_info = displays and param.debug_info
+        self.workers.iterate()
+        rate = iterations.run(self.capture, show=tests or displays)
+        self.workers.iterated()
+        self.reporter.iterated(number, iterations.display.loss, rate, self.images)
+        self._poll(due(self.iter, param.snapshot))
+
+    def _iterate_several(self, end: int) -> bool:
+        """Do iterations as one call where nothing is due within them; False if none were done."""
+        number, most = self.iter, self._most_per_call(end)
+        count = self.iterations.prepare(most) if most else 0
+        if not count:
+            return False
+        self.workers.iterate(count)
+        for iterated in self.iterations.run_several(count):
+            self.reporter.iterated(*iterated, self.images)
+        if self.iter == number:
+            return False
+        self._poll(due(self.iter, self.param.snapshot))
+        return True
+
+    def _most_per_call(self, end: int) -> int:
+        """Return the number of iterations that one call may do: up to the one after which a
+        display, test or snapshot is due; 1 if the reporter or `action` wants to know of each at
+        once; 0 if something is due within the next one.
         """
         param, number = self.param, self.iter
         if not (self.capture and self.workers.takes_several) or param.debug_info:
