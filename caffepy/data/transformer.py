@@ -12,7 +12,8 @@ from caffepy.core.errors import ConfigError, DataError, one_or_each
 from caffepy.core.files import locate
 from caffepy.data.datum import COLOR, GRAY, NATIVE
 from caffepy.device.blob import Array, shape_string
-from caffepy.device.device import Device, set_twister
+from caffepy.device.device import Device
+from caffepy.device.random_numbers import set_twister
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import TRAIN, TransformationParameter
 

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from caffepy.core.errors import ConfigError
 from caffepy.core.registry import Registry
 from caffepy.device.blob import Array, Blob, HostView, behind, shape_string
-from caffepy.device.device import RandomNumbers
+from caffepy.device.random_numbers import RandomNumbers
 from caffepy.proto.caffe_pb2 import FillerParameter
 from caffepy.proto.forks import fork_of_filler
 

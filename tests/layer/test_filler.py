@@ -6,7 +6,7 @@ from google.protobuf import text_format
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Blob
-from caffepy.device.device import RandomNumbers
+from caffepy.device.random_numbers import RandomNumbers
 from caffepy.layer.filler import MANY, fill, fill_beside, fillers
 from caffepy.proto.caffe_pb2 import FillerParameter
 
