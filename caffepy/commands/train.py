@@ -44,7 +44,7 @@ from caffepy.report import Reporters, TensorBoard, logging_to, open_report
 from caffepy.report.speed import BaselineRecorder, baseline_key, known_baseline
 from caffepy.solver import Monitor, Signals, Solver, StopError, Watch, newest_good
 from caffepy.solver.check import at_field, check_max_iter
-from caffepy.solver.monitor import GRACE, Heartbeat
+from caffepy.solver.monitor import GRACE
 from caffepy.solver.snapshot import check_models, clean, under
 
 if TYPE_CHECKING:
@@ -267,14 +267,8 @@ def _train(
         ) as solver,
         _attached(options) as attachment,
     ):
-        signals.listen()
-        monitor.solver = solver
-        solver.action = signals.poll
+        monitor.watch(solver)
         _configure(solver, options, devices)
-        for net in (solver.net, *solver.test_nets):
-            heartbeat = Heartbeat(monitor, net)
-            net.before_forward.append(heartbeat)
-            net.before_backward.append(heartbeat)
         resumed = _restore(solver, options, start.snapshot, attachment, world)
         if drawn is not None and not resumed and not follows:
             log.info("Random numbers begin with %d: random_seed: %d repeats the run", drawn, drawn)
@@ -294,7 +288,7 @@ def _train(
         except DivergenceError as error:
             if folder:
                 os.chdir(folder)  # a layer may have changed it
-            monitor.solver, monitor.last_layer = None, None
+            monitor.forget()
             return start.after(error, solver, rollback)
         saved = solver.resume_state.saved_now
         if solver.stopped and saved:

@@ -146,6 +146,19 @@ class Monitor:
                 time.sleep(0.005)  # what is set up next may keep the lock
         self._beat()
 
+    def watch(self, solver: Solver) -> None:
+        """Watch the solver of the run from now on; its layers note that they begin."""
+        self.signals.listen()
+        self.solver, solver.action = solver, self.signals.poll
+        for net in (solver.net, *solver.test_nets):
+            heartbeat = Heartbeat(self, net)
+            net.before_forward.append(heartbeat)
+            net.before_backward.append(heartbeat)
+
+    def forget(self) -> None:
+        """Watch no solver, and keep none alive, until the next `watch`."""
+        self.solver, self.last_layer = None, None
+
     def __exit__(self, *_: object) -> None:
         if self._thread:
             signal.set_wakeup_fd(self._before)
