@@ -128,23 +128,10 @@ def classify(
     if oversample is None:
         oversample = any(np.greater(net.image_dims, crop))
     at_once = max(1, n // (CROPS if oversample else 1))
-    shape = net.blobs[net.outputs[0]].shape
-    if len(shape) < 2 or shape[0] != n:
-        raise ConfigError(
-            f'output "{net.outputs[0]}" of {shape_string(shape)} has no scores for each of {n} '
-            "images; boxes are found by caffepy detect",
-            model,
-        )
-    if prod(shape[2:]) > 1 and not output:
-        raise ConfigError(
-            f'output "{net.outputs[0]}" of {shape_string(shape)} has scores for each place of an '
-            "image, which is no class of the whole; a .npy as --output gets them",
-            model,
-        )
-    classes = prod(shape[1:])
+    classes = _scores_per_image(net, n, model, per_place=bool(output))
     names = _labels(labels, classes) if labels else None
     items = [item for path in inputs for item in _items(path, channels, extensions)]
-    found = []
+    found = list[Classified]()
     with ExitStack() as stack:
         add = stack.enter_context(new_npy(stack.enter_context(written(output)))) if output else None
         done = stack.enter_context(counting(len(items), "images", progress))
@@ -160,12 +147,38 @@ def classify(
             for (name, image), row in zip(part, scores, strict=True):
                 if isinstance(image, DataError):
                     found.append(Classified(name, [], str(image)))
-                    continue
-                best = map(int, np.argsort(-row, kind="stable")[:top])
-                guesses = [Guess(i, names[i] if names else None, float(row[i])) for i in best]
-                found.append(Classified(name, guesses))
+                else:
+                    found.append(Classified(name, _best(row, top, names)))
             done(len(part))
     return Classification(found)
+
+
+def _scores_per_image(net: Classifier, images: int, model: str, per_place: bool) -> int:
+    """Return the number of scores that the net's first output has for each of its images.
+
+    ConfigError if it has none, or unless `per_place`, scores for each place of an image.
+    """
+    name = net.outputs[0]
+    shape = net.blobs[name].shape
+    if len(shape) < 2 or shape[0] != images:
+        raise ConfigError(
+            f'output "{name}" of {shape_string(shape)} has no scores for each of {images} '
+            "images; boxes are found by caffepy detect",
+            model,
+        )
+    if prod(shape[2:]) > 1 and not per_place:
+        raise ConfigError(
+            f'output "{name}" of {shape_string(shape)} has scores for each place of an '
+            "image, which is no class of the whole; a .npy as --output gets them",
+            model,
+        )
+    return prod(shape[1:])
+
+
+def _best(scores: Array, top: int, names: Sequence[str] | None) -> list[Guess]:
+    """Return the `top` classes of the highest scores, the best first."""
+    best = map(int, np.argsort(-scores, kind="stable")[:top])
+    return [Guess(i, names[i] if names else None, float(scores[i])) for i in best]
 
 
 def holds_images(path: str) -> bool:

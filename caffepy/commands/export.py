@@ -111,14 +111,7 @@ def export_onnx(
             )
         if isinstance(batch, int):
             Batch(net).resize(batch)
-        found = trace(net)
-        if not found.outputs:
-            nothing = "nothing is left to be written: the net has only losses and evaluation"
-            raise ConfigError(nothing, model)
-        for _, blob in found.inputs:
-            if not net.blobs[blob].count:
-                missing = f'input "{blob}" has no shape, or an empty one; give it in input_param'
-                raise ConfigError(missing, model)
+        found = _traced(net, model)
         shapes: Mapping[str, Sequence[Dim]]
         if batch == DYNAMIC:
             graph, shapes = write_dynamic(net, found, opset)
@@ -144,6 +137,19 @@ def export_onnx(
             [f"{layer} {text}" for layer, text in graph.notes],
             differences,
         )
+
+
+def _traced(net: Net, path: str) -> Trace:
+    """Return what of the net is exported; ConfigError if that is nothing, or an input is empty."""
+    found = trace(net)
+    if not found.outputs:
+        nothing = "nothing is left to be written: the net has only losses and evaluation"
+        raise ConfigError(nothing, path)
+    for _, blob in found.inputs:
+        if not net.blobs[blob].count:
+            missing = f'input "{blob}" has no shape, or an empty one; give it in input_param'
+            raise ConfigError(missing, path)
+    return found
 
 
 def _built(param: NetParameter, path: str) -> Net:

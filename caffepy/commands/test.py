@@ -111,13 +111,8 @@ def test(
     version, said_by = (ap_version, "--ap-version") if ap_version else version_beside(model)
     with nodes() as world, tolerating(max_bad_records), decoding(decode):
         devices = choose_for_test(gpus_of_process(gpu, world), cpu)
-        if world and not threads:
-            threads = threads_of_process(world)
-        if threads:
-            ops.backend(devices[0]).set_num_threads(threads)
-        follows = world is not None and world.node > 0
-        devices[0].writes_files = not follows
-        files = [] if follows else checked(weights)
+        _set_up(devices[0], threads, world)
+        files = checked(weights) if devices[0].writes_files else []
         param = definition(model, devices[0], precision=precision, level=level, stages=stages)
         if world:
             _meet(world, param, iterations, devices)
@@ -125,12 +120,9 @@ def test(
         def make(rank: int) -> EvalWorker:
             net = Net(param, device=devices[rank], path=model, root_net=root.net if rank else None)
             turns.share(net, rank, batches=iterations)
-            worker = EvalWorker(net, version, alone=len(devices) == 1 and not world)
             if rank:
-                with net.device.scope():
-                    for mine, theirs in zip(net.params, root.net.params, strict=True):
-                        net.device.upload(root.net.device.on_host(theirs.data), mine.data)
-            return worker
+                _copy_params(root.net, net)
+            return EvalWorker(net, version, alone=len(devices) == 1 and not world)
 
         workers = Workers(devices, make, deadlines, last_resort=last_resort, world=world)
         turns = Turns(workers.group, devices)
@@ -161,6 +153,15 @@ def test(
             root.close()
 
 
+def _set_up(device: Device, threads: int | None, world: World | None) -> None:
+    """Set the number of threads; let only the first node write files."""
+    if world and not threads:
+        threads = threads_of_process(world)
+    if threads:
+        ops.backend(device).set_num_threads(threads)
+    device.writes_files = world is None or world.node == 0
+
+
 def _meet(world: World, param: NetParameter, iterations: int, devices: Sequence[Device]) -> None:
     """Compare what the nodes were given, and count their devices."""
     alike = {
@@ -171,6 +172,13 @@ def _meet(world: World, param: NetParameter, iterations: int, devices: Sequence[
     }
     check_alike(world, alike)
     world.join(len(devices))
+
+
+def _copy_params(source: Net, target: Net) -> None:
+    """Copy the parameters of a net to one of the same definition on another device."""
+    with target.device.scope():
+        for theirs, mine in zip(source.params, target.params, strict=True):
+            target.device.upload(source.device.on_host(theirs.data), mine.data)
 
 
 def version_beside(model: str) -> tuple[str, str]:
