@@ -171,7 +171,7 @@ def detect_boxes(
     """
     layers = finders(model)
     if any(layer.type != SSD for layer in layers):
-        batch = 1  # YOLO's layers do not tell the images of a batch apart; regions are of one
+        batch = 1  # YOLO's layers do not say which image of a batch a box is of; regions are of one
     files = [
         name
         for path in inputs

@@ -153,7 +153,7 @@ def _traced(net: Net, path: str) -> Trace:
 
 
 def _built(param: NetParameter, path: str) -> Net:
-    """Return the net; where its data are not there, with inputs of the shapes that it tells."""
+    """Return the net; if its data are missing, with inputs of the shapes that it names."""
     try:
         return Net(param, device=_device(), path=path)
     except DataError as error:

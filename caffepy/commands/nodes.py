@@ -66,7 +66,7 @@ def nodes(
 
 
 def _leave(world: World, error: BaseException) -> None:
-    """Tell the other nodes of an error, unless it is theirs, and leave them.
+    """Report an error to the other nodes, unless it is theirs, and leave them.
 
     Raises SystemExit with its exit code where another node shows one: the node that writes files
     does, so that there is one message even if all have met the same.

@@ -129,5 +129,5 @@ def end_with_supervisor() -> None:
 
 
 def _newest(prefix: str) -> object:
-    """Return what tells the newest snapshot under the prefix from others."""
+    """Return what identifies the newest snapshot under the prefix."""
     return [snapshot.state for snapshot in under(prefix)]

@@ -1,8 +1,8 @@
 """`caffepy server`: servers that outlive trainers, from their start to a snapshot in the end.
 
-This process holds nothing: it starts the servers on the cluster, tells how it goes, takes snapshots
-of what they hold, and ends them.
-Where it is killed they go on, until another takes them up or nobody has used them for an hour.
+This process holds nothing: it starts the servers on the cluster, logs their progress, takes
+snapshots of what they hold, and ends them. Where it is killed they go on, until another takes them
+up or nobody has used them for an hour.
 """
 
 import logging

@@ -196,7 +196,9 @@ def version_beside(model: str) -> tuple[str, str]:
 
 
 def _follow_first(net: Net, group: RankGroup, path: str) -> None:
-    """Give the nets of all nodes the parameters and the state of data layers of the first."""
+    """Copy the parameters and the state of data layers of the first node's net to those of the
+    others.
+    """
     if any(isinstance(layer, HDF5Output) for layer in net.layers):
         raise ConfigError("an HDF5Output layer writes the batches of one process: start one", path)
     check_data([net], net.device, group)

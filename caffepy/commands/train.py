@@ -157,7 +157,7 @@ class TrainResult:
 
     @property
     def exit_code(self) -> int:
-        """0 for a run that ended by itself, 75 for one that was stopped and can be resumed, 130 for
+        """0 for a run that reached its end, 75 for one that was stopped and can be resumed, 130 for
         one that was stopped and left no snapshot.
         """
         if not self.stopped:
@@ -300,7 +300,7 @@ def _train(
 
 
 def _attached(options: TrainOptions) -> AbstractContextManager["Attachment | None"]:
-    """A block with the servers that outlive the run, if --cluster names some."""
+    """Return a block with the servers that outlive the run, if --cluster names some."""
     cluster = options.cluster
     if not cluster or not cluster.name:
         return nullcontext()
@@ -328,7 +328,7 @@ def _restore(
     attachment: "Attachment | None",
     world: World | None,
 ) -> bool:
-    """Go on from what servers hold, or from a snapshot: return whether there was one to resume."""
+    """Continue from what servers hold, or from a snapshot; True if there was a snapshot."""
     if attachment and attachment.held:
         _go_on(solver, options, attachment)
         snapshot = None
@@ -353,7 +353,7 @@ def _joined(
     world: World | None,
     attachment: "Attachment | None",
 ) -> Iterator[None]:
-    """A block in which the solver trains with others, if there are some."""
+    """Return a block in which the solver trains with others, if there are any."""
     cluster, last_resort = options.cluster, options.last_resort
     way = AUTO if cluster else options.sync
     sync = SyncOptions(way, options.bn_stats, options.deadlines, options.wire)
@@ -378,7 +378,7 @@ def _joined(
 
 
 def _go_on(solver: Solver, options: TrainOptions, attachment: "Attachment") -> None:
-    """Go on with what servers hold; UsageError if the options say from where to start."""
+    """Continue with what servers hold; UsageError if the options name another start."""
     assert options.cluster
     given = {"--snapshot": (options.snapshot or AUTO) != AUTO, "--weights": bool(options.weights)}
     for flag, is_given in given.items():
@@ -404,7 +404,7 @@ def _check_cluster(options: TrainOptions, cluster: "ClusterOptions") -> None:
 
 
 def _check_recompute(options: TrainOptions, param: SolverParameter) -> None:
-    """Raise UsageError if data are to be computed again of which something needs the first."""
+    """Raise UsageError if --recompute is given with an option that reads the first forward's data."""
     refused = {
         "--cluster": options.cluster is not None,
         "--bn-stats sync": options.bn_stats == "sync",
@@ -418,7 +418,7 @@ def _check_recompute(options: TrainOptions, param: SolverParameter) -> None:
 def _meet(
     options: TrainOptions, param: SolverParameter, devices: Sequence[Device], world: World
 ) -> None:
-    """Count the solvers of all nodes; ConfigError unless all nodes were given the same."""
+    """Count the solvers of all nodes; ConfigError unless all nodes have the same options."""
     if on_divergence(options.on_divergence) is not None:
         raise UsageError("--on-divergence rollback is for one process: give --on-divergence stop")
     check_alike(
@@ -449,7 +449,9 @@ def _net_files(param: SolverParameter, path: str) -> list[str]:
 
 
 def _alone(param: SolverParameter, path: str) -> AbstractContextManager[None]:
-    """Return a context in which no other run writes under the prefix; it raises ConfigError."""
+    """Return a context in which no other run writes under the prefix; entering it raises
+    ConfigError if one does.
+    """
     folder, name = os.path.split(os.path.join(working_directory(), param.snapshot_prefix))
     begun = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = f"process {os.getpid()} on {platform.node()}, which trains {path} since {begun}"
@@ -498,7 +500,7 @@ def _starting_point(options: TrainOptions, param: SolverParameter) -> str | None
 
 
 def _baseline(solver: Solver, solvers: int) -> float | None:
-    """Return the images a second of one such GPU by itself, if a run of one solver measured it."""
+    """Return the images a second of a single such GPU, if a run of one solver has measured them."""
     device = solver.device
     if not isinstance(device, CudaDevice):
         return None

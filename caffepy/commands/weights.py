@@ -141,8 +141,8 @@ def convert(source: str, target: str, fork: str | None = None, names: str | None
     """Write the weights in `source` to `target`: as HDF5 if that ends in .h5 or .hdf5, as tensors
     if it ends in .safetensors, else binary.
 
-    The target is of the same fork of Caffe as the source, or of `fork`, which also tells what the
-    source is of if it does not show it; ConfigError names the forks if nothing does. Old formats
+    The target is of the same fork of Caffe as the source, or of `fork`, which is also taken for the
+    source's if that does not show its own; ConfigError names the forks if nothing does. Old formats
     are upgraded, and NVCaffe's raw bytes become floats. Stored gradients are kept, but not as
     tensors. Weights of normalized targets become those of targets in tensors and files of forks.
     Tensors have the names in the map at the path `names`, if it is given. ConfigError for a file

@@ -16,8 +16,8 @@ OTHER_NAMES = {"_caffe": "pycaffe"}
 
 
 class _Names:
-    """Finds the modules of `homes` by their further names, and `caffepy.x` as `caffe.x` while
-    `caffe` is caffepy.
+    """A finder of the modules of `homes` by their further names, and of `caffepy.x` as `caffe.x`
+    while `caffe` is caffepy.
 
     What caffepy does not have is looked for in folders named caffe on sys.path: modules that people
     have put there.

@@ -83,7 +83,7 @@ class SyncError(CaffeError):
 
 
 def one_or_each(channels: int) -> str:
-    """Tell how many values fit: "3 channels; give 1 or 3"."""
+    """Return how many values fit, as text: "3 channels; give 1 or 3"."""
     return "1 channel; give 1" if channels == 1 else f"{channels} channels; give 1 or {channels}"
 
 

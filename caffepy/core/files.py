@@ -124,8 +124,8 @@ def replacing_all(paths: Sequence[str]) -> Iterator[list[str]]:
 def locked(path: str, holder: str, where: str) -> Iterator[None]:
     """Hold the lock file `path` for the block, with the text `holder` in it.
 
-    ConfigError, at `where`, tells who holds it. The lock ends with its process; forked ones have
-    no part in it. Where files cannot be locked or written, there is none.
+    ConfigError, at `where`, names who holds it. The lock ends with its process; forked ones have no
+    part in it. Where files cannot be locked or written, there is none.
     """
     descriptor = None
     with suppress(OSError):
@@ -235,7 +235,7 @@ def _opened(path: str, flags: int) -> tuple[int, int]:
 
 def read_regular(path: str) -> bytes:
     """Return the content of a file; OSError as of `regular`."""
-    # four calls of the system, where a file object makes eight: each gives up Python's lock
+    # four calls of the system, where a file object makes eight: each releases Python's lock
     descriptor, size = _opened(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
         content = os.read(descriptor, size + 1)

@@ -59,15 +59,15 @@ class CudaGraph:
         self._graph.launch(self._stream)
 
     def close(self) -> None:
-        """Free the graph and its memory, whoever still refers to this object."""
+        """Free the graph and its memory, even if this object is still referred to."""
         self._graph = self._pool = None
 
 
 class CudaDevice(Device):
     """GPU `index`, with a main stream of its own on which its work runs in order.
 
-    DeviceError says what to install or to change if there is no CuPy, no driver or no such GPU.
-    More than 25 methods: the contract of Device, and streams, graphs and errors, which share the
+    DeviceError says what to install or to change if there is no CuPy, no driver or no such GPU. It
+    has more than 25 methods: those of Device, and streams, graphs and errors, which share the
     device's scope.
     """
 
@@ -126,7 +126,7 @@ class CudaDevice(Device):
 
     @property
     def lost(self) -> str:
-        """The CUDA error after which the device and its memory are of no use; empty if none."""
+        """The CUDA error that has made the device and its memory unusable; empty if none."""
         for status in self._streams.statuses():
             if status not in (0, NOT_READY, *OF_CAPTURES):
                 return str(self._cupy.cuda.runtime.CUDARuntimeError(status))
@@ -227,7 +227,7 @@ class CudaDevice(Device):
         return CudaGraph(graph, self.stream, pool)
 
     def on_host(self, array: Any) -> NDArray[Any]:
-        """Return a copy of a device array as numpy's."""
+        """Return a copy of a device array as a numpy array."""
         with self.scope():
             copy: NDArray[Any] = self._cupy.asnumpy(array)
         return copy
@@ -239,17 +239,13 @@ class CudaDevice(Device):
         return copy
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return a flat device array of zeros, written on the stream in whose context the caller
-        is: there it is used next.
-        """
+        """Return a flat device array of zeros, written on the current stream, which uses it next."""
         with self.scope(), self._streams.current:
             array: NDArray[Any] = self._cupy.zeros(count, dtype)
         return array
 
     def upload(self, host: NDArray[Any], array: Any) -> None:
-        """Copy a host array into a device array of the same shape and type, on the stream in whose
-        context the caller is.
-        """
+        """Copy a host array into a device array of the same shape and type, on the current stream."""
         with self.scope(), self._streams.current:
             array.set(host)
 
@@ -285,4 +281,4 @@ class CudaDevice(Device):
 
 class _CudaErrorFlag(ErrorFlag):
     def check(self) -> None:
-        """Do nothing: the kernel may still run, so `CudaDevice.check_errors` looks later."""
+        """Do nothing, since the kernel may still run: `CudaDevice.check_errors` raises later."""

@@ -52,8 +52,8 @@ class Device:
     """The CPU as a solver sees it, and the interface of CudaDevice.
 
     Every solver has its own Device, hence its own random numbers; `seed` None takes one from the
-    system. What only GPUs have (streams, copies between host and device) does nothing here, so that
-    layers, nets and solvers call it without asking where they run.
+    system. Methods for what only GPUs have (streams, copies between host and device) do nothing
+    here, so that layers, nets and solvers need not know where they run.
     """
 
     kind = "cpu"
@@ -73,7 +73,7 @@ class Device:
 
     @property
     def rng(self) -> np.random.Generator:
-        """Random generator for setup and for whatever is drawn on the host; do not keep it."""
+        """Random generator for setup and for draws on the host; do not keep it."""
         return self.random.generator
 
     def seed(self, seed: int | None) -> None:
@@ -86,7 +86,7 @@ class Device:
 
     @property
     def step_counter(self) -> Any:
-        """The forward passes, an int64 array () on a GPU from which each draws, else None."""
+        """Number of forward passes, an int64 array () on a GPU from which layers draw, else None."""
         return None
 
     def count_step(self) -> None:
@@ -114,32 +114,34 @@ class Device:
         return self
 
     def scope(self) -> AbstractContextManager[object]:
-        """The context in which the calling thread's array operations run on this device."""
+        """Return a context in which the calling thread's array operations run on this device."""
         return nullcontext()
 
     def overlapping(self) -> AbstractContextManager[None]:
-        """Return a context in which a GPU has side streams; at its end all have ended."""
+        """Return a context in which a GPU uses side streams; at its end the main stream waits for
+        all.
+        """
         return nullcontext()
 
     def side_stream(self, name: str = "layer", *after: str) -> AbstractContextManager[object]:
         """Return a context whose operations may overlap those enqueued after it, up to
         `wait_stream`.
 
-        They start after what the main stream (and the side streams `after`) was given before this
-        call, which may be some time before the context is entered. What they read must not change,
-        and what they write must not be used, before `wait_stream`.
+        They start after what was enqueued on the main stream (and the side streams `after`) before
+        this call, not before the context is entered. Until `wait_stream`, what they read must not
+        change and what they write must not be used.
         """
         return nullcontext()
 
     def wait_stream(self, name: str = "layer") -> None:
-        """Make what is enqueued from now on wait for the work of this side stream."""
+        """Make the current stream wait for the work of this side stream."""
 
     def on_device(self, array: NDArray[Any]) -> NDArray[Any]:
         """Return an array of the device with these values: the array itself, or a copy on a GPU."""
         return array
 
     def on_host(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return the array as numpy's: itself, or a copy of a GPU's."""
+        """Return the array as a numpy array: itself, or a copy of a GPU's."""
         return array
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -159,8 +161,8 @@ class Device:
         return np.zeros(count, dtype)
 
     def copy_beside(self, source: NDArray[Any], target: NDArray[Any]) -> None:
-        """Copy between arrays of the host and of the device beside what is enqueued, and wait for
-        it. Any thread may call it, also outside of `scope`; no enqueued work may use the arrays.
+        """Copy between arrays of host and device on a separate stream, and wait for the copy. Any
+        thread may call it, also outside of `scope`; no enqueued work may use the arrays.
         """
         target[...] = source
 
@@ -169,7 +171,7 @@ class Device:
 
     @property
     def free_memory(self) -> int:
-        """Bytes that can still be allocated, as far as the system tells."""
+        """Bytes that can still be allocated, as far as the system says."""
         return free_memory()
 
     def synchronize(self) -> None:
@@ -182,7 +184,7 @@ class Device:
 
     @property
     def lost(self) -> str:
-        """The CUDA error after which the device and its memory are of no use; empty if none."""
+        """The CUDA error that has made the device and its memory unusable; empty if none."""
         return ""
 
     def __repr__(self) -> str:

@@ -37,7 +37,7 @@ def gpu_numbers(gpus: str) -> list[int]:
 @cache
 def open_ahead(index: int) -> None:
     """Begin to open a GPU, in a thread: that takes the driver a quarter of a second, in which CuPy
-    is imported. What is wrong is left to whoever uses the GPU.
+    is imported. Errors are left to the first use of the GPU.
     """
 
     def open_it() -> None:

@@ -11,7 +11,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def free_memory() -> int:
-    """Return the bytes that the process can still take; sys.maxsize where the system does not tell
+    """Return the bytes that the process can still take; sys.maxsize where the system does not say
     (systems other than Linux).
     """
     available = re.search(r"^MemAvailable:\s+(\d+) kB", read(MEMINFO), re.MULTILINE)

@@ -104,7 +104,7 @@ def share(part: int, parts: int) -> Iterator[None]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Make the calling thread do its `parallel` calls in the block by itself."""
+    """Make the calling thread run its `parallel` calls in this block alone, without the pool."""
     before, _inside.yes = getattr(_inside, "yes", False), True
     try:
         yield
@@ -135,7 +135,7 @@ if hasattr(os, "register_at_fork"):
 
 def _serve(queue: "SimpleQueue[_Call | None]") -> None:
     _inside.yes = True
-    with np.errstate(all="ignore"):  # as in the threads that call; a loss tells of overflows
+    with np.errstate(all="ignore"):  # as in the calling threads; overflows show in the loss
         while _work_on(queue):
             pass
 
@@ -180,7 +180,7 @@ def num_ranges() -> int:
 
 
 def parallel_calls(function: Piece, n: int, grain: int = 1, most: int | None = None) -> None:
-    """Do `parallel` of a function that computes by `recording.call` and by nothing else."""
+    """Call `parallel` with a function that computes by `recording.call` only."""
     if ranges(n, grain, most) == 1:
         function(0, n)
     else:

@@ -30,8 +30,8 @@ Blobs = Sequence[Blob]
 
 
 class Kept(IntEnum):
-    """Values that a layer in place leaves as they were: none, the signs (which are above 0) of
-    those that have a gradient, those that have a gradient, all.
+    """Values that an in-place layer preserves: none; of those with a gradient the signs, that is
+    which are above 0; those with a gradient; all.
     """
 
     NOTHING = 0
@@ -137,10 +137,12 @@ class Layer:
         """Read and check the parameters, create `blobs`; called once, before the first reshape."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Shape the tops and buffers by the bottoms' shapes; ConfigError if these do not fit."""
+        """Set the shapes of tops and buffers from those of the bottoms; ConfigError if these do not
+        fit.
+        """
 
     def read_ahead(self) -> None:
-        """Begin to read, in a thread, the data for which the first forward would wait."""
+        """Start to read, in a thread, the data for which the first forward would wait."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Compute the tops' data from the bottoms'."""
@@ -154,12 +156,12 @@ class Layer:
             )
 
     def side_stream(self, propagate_down: bool) -> AbstractContextManager[object]:
-        """A block for weight gradients: on the side stream if a bottom gradient follows."""
+        """Return a block for weight gradients: on the side stream if a bottom gradient follows."""
         return self.device.side_stream() if propagate_down else nullcontext()
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The layout in which the layer takes blobs on a GPU if they come in `preferred`; its tops
-        have the layout of its bottoms, or Caffe's with `plain_tops`.
+        """Return the layout in which the layer takes blobs on a GPU if they come in `preferred`.
+        Its tops have the same layout, or Caffe's with `plain_tops`.
 
         Blobs in another layout are converted before it runs, and back afterwards.
         """
@@ -170,34 +172,34 @@ class Layer:
         return index not in self.constant_bottoms and type(self).backward is not Layer.backward
 
     def refuse_constants(self, propagate_down: Sequence[bool]) -> None:
-        """ConfigError if one of the `constant_bottoms` is asked for a gradient."""
+        """Raise ConfigError if one of the `constant_bottoms` is asked for a gradient."""
         for index, message in self.constant_bottoms.items():
             if index < len(propagate_down) and propagate_down[index]:
                 raise ConfigError(message.format(type=self.type))
 
     @property
     def only_launches(self) -> bool:
-        """True if all that forward and backward on a GPU change beside blobs they change by
-        kernels: where these are not launched, nothing is lost by a call.
+        """True if forward and backward on a GPU change state by kernels only: a call whose kernels
+        are not launched changes nothing.
         """
         return False
 
     def error_flag(self, error: Callable[[float], CaffeError]) -> ErrorFlag:
-        """Return a flag for values that the layer cannot use; its error, raised at once on the CPU
-        and when the host next checks on a GPU, names the layer's definition.
+        """Return a flag for values that the layer cannot use. Its error names the layer's
+        definition; it is raised at once on the CPU, and on a GPU when the host next checks.
         """
         return self.device.error_flag(lambda value: error(value).at(where(self.path, self.param)))
 
     def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
-        """Number of multiply-adds in a forward pass, for these element counts of bottoms and tops;
-        0 for layers that take little time beside convolutions and matrix products.
+        """Return the number of multiply-adds of a forward pass, for these element counts of bottoms
+        and tops; 0 for layers that take little time compared with convolutions and matrix products.
         """
         return 0
 
     @property
     def buffers(self) -> Blobs:
-        """The large blobs of the layer's own whose data each forward writes, whatever they held,
-        and only backward of that pass reads: in between others may use their memory.
+        """Large blobs of the layer whose data are written by each forward and read by the backward
+        of that pass only, so that others may use their memory between passes.
         """
         return ()
 
@@ -208,26 +210,26 @@ class Layer:
     def serve(self, devices: Sequence[Device], deal: Sequence[Turn] | None = None) -> None:
         """Prepare for calls of forward by nets on these devices, in turn: the layer is shared.
 
-        With a `deal` it skips batches, which other processes take: their layers are in the same
-        state as this one whenever the deal is over. It starts anew after `set_state`.
+        With a `deal` it skips the batches of other processes, so that their layers and this one are
+        in the same state at the end of each deal. `set_state` starts the deal anew.
         """
         self.deal = deal or [Turn(0, rank, 0) for rank in range(len(devices))]
         self.turn, self._leased = 0, None
 
     def lease(self, turns: Callable[[int], Iterator[Turn]]) -> None:
-        """Give the batches of `turns(taken)`, those after the first `taken`, until `serve` is
-        called: a deal that is made while the run goes on.
+        """Take turns from `turns(taken)`, the turns after the first `taken`, until `serve` is
+        called: a deal that is made during the run.
         """
         self._leased = turns(0)
 
     def begin_turn(self) -> None:
-        """Skip what the deal skips before the next forward; called before it if nets take turns."""
+        """Skip the batches that the deal skips before the next forward, if nets take turns."""
         turn = self.deal[self.turn] if self._leased is None else next(self._leased)
         if turn.before:
             self.skip(turn.before)
 
     def end_turn(self) -> None:
-        """Skip what the deal skips after the last forward."""
+        """Skip the batches that the deal skips after the last forward."""
         if self._leased is not None:
             return
         if after := self.deal[self.turn].after:
@@ -235,19 +237,19 @@ class Layer:
         self.turn = (self.turn + 1) % len(self.deal)
 
     def skip(self, batches: int) -> None:
-        """Go past `batches` batches of data as forward would, without making them if possible.
+        """Skip `batches` batches of data, without making them if possible.
 
-        A layer with bottoms takes what comes.
+        A layer with bottoms skips nothing: it takes what they hold.
         """
 
     def extent(self) -> str:
-        """The size of the data that the layer reads and the names of their ends, in words: what all
-        nodes must have in common. Empty if it reads none.
+        """Return the size of the data that the layer reads, with its first and last name, as text
+        that must be the same on all nodes; empty if it reads none.
         """
         return ""
 
     def state(self) -> dict[str, Any]:
-        """State beside the parameters that a resumed run needs: numbers, strings, lists, arrays."""
+        """Return what a resumed run needs besides the parameters: numbers, strings, lists, arrays."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -258,7 +260,7 @@ class Layer:
         """Stop threads and release files."""
 
     def buffer(self, shape: Sequence[int] = (0,), dtype: DTypeLike | None = None) -> Blob:
-        """Return a blob of the layer's own: memory that forward writes and backward reads."""
+        """Return a blob for the layer's own use: forward writes it, backward reads it."""
         return Blob(shape, dtype or self.dtype, self.device)
 
     def buffer_like(self, blob: Blob) -> Blob:
@@ -332,7 +334,7 @@ registry: Registry[Callable[..., Layer]] = Registry("layer type")
 
 
 def layer(*types: str) -> Callable[[type[Layer]], type[Layer]]:
-    """Class decorator that registers a layer under its type strings."""
+    """Return a class decorator that registers a layer under these types."""
 
     def register(cls: type[Layer]) -> type[Layer]:
         registry(*types)(cls)
@@ -361,7 +363,7 @@ def create_layer(
 
 
 def check_counts(layer: Layer, bottoms: int, tops: int) -> None:
-    """ConfigError unless the layer takes this many bottoms and tops."""
+    """Raise ConfigError unless the layer takes this many bottoms and tops."""
     for what, have, want in (("bottom", bottoms, layer.bottoms), ("top", tops, layer.tops)):
         least, most = want if isinstance(want, tuple) else (want, want)
         if have < least or (most is not None and have > most):
@@ -422,11 +424,11 @@ class Drawing(Layer):
         return self.phase == TRAIN
 
     def draw(self) -> tuple[Seed, Array | None]:
-        """The seed of the next numbers, and the step counter of a device that has one; those of
-        the numbers before if forward is recomputed. Without a counter the seed is an array.
+        """Return the seed of the next numbers and the step counter, None if the device has none;
+        then the seed is an array. If forward is recomputed, they are those of the first time.
 
-        The solver counts a pass beside its backward. So a layer that is recomputed there keeps the
-        counter as it was.
+        The solver counts a pass during its backward, so a layer that is recomputed there keeps a
+        copy of the counter.
         """
         if self.recomputes:
             return self.drawn

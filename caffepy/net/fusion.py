@@ -1,7 +1,7 @@
 """Fused groups of a net: a layer, the only layer that reads its top, and so on.
 
-The blobs between its members are not written. Groups are therefore for training and testing as
-commands do it, where nobody looks at these blobs.
+The blobs between its members are not written. So groups are for commands that train and test, where
+nobody reads these blobs.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -144,8 +144,8 @@ def _share_sums(nodes: Sequence[Node], steps: Sequence[Step]) -> None:
 
 
 def _share_normalizations(nodes: Sequence[Node], steps: Sequence[Step]) -> None:
-    """Tell groups with a BatchNorm of the only group that reads what they make, where that can
-    compute it by itself.
+    """Let the only group that reads the top of a group with a BatchNorm normalize what it reads,
+    where it can; the first need not write its top then.
     """
     first = {step.layers[0]: step.group for step in steps if step.layers}
     for step in steps:

@@ -1,7 +1,7 @@
 """Net: layers wired by blob names, and the two loops over them.
 
-A net reads no files, updates no weights, knows no rank and prints nothing. `wiring` makes it from a
-definition; `node` has the record of each layer.
+A net reads no files, updates no weights, knows no rank and prints nothing. `wiring` builds it from
+a definition; `node` has the record of each layer.
 """
 
 import logging
@@ -63,8 +63,8 @@ class Net:
 
     `path` is the file that defines it, for messages and for data beside it. With `root_net`, layers
     that are shared in parallel are the root's objects, see `set_forward_mutex`. `layout` is that of
-    activations if not the preferred one of the device. Batch sizes are divided by `batch_parts`.
-    ConfigError and DataError name file, line and layer.
+    activations, by default the preferred one of the device. Batch sizes are divided by
+    `batch_parts`. ConfigError and DataError name file, line and layer.
     """
 
     def __init__(
@@ -190,10 +190,10 @@ class Net:
         run: Callable[[Step], None],
         after: Callable[[Step], None] = lambda step: None,
     ) -> None:
-        """Run steps one after the other, and what is to follow each.
+        """Run each step, and call `after` behind it.
 
-        Branches of a region run beside each other on side streams of the device, unless data are
-        recomputed; what follows their steps runs when the main stream has waited for all of them.
+        Branches of a region run concurrently on side streams of the device, unless data are
+        recomputed. `after` is then called once the main stream waits for all of them.
         """
         step = Step(0)
         try:
@@ -272,10 +272,10 @@ class Net:
                 casts.after_forward(self.ops.convert)
 
     def compile_ahead(self, steps: Iterable[Step]) -> None:
-        """Begin to compile, on a GPU, the kernels of steps that only launch kernels: all together,
+        """On a GPU, start to compile the kernels of steps that only launch kernels, all at once
         rather than each at its first launch. No callback is called.
 
-        Nothing is done if a script has reshaped blobs: the kernels would be for the old shapes.
+        It does nothing if a script has reshaped blobs: the kernels would be for the old shapes.
         """
         if any(node.shapes_changed() for node in self.nodes):
             return

@@ -88,8 +88,8 @@ def fitting(usage: Usage, size: int) -> Usage:
 
 def choose(train: Usage, tests: Sequence[Usage], recompute: Recompute, room: int) -> Usage:
     """Return the usage of a train net that shares its arena with test nets: with `recompute`
-    segments, or such that all blobs of the nets fit into `room` bytes (`fitting`). The log tells
-    what it is.
+    segments, or such that all blobs of the nets fit into `room` bytes (`fitting`). The choice is
+    logged.
     """
     if recompute == 1:
         return train

@@ -74,7 +74,7 @@ class Replay:
         return self.replays and self._replayed > 0 and self._version == Memory.version
 
     def run(self, *conditions: Hashable) -> None:
-        """Do the work; `conditions` are further ones under which a recording holds."""
+        """Do the work; a recording is valid for equal `conditions` only."""
         if self._never:
             self._work()
             return

@@ -32,7 +32,9 @@ def identity(param: SolverParameter, net: NetParameter) -> dict[str, Any]:
 
 
 def difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Say in which settings another run differs from one's own; "" if it is the same run."""
+    """Return the settings in which another run differs from this one, as text; "" if it is the same
+    run.
+    """
     return ", ".join(
         "another net"
         if name == "net"

@@ -1,4 +1,4 @@
-"""Loop: iterations on the CPU that follow each other undisturbed, as one call of compiled code.
+"""Loop: iterations on the CPU between which nothing is due, as one call of compiled code.
 
     before        batches of each data layer lie in its ring (`Feed.several`), rates in a table
     each time     rate | clear gradients | take batches | forward | check the loss | backward |
@@ -6,8 +6,8 @@
     after         `Iterations` counts, smooths losses, reports; `Solver` polls signals
 
 One iteration is recorded while it runs in Python, as `net.replay` records a pass, and repeated from
-then on. All is done on one thread: numbers do not depend on that, and small nets gain little from a
-second one. If single iterations turn out to be faster, it is given up.
+then on. It runs on one thread: numbers do not depend on that, and small nets gain little from a
+second one. If single iterations turn out to be faster, they are used instead.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -34,8 +34,8 @@ MOST = 128
 """Iterations of a call."""
 
 SLOWER, CALLS = 1.05, 8
-"""A loop is given up if the fastest of this many calls takes longer than this part of what its
-iterations take singly.
+"""A loop is abandoned if the fastest of CALLS calls takes more than SLOWER times as long as its
+iterations take one by one.
 """
 
 
@@ -59,7 +59,7 @@ class Loop:
         self._never = False
 
     def prepare(self, most: int, seconds: float) -> int:
-        """Read batches; return the number of iterations, up to `most`, that `run` can do, 0 for
+        """Read batches; return the number of iterations, up to `most`, that `run` can do, 0 if
         none. A single iteration takes `seconds`.
         """
         step, passes = self._step, self._step.param.iter_size
@@ -83,7 +83,7 @@ class Loop:
         return batches // passes if self._graph else min(1, batches // passes)
 
     def _hold(self) -> bool:
-        """Keep what was recorded if it still holds; false if nothing can be recorded."""
+        """Keep the recording if it is still valid; return False if nothing can be recorded."""
         step = self._step
         numbers = step.optimizer.rule.numbers(step.param)
         steady = Memory.version, id(step.graphs), step.param.iter_size, numbers
@@ -94,7 +94,9 @@ class Loop:
         return not self._never
 
     def _find_steps(self) -> bool:
-        """Find what feeds and what computes; false if a layer can do neither in a loop."""
+        """Part the steps into those that feed and those that compute; False if one can do neither
+        in a loop.
+        """
         net = self._step.net
         self._steps, self._feeds = [], []
         for step in self._step.graphs.steps:
@@ -108,8 +110,8 @@ class Loop:
         return not changes_too_often(self._recorded, self._replayed)
 
     def run(self, first: int, numbers: Sequence[tuple[float, float]]) -> None:
-        """Run iterations from number `first` on, with these rates and corrections; an error ends it
-        where it would end single iterations. `finish` must follow.
+        """Run iterations from number `first` on, with these rates and corrections; an error ends
+        them where it would end single iterations. `finish` must follow.
         """
         from caffepy.ops.cpu.update_state import Series  # here, since it loads the CPU's kernels
 
@@ -138,8 +140,9 @@ class Loop:
                 self._calls += 1
 
     def finish(self, hold: Callable[[], object]) -> list[float]:
-        """Move layers on past what `run` has used; return the losses of complete iterations.
-        `hold` is called with the layers before one that was not completed.
+        """Move the layers past the batches that `run` used; return the losses of complete
+        iterations. `hold` is called while the layers stand before an iteration that was not
+        completed.
         """
         count, self._count = self._count, 0
         if not count:

@@ -1,7 +1,7 @@
-"""Monitor: a thread beside the main one, which may hang, during a run of `caffepy train`.
+"""Monitor: a thread that watches the main thread of `caffepy train`, which may hang.
 
-It gets each signal as it comes, through Python's wakeup file, also where the main thread is in code
-that does not return. What it does if the main thread does not do it by itself:
+It gets each signal at once through Python's wakeup file, even while the main thread is in code that
+does not return. What it does if the main thread fails to:
 
     first request to stop   `grace` seconds later, unless the stop is under way by then or a
                             snapshot is being written: raises StopError in the main thread, which
@@ -44,12 +44,12 @@ GRACE = 25.0
 """Seconds from a request to stop to the snapshot: most job systems kill 30 s after SIGTERM."""
 
 LAST_PATIENCE = 3.0
-"""Seconds that the main thread has to end once it is told to."""
+"""Seconds that the main thread has to end after StopError or SyncError was raised in it."""
 
 POLL = 0.25
 
 MOST_COUNTED = 2 * POLL
-"""Seconds that one poll adds to a wait at most: if more have passed, the process was stopped."""
+"""Most seconds that one poll adds to a wait: if more have passed, the process was suspended."""
 
 LOCK_HELD = "the run made no progress, since some code keeps Python's lock:"
 
@@ -70,7 +70,8 @@ class Heartbeat:
 
 
 class Progress:
-    """Progress of a run, as polls find it. They count, not time: one that was stopped has not hung.
+    """Progress of a run, as polls see it. Polls count rather than time: a suspended process has not
+    hung.
 
     `waited` is the number of seconds without progress.
     """
@@ -134,8 +135,8 @@ class Monitor:
         return self
 
     def begin(self, deadlines: Mapping[str, float], ends: bool) -> None:
-        """Look for progress from now on: `deadlines` are seconds by phase; `ends` is true if a run
-        without progress is to end.
+        """Watch for progress from now on: `deadlines` are seconds by phase; `ends`: end a run that
+        makes none.
         """
         self._progress.waited = 0.0
         self._deadlines, self._ends = deadlines, ends
@@ -237,8 +238,8 @@ class Monitor:
                 self._give_up(error)
 
     def _beat(self) -> None:
-        """Tell the loop without a lock that Python runs, and how long it may not. The deadline is
-        that of the phase at the last poll; between phases that of the set-up.
+        """Report to the loop without a lock that Python runs, and for how long it may stand still:
+        the deadline of the phase at the last poll, between phases that of the set-up.
         """
         state, phase = self._lock_state, self._phase
         seconds = self._deadlines.get("set-up" if phase == "idle" else phase, math.inf)
@@ -249,8 +250,8 @@ class Monitor:
     def _watch_lock(self) -> None:
         """Run the loop that finds code that keeps Python's lock.
 
-        In a run that it would not end it waits until the CPU's kernels are loaded, or an iteration
-        is done: on a GPU that would keep the lock for 0.1 s of the start.
+        In a run that it would not end, it waits until the CPU's kernels are loaded or an iteration
+        is done: on a GPU, loading them would hold the lock for 0.1 s of the start.
         """
         loaded = "caffepy.ops.cpu"
         while not (self._ends or loaded in sys.modules or (self.solver and self.solver.iter)):

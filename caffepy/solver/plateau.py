@@ -62,7 +62,9 @@ class Plateau:
         return {"window": self._window.state(), "last": self._last, "event": list(self.event)}
 
     def restore(self, state: dict[str, Any], iteration: int) -> None:
-        """Go on from a sidecar's state; from an empty one as if the loss were the smallest now."""
+        """Continue from a sidecar's state; from an empty one as if the present loss were the
+        smallest.
+        """
         self._window = LossWindow(self._param.average_loss, 0)
         self._last, self.event = iteration - 1, Event(inf, iteration)
         if state:

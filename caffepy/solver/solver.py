@@ -60,17 +60,16 @@ class Solver:
     """Trains the net of a SolverParameter, with any of the update rules that `type` names.
 
     `path` is the solver file: messages name places in it, and nets and weights may lie beside it.
-    `action` is polled once an iteration and once a test batch; where it has `takes_several = True`,
-    and so has the reporter, after iterations on the CPU that take a few milliseconds together.
+    `action` is polled once an iteration and once a test batch. If it and the reporter have
+    `takes_several = True`, it is polled once every few milliseconds of short iterations on the CPU.
     `rank` is added to random_seed. `precision` overrides the number format that the train net asks
-    for. With a `root`, layers that are shared in parallel are the root's; only rank 0 can do
-    without. Batches of the train net are a `batch_parts`-th of what the net says. ConfigError and
-    DataError say what does not fit.
+    for. With a `root`, layers that are shared in parallel are the root's; every rank but 0 needs
+    one. The batch size of the train net is divided by `batch_parts`. ConfigError and DataError name
+    what is wrong and where.
 
     On a GPU an iteration is captured as CUDA graphs and replayed, unless `capture` is set to False.
-    Its loss or error is then known some iterations later, at the latest when something is
-    displayed, tested or saved and when `step` ends; after an iteration that fails no iteration
-    updates anything.
+    Its loss or error is then known some iterations later: at the latest at a display, test or
+    snapshot, and when `step` ends. No iteration updates anything after one that failed.
     """
 
     def __init__(
@@ -193,15 +192,14 @@ class Solver:
     def save_memory(
         self, recompute: Recompute = 1, room: int | None = None, solvers: int = 1
     ) -> None:
-        """Make the blobs of all nets share memory, if they take enough to be worth it, or with
-        `recompute`.
+        """Make the blobs of all nets share memory, if that saves enough or `recompute` is given.
 
-        The train net is cut into `recompute` segments, whose data, but for the last, are computed
-        again before backward (`caffepy.net.recompute`). "auto": only if that is needed, and for as
-        few layers as can be, to fit into `room` bytes, by default this solver's part of the
-        device's free memory, which `solvers` solvers share, less what is needed beside blobs.
+        The train net is cut into `recompute` segments; all but the last compute their data again
+        before backward (`caffepy.net.recompute`). "auto" recomputes as few layers as possible, none
+        if it can, for the net to fit into `room` bytes: by default this solver's part of the
+        device's free memory, which `solvers` solvers share, minus what is needed beside blobs.
 
-        For commands: nobody may look at blobs and gradients afterwards, even where none are shared.
+        For commands only: blobs and gradients must not be read afterwards, even if none are shared.
         """
         train = memory.Usage(self.net, self._step.graphs.steps, True)
         tests = [memory.Usage(p.net, p.graphs.steps, False) for p in self._test_passes]
@@ -217,7 +215,7 @@ class Solver:
         self._step.scripts_look = False
 
     def run_eagerly(self, reason: str) -> None:
-        """Run each layer by itself from now on; the log says why."""
+        """Run layer by layer from now on, neither captured nor fused; the log says why."""
         log.info("Layer by layer: %s", reason)
         self.capture = self.fuse = False
 
@@ -229,14 +227,14 @@ class Solver:
 
     @property
     def arrays(self) -> list[Array]:
-        """Flat arrays that another solver of these nets needs to go on from here: parameters,
+        """Flat arrays that another solver of these nets needs to continue from here: parameters,
         history, and the parameters of layers that only test nets have.
         """
         tests = (blob for net in self.test_nets for blob in net.params_beyond(self.net))
         return [self.params.data, *self.history, *(blob.data_memory.array for blob in tests)]
 
     def synchronize(self, synchronizer: Synchronizer | None, pulls: bool = False) -> None:
-        """Average gradients with other solvers by this callback from now on; None: no more.
+        """Average gradients with other solvers by this callback from now on; None: stop doing so.
 
         `pulls`: parameters come from another solver before each iteration, which the phase timer
         measures.
@@ -252,7 +250,7 @@ class Solver:
         """Train alone again, with the reporter from before `join`.
 
         After an error (`failed`) the last iteration may have ended on some ranks only: a snapshot
-        can still be written, everything else raises SyncError.
+        can still be written; everything else raises SyncError.
         """
         group = EndedGroup if failed else WorkerGroup
         self.workers = group(self.workers.writes_files)
@@ -336,7 +334,7 @@ class Solver:
         return most
 
     def _poll(self, snapshot_is_due: bool = False) -> None:
-        """Do what signals ask for; a snapshot comes first."""
+        """Poll `action` and do what it asks for: a snapshot first, then a stop."""
         action = self.workers.vote(self.action())
         if Action.SNAPSHOT in action or snapshot_is_due:
             self.iterations.collect(wait=True)
@@ -347,7 +345,7 @@ class Solver:
         self.stopped = Action.STOP in action
 
     def apply_update(self) -> None:
-        """Clip, normalize, regularize and update with the gradients at hand; count an iteration.
+        """Clip, normalize, regularize and update with the present gradients; count an iteration.
 
         ConfigError where several solvers train together.
         """
@@ -360,7 +358,7 @@ class Solver:
     def solve(self, state_file: str | None = None, goes_on: bool = False) -> None:
         """Train up to max_iter, from a snapshot if given, with all tests and snapshots due.
 
-        First look whether snapshots can be written, unless a run `goes_on` that has done so.
+        First check that snapshots can be written, unless the run `goes_on` after such a check.
         """
         param, state = self.param, self.resume_state
         writes = param.snapshot > 0 or param.snapshot_after_train
@@ -408,9 +406,9 @@ class Solver:
     # tests
 
     def test_all(self, anew: bool = True) -> None:
-        """Test all test nets, unless `action` asks to stop; a resumed run begins the test again.
+        """Test all test nets, unless `action` asks to stop; a resumed run repeats the whole test.
 
-        Unless `anew`, a snapshot has the positions and statistics that are held already.
+        Unless `anew`, a snapshot during the test has the positions and statistics already held.
         """
         self.iterations.hold_positions(anew)
         with self.workers.statistics.averaged():

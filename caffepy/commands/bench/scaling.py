@@ -76,12 +76,12 @@ class Scaling(AsJson):
             speeds = f"{p.images_per_s:12.0f}{p.times:12.2f}{p.efficiency:12.1%}"
             lines.append(f"{nodes}{p.devices:8}{speeds}{p.ms:10.3f}{p.exposed:14.1%}")
         if several:
-            lines.append("of one node: the slowest, while each trains by itself")
+            lines.append("of one node: the slowest, while each trains alone")
         if self.device == CPU:
             lines.append(
                 "efficiency is that against one solver, which uses all threads of its node"
                 if several
-                else "efficiency is that against one solver, which uses all threads by itself"
+                else "efficiency is relative to one solver that has all threads to itself"
             )
         return "\n".join(lines)
 

@@ -96,7 +96,7 @@ def show(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> DataInfo:
-    """Look at an LMDB, LevelDB, HDF5 file, list of such or of images, window file or mean.
+    """Describe an LMDB, LevelDB, HDF5 file, list of such or of images, window file or mean.
 
     Which one it is shows from its content. All records are looked at, or the `first` ones. Names in
     a list of images stand behind `root`. `sheet_path` gets a contact sheet of up to 100 images.
@@ -154,7 +154,7 @@ def _show_items(
     threads: int | None,
     progress: bool | None,
 ) -> list[Picture]:
-    """Look at the first items, or all; return `wanted` pictures of them, evenly spread."""
+    """Read the first items, or all; return `wanted` pictures of them, evenly spread."""
     count = info.records = len(source)
     if note := unfinished(source.path):
         info.facts["unfinished"] = note
