@@ -223,7 +223,7 @@ capture: Decorator = click.option(
 fuse: Decorator = click.option(
     "--fuse/--no-fuse",
     default=True,
-    help="Compute layers such as Convolution and ReLU together, or each by itself. Default: fuse.",
+    help="Compute layers such as Convolution and ReLU together, or one by one. Default: fuse.",
 )
 
 
@@ -507,7 +507,7 @@ def ignoring(*flags: str) -> Decorator:
 
 
 def leave(error: BaseException) -> None:
-    """End the process while its main thread hangs; so may whoever reads stderr."""
+    """End the process while its main thread hangs; so may the reader of stderr."""
     if isinstance(error, SystemExit):  # another process has the message
         os._exit(error.code if isinstance(error.code, int) else 70)
     text = f"caffepy: error: {error}\n(the main thread does not answer)"

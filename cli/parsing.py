@@ -1,4 +1,4 @@
-"""How the strings of options become values: types of click's, and callbacks of its options.
+"""Conversion of options' strings to values: types of click's, and callbacks of its options.
 
 A callback takes (context, parameter, value) and raises BadParameter for what it cannot read.
 """

@@ -129,8 +129,8 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     default=25.0,
     show_default=True,
     metavar="S",
-    help="Seconds that a run may take from a signal that stops it to its snapshot; an iteration or "
-    "a wait for data that takes longer is given up.",
+    help="Most seconds from a signal that stops the run to its snapshot; an iteration or a wait "
+    "for data that takes longer is abandoned.",
 )
 @options.deadlines
 @click.option(
@@ -194,7 +194,7 @@ def train(solver: options.Definition | None, max_restarts: int, **values: Any) -
 
     if not faulthandler.is_enabled():
         with suppress(OSError, ValueError, AttributeError):  # a stderr that is no file
-            faulthandler.enable()  # a process that is aborted tells which thread did it
+            faulthandler.enable()  # a process that aborts prints the stacks of its threads
     if max_restarts:
         from caffepy.commands.restart import supervise
         from caffepy.solver import Signals

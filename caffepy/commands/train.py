@@ -404,7 +404,7 @@ def _check_cluster(options: TrainOptions, cluster: "ClusterOptions") -> None:
 
 
 def _check_recompute(options: TrainOptions, param: SolverParameter) -> None:
-    """Raise UsageError if --recompute is given with an option that reads the first forward's data."""
+    """Raise UsageError if --recompute is given with what needs the first forward's data."""
     refused = {
         "--cluster": options.cluster is not None,
         "--bn-stats sync": options.bn_stats == "sync",

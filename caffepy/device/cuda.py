@@ -239,13 +239,13 @@ class CudaDevice(Device):
         return copy
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return a flat device array of zeros, written on the current stream, which uses it next."""
+        """Return a flat device array of zeros, written on the current stream."""
         with self.scope(), self._streams.current:
             array: NDArray[Any] = self._cupy.zeros(count, dtype)
         return array
 
     def upload(self, host: NDArray[Any], array: Any) -> None:
-        """Copy a host array into a device array of the same shape and type, on the current stream."""
+        """Copy a host array into a device array of its shape and type, on the current stream."""
         with self.scope(), self._streams.current:
             array.set(host)
 

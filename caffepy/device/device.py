@@ -86,7 +86,9 @@ class Device:
 
     @property
     def step_counter(self) -> Any:
-        """Number of forward passes, an int64 array () on a GPU from which layers draw, else None."""
+        """Number of forward passes, an int64 array () on a GPU, where masks depend on it; else
+        None.
+        """
         return None
 
     def count_step(self) -> None:

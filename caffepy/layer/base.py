@@ -249,7 +249,7 @@ class Layer:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs besides the parameters: numbers, strings, lists, arrays."""
+        """Return what a resumed run needs besides parameters: numbers, strings, lists, arrays."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:

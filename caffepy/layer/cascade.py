@@ -445,8 +445,8 @@ class FrcnnOutput(Layer):
 @layer("HardMining")
 class HardMining(Layer):
     """Items (B, ...) of the bottoms (R, ...) behind the first, which has a score for each (R): the
-    num_roi_per_image hardest of each of num_image images, which the second bottom (R, 5), rois,
-    tells apart, in their order; others fill the batch (Cascade R-CNN).
+    num_roi_per_image hardest of each of num_image images, which the second bottom, rois (R, 5),
+    names, in their order; others fill the batch (Cascade R-CNN).
     """
 
     stops_gradient = True

@@ -82,8 +82,8 @@ class ConcatReLUs:
 
 
 class _BehindReLU:
-    """Base of groups of a Convolution over channels, its ReLU of slope 0, in place or not, and a
-    layer whose gradient tells ReLU's mask, or two.
+    """Base of groups of a Convolution over channels, its ReLU of slope 0, in place or not, and one
+    or two layers from whose gradient ReLU's mask can be read.
 
     The convolution's output is a buffer of the group's own.
     """

@@ -21,7 +21,7 @@ NO_LABELS = "{type} cannot differentiate its labels; the layer that makes them n
 
 
 class SequenceLoss(LossLayer):
-    """Base: `sequences` tells the steps and labels of each item."""
+    """Base: `sequences` returns the steps and labels of each item."""
 
     constant_bottoms: Mapping[int, str] = {1: NO_LABELS, 2: NO_LABELS, 3: NO_LABELS}
     backward_reads_top = False

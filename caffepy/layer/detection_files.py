@@ -51,7 +51,7 @@ class Images:
         return image
 
     def begin(self) -> None:
-        """Go on with the first image."""
+        """Start again with the first image."""
         self._next = 0
 
 

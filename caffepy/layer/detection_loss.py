@@ -53,9 +53,9 @@ def _shape_of_sums(x: Blob) -> tuple[int, ...]:
 class SmoothL1Loss(LossLayer):
     """Sum of f(d) / N, f = `smooth_l1`, N the size of the first axis.
 
-    Fast R-CNN's, told by four bottoms or smooth_l1_loss_param: d = inside * (a - b), f with sigma
-    and times `outside`; its loss weight is 0 unless given. SSD's, with two or three bottoms: d =
-    (a - b) * w, whose gradient lacks the factor w, as in SSD: right for weights of 0 and 1.
+    Fast R-CNN's, recognized by four bottoms or smooth_l1_loss_param: d = inside * (a - b), f with
+    sigma and times `outside`; its loss weight is 0 unless given. SSD's, with two or three bottoms:
+    d = (a - b) * w, whose gradient lacks the factor w, as in SSD: right for weights of 0 and 1.
 
     An optional top 1 is the sum over the channels, (N, 1, ...) with the further axes, two at least;
     it has no gradient (Cascade R-CNN).

@@ -171,7 +171,7 @@ class Prefetching(Feed):
             self._reader.lease(turns)
 
     def _read_anew(self) -> None:
-        """Go back to the first batch that is left in the ring, and empty that."""
+        """Return to the first batch that is left in the ring, and empty the ring."""
         if self._reader and self.ring and self.ring.left:
             self._reader.set_state(self.ring.state)
             self.ring.empty()
@@ -266,7 +266,7 @@ class Prefetching(Feed):
         return self._reader.state() if self._reader else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken; batches read ahead are dropped."""
+        """Return to where `state` was taken; batches read ahead are dropped."""
         if self._reader:
             if self.ring:
                 self.ring.empty()

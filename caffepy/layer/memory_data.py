@@ -108,7 +108,7 @@ class MemoryData(Feed):
         return {"position": self._position, **random}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken, in the present arrays or in the next ones."""
+        """Return to where `state` was taken, in the present arrays or in the next ones."""
         super().set_state(state)
         self._restored = int(state.get("position", 0))
         self._transformer.set_state(state)

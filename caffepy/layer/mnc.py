@@ -55,7 +55,7 @@ class MaskLayer(_Testing):
 
 class StageBridgeLayer(_Testing):
     """Rois (R, 5) for the next stage: each box moved by the deltas (R, 4K) of its likeliest class,
-    by scores (R, K), and cut to the image of the size that the last bottom tells.
+    by scores (R, K), and clipped to the image, whose size is in the last bottom.
     """
 
     defaults: Mapping[str, Any] = {

@@ -23,7 +23,7 @@ class _Reader(Protocol):
 
     @property
     def takes_normalized(self) -> bool:
-        """True if it may compute by itself what a normalization made."""
+        """True if it can normalize what it reads itself."""
 
 
 class NormGroup:
@@ -136,7 +136,7 @@ class NormGroup:
 
     @property
     def _hides_top(self) -> bool:
-        """True if y need not be written, since its reader normalizes x by itself."""
+        """True if y need not be written, since its reader normalizes x itself."""
         if self.reader is None or self.convolution is None or self.other is not None:
             return False
         keeps_x = self.learns and self._is_of_batch and not self.skips_output

@@ -247,7 +247,7 @@ class MVN(SameShape):
     backward_reads_top = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """View the bottom as rows, each of which is normalized by itself."""
+        """View the bottom as rows, each of which is normalized separately."""
         super().reshape(bottom, top)
         param = self.param.mvn_param
         self.eps, self.normalizes = param.eps, param.normalize_variance

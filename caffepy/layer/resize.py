@@ -368,7 +368,7 @@ class _Table:
 
 
 class _Resizing(Layer):
-    """Base of layers that resize two axes, each by itself; gradients are exact."""
+    """Base of layers that resize two axes, each separately; gradients are exact."""
 
     on_gpu = True
     can_recompute = True

@@ -98,7 +98,7 @@ class RcnnLayer:
         return None
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Give the tops shapes until the first forward, which knows how many boxes there are."""
+        """Give the tops their shapes up to the first forward, which knows the number of boxes."""
         if not self.started:
             for blob, shape in zip(top, self.first_shapes(bottom), strict=False):
                 blob.reshape(*shape)
@@ -175,9 +175,9 @@ def deltas_to(boxes: Array, targets: Array) -> Array:
 
 
 def moved(boxes: Array, deltas: Array) -> Array:
-    """Return the boxes (P, 4) after these deltas (P, 4) as py-faster-rcnn moves them: what
-    `deltas_to` tells, but that x2 and y2 lie half a width and height from the centre, and so a
-    pixel further.
+    """Return the boxes (P, 4) after these deltas (P, 4) as py-faster-rcnn moves them: the inverse
+    of `deltas_to`, except that x2 and y2 lie half a width and height from the centre, so a pixel
+    further.
     """
     size = boxes[:, 2:] - boxes[:, :2] + 1
     centre = boxes[:, :2] + 0.5 * size + deltas[:, :2] * size

@@ -414,7 +414,7 @@ class Pad(Layer):
 
 @layer("Silence")
 class Silence(Layer):
-    """Takes blobs that no other layer reads; their gradient is 0."""
+    """A sink for blobs that no other layer reads; their gradient is 0."""
 
     on_gpu = True
     bottoms = (1, None)

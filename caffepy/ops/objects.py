@@ -1,7 +1,7 @@
 """The objects of a back end, beside its functions: what both implementations of each class do.
 
-`protocol.Ops` has a constructor for each. Where a comment of an implementation adds nothing, its
-methods have no docstring of their own; what has no meaning on the CPU it inherits from here.
+`protocol.Ops` has a constructor for each. Methods of an implementation have a docstring only where
+they add to this one; the CPU inherits what has no meaning there.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,12 +26,12 @@ States = Sequence[Array]
 """h and c of an LSTM."""
 
 Preparation = tuple[Sequence[Array], float, float, Sequence[Array | None], Array]
-"""Arguments of `Ops.batch_norm_prepare` beside x: running, fraction, eps, affine, numbers."""
+"""Arguments of `Ops.batch_norm_prepare` but x: running, fraction, eps, affine, numbers."""
 
 
 class NormForward(NamedTuple):
-    """`Ops.norm_forward` of a convolution's output z, with numbers of its `Ops.batch_norm_prepare`;
-    those that there are if the preparation is None. other, if there is any, has the shape of y.
+    """`Ops.norm_forward` of a convolution's output, after `Ops.batch_norm_prepare` of it writes the
+    numbers; with no preparation they are given. other, if any, has the shape of y.
     """
 
     preparation: Preparation | None
@@ -54,8 +54,8 @@ Windows = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
 
 
 class Maxima(NamedTuple):
-    """`Ops.max_pool_forward` of a convolution's output, or the gradient of that: y, or dy in its
-    place, the index of each, and the windows. Zero instead of what is not above 0 with `relu`.
+    """`Ops.max_pool_forward` of a convolution's output, or its gradient: y, or dy in its place, the
+    index of each, and the windows. With `relu` maxima <= 0 become 0.
     """
 
     y: Array
@@ -65,8 +65,8 @@ class Maxima(NamedTuple):
 
 
 class NormSums(NamedTuple):
-    """The first half of `Ops.norm_backward`, for a sum of the gradient g that a convolution gives
-    and, if there is one, of `more`.
+    """The first half of `Ops.norm_backward`, of the gradient g = dx of a convolution, plus `more`
+    if there is one.
 
     masked = g where y, or its bits, let it pass (without a y: where x * factor + shift does);
     dscale += sums of masked * (x - mean) * inverse, dbias += sums of masked; and line (2, C) =
@@ -114,8 +114,8 @@ class Convolution(Protocol):
         """True if a replay on the CPU can do what the methods do, see `device/recording.py`."""
 
     def arrange_ahead(self, w: Array) -> bool:
-        """Make what forward passes up to `end_ahead` multiply by, as the last one did; they wait
-        for it, on any stream. Return True if there is anything to do.
+        """Convert w to what forward multiplies by, as the last one did, for the passes up to
+        `end_ahead`, which wait for it on any stream. Return True if there is anything to convert.
         """
 
     def end_ahead(self) -> None:
@@ -137,12 +137,12 @@ class Convolution(Protocol):
         given: Normalized | None = None,
     ) -> None:
         """Write y = w * x + b, then `Ops.batch_norm_prepare` of y, whose channels are axis 1. With
-        `given` the input of the convolution is not x but x normalized by it.
+        `given`, the convolution reads x normalized by it.
         """
 
     def pools(self, layout: Layout, window: Windows) -> bool:
-        """Return True if `forward_maxima` with `relu` and the gradient may save passes over an
-        output of this layout, of which these windows take the maxima.
+        """Return True if `forward_maxima` with `relu`, and its gradient, may save passes over an
+        output of this layout with these windows.
         """
 
     def forward_maxima(
@@ -154,12 +154,14 @@ class Convolution(Protocol):
         """Write dx, the transpose of `forward`."""
 
     def sums_gradients(self, dy: Array, dx: Array, alike: bool) -> bool:
-        """Return True if `backward_data_norm` may save passes over such arrays; `alike` if `more`
-        is 0, for a stride or the like, wherever dx is.
+        """Return True if `backward_data_norm` may save passes over such arrays; `alike`: `more` is
+        0 wherever dx is, because of a stride or the like.
         """
 
     def backward_data_norm(self, dy: Array, w: Array, norm: NormSums) -> None:
-        """Do `backward_data`, and the first half of the backward pass of x's normalization."""
+        """Write what `backward_data` writes, and the first half of the backward of x's
+        normalization.
+        """
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw the products of dy and x, and to db the sums of dy; None is not wanted."""
@@ -167,7 +169,7 @@ class Convolution(Protocol):
     def backward_weight_maxima(
         self, x: Array, output: Array, maxima: Maxima, dw: Array | None, db: Array | None
     ) -> None:
-        """Add to dw and db, from the gradient of the maxima; that of the output need not be
+        """Add to dw and db from the gradient of the maxima; the gradient of the output need not be
         written.
         """
 
@@ -182,9 +184,9 @@ class Convolution(Protocol):
     def backward_norm_gradient(
         self, x: Array | None, w: Array, dy: NormGradient, dw: Array | None, to: NormSums | Array
     ) -> None:
-        """Do `backward_weight` without a bias, and `backward_data` or `backward_data_norm`, of a
-        dy that need not be written; without an x of what the normalization of `to` gives, which has
-        x and no y.
+        """Compute `backward_weight` without a bias, and `backward_data` or `backward_data_norm`,
+        from a dy that need not be written. If x is None, it is what the normalization of `to`,
+        which has an x and no y, gives.
         """
 
     def skips_output(self, layout: Layout) -> bool:
@@ -202,9 +204,8 @@ class Convolution(Protocol):
         gradients: Sequence[Array | None],
         to: NormSums | Array | None,
     ) -> None:
-        """The gradients of the last `forward_normalized` from g, that of w * x * factor + shift:
-        add to those of w, of scale and of bias that are wanted; write dx, or what the normalization
-        that made x wants of it.
+        """Compute the gradients of the last `forward_normalized` from g, that of w * x * factor +
+        shift. Add to those of w, scale and bias that are wanted; write dx, or the sums `to` of it.
         """
 
 
@@ -311,8 +312,8 @@ class UpdateState(Protocol):
         """Return results in order that were not returned yet: all, or without `wait` those
         available now.
 
-        Waits in any case for some of them if the host is too many iterations ahead to enqueue
-        `room` more.
+        In any case it waits for some if the host is too many iterations ahead to enqueue `room`
+        more.
         """
 
     @property
@@ -320,7 +321,7 @@ class UpdateState(Protocol):
         """The number of iterations that a GPU has finished; may be read from another thread."""
 
     def resync(self) -> None:
-        """After an interruption, drop pending results and count on from the device's counter."""
+        """After an interruption, drop pending results and continue from the device's counter."""
 
     def resume(self) -> None:
         """Allow updates again after an iteration that was STOPPED."""
@@ -358,8 +359,8 @@ class PhaseTimer(Protocol):
         """Count time again."""
 
     def sample(self, number: int, count: int) -> None:
-        """Time only the last of `count` iterations, which are enqueued as one, and take that for
-        each; iteration `number` comes next. `sample(0, 1)` ends that.
+        """Time only the last of `count` iterations that are enqueued as one, as if each took as
+        long; iteration `number` comes next. `sample(0, 1)` ends that.
         """
 
     def begin(self) -> None:
@@ -385,7 +386,7 @@ class Stopwatch(Protocol):
     """The time between marks among the operations (of the current stream)."""
 
     def hold(self, milliseconds: float) -> None:
-        """Delay what follows on a GPU by this, so that it need not wait for the host in between."""
+        """Delay what follows on a GPU, so that it does not wait for the host in between."""
 
     def mark(self) -> None:
         """Record the time when everything up to here is done."""
@@ -413,7 +414,7 @@ class Staging(Protocol):
     gpu: int | None = None
 
     def room(self, layout: Specs) -> list[Any]:
-        """Return host arrays to fill, those of before for the same layout, when free again."""
+        """Return host arrays to fill, the same ones for the same layout, once they are free."""
 
     def target(self, stream: Any) -> Array:
         """Return the array on the GPU that takes the first of what `room` returned, to be written
@@ -430,8 +431,8 @@ class Staging(Protocol):
         raise NotImplementedError
 
     def send(self, there: Sequence[int] = ()) -> None:
-        """Start the copy of what was filled to the device, but for the rows of the first array that
-        are `there` already.
+        """Start to copy the filled arrays to the device, except the rows of the first that are
+        `there` already.
         """
 
     def take(self) -> list[Array]:

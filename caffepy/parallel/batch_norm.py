@@ -54,7 +54,7 @@ class RunningStatistics(GroupStatistics):
             each.write(own)
 
     def average(self) -> None:
-        """Give all solvers the mean of their statistics, for good."""
+        """Replace the statistics of all solvers by their mean, for good."""
         if self._has("average"):
             every = gather(self._group, [each.present for each in self._solvers])
             self._write([mean(every)] * len(self._solvers))

@@ -41,7 +41,7 @@ def check_alike(world: World, settings: Mapping[str, Any]) -> None:
 
 def check_data(nets: Sequence[Net], device: Device, group: RankGroup) -> None:
     """Raise DataError, which names the odd node, unless the layers of these nets read the same data
-    on all nodes, as far as their number and their ends tell; DeviceError for NCCL.
+    on all nodes, as their number, first and last name show; DeviceError for NCCL.
     """
     if group.world.nodes == 1:
         return

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Synchronization:
-    """Keeps the solvers of all ranks in step: each has a synchronizer from `join` to `leave`.
+    """The synchronizers that keep the solvers of all ranks in step, each from `join` to `leave`.
 
     `sync` is the way to do so, see `collectives.sync`, `wire` the type of gradients between nodes.
     With `shares_batches` BatchNorm normalizes with the statistics of the batches of all ranks.

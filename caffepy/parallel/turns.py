@@ -119,7 +119,7 @@ class Turns:
         self._locks.restart(net.shared_layers)
 
     def deal(self, k: int, batches: int) -> list[int]:
-        """Return the ranks of this node whose turn it is for so many batches of test net `k`."""
+        """Return the ranks of this node that take the next `batches` batches of test net `k`."""
         test, world = self._tests[k], self._group.world
         every = range(test.taken, test.taken + batches)
         test.taken += batches
@@ -153,7 +153,7 @@ class Turns:
         self._locks.restart()
 
     def _alone_at(self, layer: Layer) -> AbstractContextManager[object]:
-        """Allow a script to run a net of the root; ConfigError in the midst of a step."""
+        """Allow a script to run a net of the root; ConfigError within a step."""
         if self._group.phase != "idle":
             raise ConfigError(
                 "solvers that train together take its batches in turn, so a callback cannot run it "

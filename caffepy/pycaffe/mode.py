@@ -100,7 +100,7 @@ def multiprocess() -> bool:
 
 
 def set_multiprocess(multiprocess: bool) -> None:
-    """Say if the other solvers are in other processes, else in other threads of this one."""
+    """Set whether the other solvers are in other processes, else in other threads of this one."""
     _mode.multiprocess = multiprocess
 
 

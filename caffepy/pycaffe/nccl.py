@@ -25,7 +25,8 @@ def has_nccl() -> bool:
 
 
 class NCCL:
-    """Keeps the `caffe.solver_count()` solvers of one `uid` in step; `caffe.solver_rank()` is this.
+    """A callback that keeps the `caffe.solver_count()` solvers of one `uid` in step;
+    `caffe.solver_rank()` is this one.
 
     They are in other processes after `caffe.set_multiprocess(True)`, else in other threads of this
     one. All make their NCCL at about the same time, then call `bcast`. Data layers that read files

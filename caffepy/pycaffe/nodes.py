@@ -59,7 +59,7 @@ def _exit(exits: Callable[[Any], NoReturn], status: Any = None) -> NoReturn:
 
 
 def _leave() -> None:
-    """Leave the others when the script ends; tell them of the exception that ended it, if any."""
+    """Leave the others when the script ends; report to them the exception that ended it, if any."""
     error = getattr(sys, "last_value", None)
     try:
         if error is None:

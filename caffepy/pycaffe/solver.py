@@ -32,7 +32,7 @@ class Solver:
     """A solver of the type that its file names; `get_solver` makes one.
 
     In a thread whose `caffe.solver_rank()` is not 0 it is a worker: it has other random numbers,
-    and it neither tests nor displays nor saves by itself.
+    and does not test, display or save.
     """
 
     def __init__(self, solver_file: AnyPath, type: str | None = None) -> None:

@@ -50,7 +50,7 @@ def read_lines(path: str) -> list[str]:
 
 
 def _read_log(path: str) -> list[str]:
-    """Do `read_lines`; ConfigError, too, if no line has a time."""
+    """Return what `read_lines` does; ConfigError, too, if no line has a time."""
     lines = read_lines(path)
     if not any(map(Clock(path).time, lines)):
         raise ConfigError(

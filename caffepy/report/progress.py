@@ -51,7 +51,7 @@ def write_line(line: str) -> None:
 
 
 def _takes_more() -> bool:
-    """Wait until whoever reads stderr has room for a piece; a run that was asked to end waits for
+    """Wait until the reader of stderr has room for a piece; a run that was asked to end waits for
     PATIENCE, then no more, and this is false: the line is lost.
     """
     global _unread

@@ -76,9 +76,9 @@ def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def extension_of(path: str, formats: Sequence[str]) -> str:
-    """Return the format that a file name tells by its extension; UsageError if it is unknown."""
+    """Return the format that a file name has by its extension; UsageError if it is unknown."""
     extension = path.rpartition(".")[2].lower()
     if extension not in formats:
         known = ", ".join(f".{name}" for name in formats)
-        raise UsageError(f'the extension of "{path}" must tell the format: {known}')
+        raise UsageError(f'the extension of "{path}" must name the format: {known}')
     return extension

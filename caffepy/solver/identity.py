@@ -1,4 +1,4 @@
-"""The run that a snapshot is of: what tells runs under one snapshot_prefix from each other."""
+"""The run that a snapshot is of: what distinguishes runs under one snapshot_prefix."""
 
 from collections.abc import Mapping
 from hashlib import sha256

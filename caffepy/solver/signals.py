@@ -78,7 +78,7 @@ class Signals:
     for what their effects say. A second request to stop ends the run at once: the handler raises
     KeyboardInterrupt, and so do `poll` and `check` from then on. Before `listen` the first one
     does. Python handles signals in the main thread only; in another, the context does nothing.
-    `then` is what the log tells where a signal stops the run.
+    `then` is what the log says when a signal stops the run.
     """
 
     def __init__(

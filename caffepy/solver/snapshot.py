@@ -223,8 +223,8 @@ def check_histories(state: State, own: Sequence[Array], kind: str, path: str) ->
     signs.
 
     Caffe's states do not name the type that wrote them; how many histories there are and which have
-    negative values tells the types apart, but for SGD from Nesterov and for states that lack a
-    negative value by their type or chance.
+    negative values distinguishes the types, except SGD from Nesterov, and states that lack a
+    negative value by their type or by chance.
     """
     history, blobs = state.history, len(own) // rules[kind].histories
     negative = [i for i, array in enumerate(history) if (array < 0).any()]

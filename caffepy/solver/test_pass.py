@@ -52,7 +52,7 @@ class Evaluation:
 
 def evaluations(net: Net, version: str, sizes: bool = False) -> dict[str, Evaluation]:
     """Return the outputs of a net that DetectionEvaluate layers made; `sizes`: the net sees all
-    batches in their order, so that a name_size_file tells COCO's sizes of boxes.
+    batches in their order, so that a name_size_file gives COCO's sizes of boxes.
     """
     return {
         name: Evaluation(net, node, version, sizes)

@@ -1,6 +1,6 @@
 """WorkerGroup: the solvers that train together with a root solver, as the root sees them.
 
-The interface between a solver and whoever runs its workers (`parallel.manager.P2PManager`). The
+The interface between a solver and what runs its workers (`parallel.manager.P2PManager`). The
 manager calls on the root solver:
 
     root.join(workers, reporter)     all are ready: from now on the root calls the methods below

@@ -140,7 +140,7 @@ def test_flags_become_values(monkeypatch: pytest.MonkeyPatch) -> None:
         ("detect w.csv", "give --model FILE and --weights FILE"),
         (
             "detect w.csv out.txt --model digits --weights w",
-            'the extension of "out.txt" must tell the format',
+            'the extension of "out.txt" must name the format',
         ),
         (
             "detect w.csv --model digits --weights w --crop-mode all",

@@ -194,12 +194,12 @@ WRONG = {
     "no extension": (
         "net.prototxt net",
         2,
-        'the extension of "net" must tell the format: .png, .svg',
+        'the extension of "net" must name the format: .png, .svg',
     ),
     "unknown extension": (
         "net.prototxt net.doc",
         2,
-        'the extension of "net.doc" must tell the format',
+        'the extension of "net.doc" must name the format',
     ),
     "no net": (
         "nte.prototxt net.dot",

@@ -57,7 +57,7 @@ WRONG = {
     "nothing": ("", 2, "Need a log to draw"),
     "no log": ("none.log", 3, 'could not open "none.log"'),
     "no run": (str(GOLDEN / "logs" / "README.md"), 3, "neither a metrics file nor a training log"),
-    "format": (f"{LOG} --output a.bmp", 2, 'the extension of "a.bmp" must tell the format'),
+    "format": (f"{LOG} --output a.bmp", 2, 'the extension of "a.bmp" must name the format'),
     "chart and curves": (f"{LOG} --chart 1 --curves loss", 2, "--chart goes without"),
     "no such chart": (f"{LOG} --chart 8", 2, "8 is not in the range 0<=x<=7"),
     "no folder": (f"{LOG} --output no/a.png", 2, 'cannot write "no/a.png"'),

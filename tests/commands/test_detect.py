@@ -130,7 +130,7 @@ def test_what_is_written() -> None:
     best = scores(found)[0].argmax()
     line = found.table().splitlines()[1].split()
     assert line == ["data/a.png", "2", "1", "12", "14", f"{scores(found)[0].max():.6g}", str(best)]
-    with pytest.raises(UsageError, match=r"must tell the format: .csv, .h5, .hdf5, .json"):
+    with pytest.raises(UsageError, match=r"must name the format: .csv, .h5, .hdf5, .json"):
         found.save("out.txt")
     with pytest.raises(UsageError, match=r'cannot write "none/out.csv": no such file or directory'):
         check_output("none/out.csv")

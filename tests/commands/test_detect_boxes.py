@@ -288,9 +288,9 @@ def test_images_that_cannot_be_read_are_reported_once(capsys: pytest.CaptureFixt
     [
         (
             "photos boxes.csv --model ssd",
-            'the extension of "boxes.csv" must tell the format: .json',
+            'the extension of "boxes.csv" must name the format: .json',
         ),
-        ("photos boxes.txt --model ssd", 'extension of "boxes.txt" must tell the format: .json'),
+        ("photos boxes.txt --model ssd", 'extension of "boxes.txt" must name the format: .json'),
         ("photos no/boxes.json --model ssd", 'cannot write "no/boxes.json"'),
         ("photos --model ssd --context-pad 4", "--context-pad is for nets that score windows"),
         ("photos --model ssd --windows w.csv", "--windows is for nets that score windows"),
@@ -349,5 +349,5 @@ def test_names_of_drawings() -> None:
     }
     with pytest.raises(UsageError, match=r'two images would be drawn to "d/a.png"'):
         drawings(["x/a.png", "y/a.png"], "d")
-    with pytest.raises(UsageError, match=r"must tell the format: .json"):
+    with pytest.raises(UsageError, match=r"must name the format: .json"):
         check_output("boxes.h5")

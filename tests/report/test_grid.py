@@ -87,7 +87,7 @@ def test_saved_pictures(tmp_path: Path) -> None:
     picture = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
     grid.save(picture, str(tmp_path / "x.PNG"))
     np.testing.assert_array_equal(cv2.imread(str(tmp_path / "x.PNG")), picture)
-    with pytest.raises(UsageError, match=r'the extension of "x.gif" must tell the format: .png, '):
+    with pytest.raises(UsageError, match=r'the extension of "x.gif" must name the format: .png, '):
         grid.save(picture, "x.gif")
     with pytest.raises(UsageError, match="cannot write"):
         grid.save(picture, str(tmp_path / "no" / "x.png"))

@@ -160,7 +160,7 @@ def test_formats(ext: str, start: bytes, tmp_path: Path) -> None:
 
 def test_formats_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        UsageError, match=r'extension of "a\.jpg" must tell the format: \.png, \.svg, \.pdf'
+        UsageError, match=r'extension of "a\.jpg" must name the format: \.png, \.svg, \.pdf'
     ):
         plot.draw([run()], "a.jpg")
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda _: None)

@@ -1,7 +1,7 @@
 """Boxes of detectors (SSD): xmin, ymin, xmax, ymax, normally in units of the image. Formulas in
 `Ops.decode_boxes`, `Ops.match_boxes` and `Ops.location_losses`.
 
-Boxes are reckoned in float, each operation rounded by itself, as in SSD: which box is matched must
+Boxes are computed in float, each operation rounded separately, as in SSD: which box is matched must
 not depend on the processor.
 """
 

@@ -175,7 +175,7 @@ class Kernel:
 
 
 def _compiling_numba() -> Any:
-    """Import numba; UsageError if it was told not to compile."""
+    """Import numba; UsageError if compilation is forbidden."""
     import numba
 
     if vars(numba.config)["DISABLE_JIT"]:
@@ -193,7 +193,7 @@ CHECKSUM = 16  # bytes, with which a file begins
 class _Kept:
     """The file with the code of a kernel for one list of types.
 
-    Its name tells kernel, place (installation, versions, processor), code, and types.
+    Its name holds kernel, place (installation, versions, processor), code, and types.
     """
 
     def __init__(self, kernel: Kernel, kinds: Kinds) -> None:
@@ -328,7 +328,7 @@ def _environment() -> str:
 
 
 def _type_key(kind: object) -> object:
-    """Return what tells a kind of argument from others in every process."""
+    """Return what identifies a kind of argument in every process."""
     if isinstance(kind, type):
         return kind.__module__, kind.__qualname__, getattr(kind, "_fields", ())
     return kind.str if isinstance(kind, np.dtype) else kind
@@ -376,7 +376,7 @@ def _code(code: types.CodeType, doc: str | None = None) -> object:
 
 
 def _constant(value: Any) -> object:
-    """Return what tells a constant of code from others, in every process."""
+    """Return what identifies a constant of code in every process."""
     if isinstance(value, types.CodeType):
         return _code(value)
     if isinstance(value, tuple | list):

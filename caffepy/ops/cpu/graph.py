@@ -56,7 +56,7 @@ class _Bound(NamedTuple):
 
 
 class Graph:
-    """Calls of compiled code: a Recorder, see `caffepy.device.recording`.
+    """A Recorder of calls of compiled code, see `caffepy.device.recording`.
 
     The arrays of recorded calls stay alive with it. `temporaries` may be those of other graphs that
     are never replayed at the same time.

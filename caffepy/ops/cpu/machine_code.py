@@ -342,7 +342,7 @@ allocate arrays, for instance.
 
 @cache
 def _add_symbols(prefix: str, name: str) -> None:
-    """Tell LLVM of these functions. The extension is loaded without numba, which takes 0.15 s."""
+    """Register these functions with LLVM. The extension is loaded without numba (0.15 s)."""
     module = sys.modules.get(name) or _extension(name)
     for symbol, address in getattr(module, "c_helpers", {}).items():
         llvm.add_symbol(symbol if symbol.startswith("_") else prefix + symbol, address)

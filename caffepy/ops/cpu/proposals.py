@@ -12,7 +12,7 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import inlined, kernel
 
 _exact, _inside = partial(kernel, fastmath=set()), partial(inlined, fastmath=set())
-"""Each operation is rounded by itself: which box wins must not depend on the processor."""
+"""Each operation is rounded separately: which box wins must not depend on the processor."""
 
 
 @_inside

@@ -10,7 +10,7 @@ from caffepy.ops.cpu.compiler import inlined, kernel
 from caffepy.ops.cpu.elementwise import GRAIN
 
 _exact = partial(kernel, fastmath=set())
-"""Each operation is rounded by itself: what an output reads must not depend on the processor."""
+"""Each operation is rounded separately: what an output reads must not depend on the processor."""
 
 
 def _ratio(size: int, out: int) -> np.float32:

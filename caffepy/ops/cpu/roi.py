@@ -14,7 +14,7 @@ from caffepy.ops.boxes import Rois
 from caffepy.ops.cpu.compiler import inlined, kernel
 
 _exact, _inside = partial(kernel, fastmath=set()), partial(inlined, fastmath=set())
-"""Each operation is rounded by itself: the cells of a box must not depend on the processor."""
+"""Each operation is rounded separately: the cells of a box must not depend on the processor."""
 
 
 @_inside

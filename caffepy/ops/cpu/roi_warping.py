@@ -16,7 +16,7 @@ _exact, _inside = partial(kernel, fastmath=set()), partial(inlined, fastmath=set
 
 @_inside
 def _side(begin: Any, end: Any, scale: Any) -> tuple[Any, Any]:
-    """Whole start and end of a box along an axis; of two the ones farther from 0."""
+    """Return start and end of a box along an axis, rounded half away from 0."""
     kind = type(begin)
     half = kind(0.5)
     first, last = begin * kind(scale), end * kind(scale)
@@ -27,7 +27,7 @@ def _side(begin: Any, end: Any, scale: Any) -> tuple[Any, Any]:
 
 @_inside
 def _box(roi: Array, scale: float) -> tuple[int, Any, Any, Any, Any]:
-    """The image of a box, and its whole left, right, top and bottom on the map."""
+    """Return the image of a box, and its rounded left, right, top and bottom on the map."""
     left, right = _side(roi[1], roi[3], scale)
     top, bottom = _side(roi[2], roi[4], scale)
     return int(roi[0]), left, right, top, bottom
@@ -35,7 +35,9 @@ def _box(roi: Array, scale: float) -> tuple[int, Any, Any, Any, Any]:
 
 @_inside
 def _corner(k: int, start: Any, stop: Any, parts: int, size: int) -> tuple[bool, int, int, Any]:
-    """True if corner k lies in the map, the two pixels around it, and the share of the second."""
+    """Return whether corner k lies in the map, the two pixels around it, and the share of the
+    second.
+    """
     kind = type(start)
     place = start + kind(k) * (max(stop - start, kind(0)) / kind(parts))
     inside = not (place < kind(-0.5) or place > kind(size) - kind(0.5))

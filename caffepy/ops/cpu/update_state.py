@@ -166,7 +166,7 @@ class Series:
             call(_take, array.reshape(len(array), -1), place, out.reshape(-1), int(i == last))
 
     def begin_iteration(self, diffs: Sequence[Array]) -> None:
-        """Do `set_hyperparams` and `begin` for the next one, in what is recorded."""
+        """Record `set_hyperparams` and `begin` of the next iteration."""
         state = self._state
         call(_begin, self.numbers, self.places, state.rate, state.correction, state._sums)
         for diff in diffs:

@@ -2,8 +2,8 @@
 cached on disk.
 
 Each kernel of kernels/NAME.cu is a module of its own, such as `foo<float, 4>`, and compiled in a
-thread of a pool: whoever wants several asks for all of them first (`prefetch`), or runs the calls
-that would launch them in a block in which nothing is launched (`compile_ahead`). `#include
+thread of a pool: to compile several at a time, ask for all of them first (`prefetch`), or run the
+calls that would launch them in a block in which nothing is launched (`compile_ahead`). `#include
 "NAME.cuh"` is replaced by the text of the file beside it, because the key of CuPy's cache is the
 text of the module. Files of ACCELERATED are compiled for compute capability 9.0a where the device
 has 9.0, which CuPy cannot ask for, and cached by caffepy.

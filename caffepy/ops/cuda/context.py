@@ -169,7 +169,7 @@ def context() -> Context:
 
 @contextmanager
 def temporary_workspace() -> Iterator[None]:
-    """Give the plans that are tried in this block a workspace of their own, and free it after."""
+    """Give plans that are tried in this block a separate workspace, and free it afterwards."""
     here = context()
     kept, here.workspace = here.workspace, Workspace()
     try:

@@ -1,5 +1,5 @@
-"""Convolutions of each channel by itself, 3 x 3, with the channels last, by kernels of our own
-(depthwise.cu): cuDNN's are made for groups of many channels, and take several times as long.
+"""Depthwise convolutions, 3 x 3, with the channels last, by kernels of our own (depthwise.cu):
+cuDNN's are made for groups of many channels, and take several times as long.
 
 The interface is that of small_convolution: lists of candidates for the autotuner.
 """
@@ -217,7 +217,7 @@ def backward_both(
     dw: Array | None,
     to: NormSums | Array,
 ) -> None:
-    """Do `objects.Convolution.backward_norm_gradient` in one pass, with the sums that a
+    """Compute `objects.Convolution.backward_norm_gradient` in one pass, with the sums that a
     normalization before it wants unless there is more to be added.
     """
     n, channels, height, columns = geometry.x

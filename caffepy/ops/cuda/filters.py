@@ -167,7 +167,7 @@ class Blocks:
 
 
 def suits_blocks(geometry: Geometry, dtype: DTypeLike) -> bool:
-    """Return True if there are so few channels that cuDNN would have to pad pixels by itself."""
+    """Return True if there are so few channels that cuDNN would pad pixels itself."""
     chunk = CHUNK // np.dtype(dtype).itemsize
     strided = prod(geometry.stride) > 1
     return (

@@ -33,7 +33,7 @@ def _pixels(geometry: Geometry, dtype: DTypeLike) -> int:
 
 
 def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
-    """Return True if several pixels can count as one where one by itself has no whole packs."""
+    """Return True if several pixels can count as one where a single one has no whole packs."""
     pixels = _pixels(geometry, dtype)
     return (
         pixels > 1

@@ -16,7 +16,7 @@ from caffepy.ops.protocol.normalization import Affine
 from caffepy.ops.protocol.types import Maybe
 
 NO_MASK, BY_X, BY_Y, BY_BITS = range(4)
-"""As in rectify.cuh: what tells where the gradient of a ReLU is 0."""
+"""As in rectify.cuh: what shows where the gradient of a ReLU is 0."""
 
 NO_RELU, RELU, CLIPPED = range(3)
 """As in rectify.cuh: what follows the normalization."""
@@ -190,7 +190,7 @@ def gradient_sums(
 
 
 def mask_kind(ceiling: float | None, y: Maybe, bits: Maybe) -> int:
-    """Return what tells where the gradient of what follows the normalization is 0."""
+    """Return what shows where the gradient of the ReLU behind the normalization is 0."""
     if ceiling is None:
         return NO_MASK
     return BY_X if y is None else BY_Y if bits is None else BY_BITS

@@ -1,4 +1,4 @@
-"""What the losses of YOLO compare: boxes of cells and anchors with true boxes."""
+"""Losses of YOLO: comparison of the boxes of cells and anchors with true boxes."""
 
 from caffepy.ops.cuda.launch import Array, launch, launch_blocks
 from caffepy.ops.overlap import YoloWeights

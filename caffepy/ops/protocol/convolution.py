@@ -22,7 +22,7 @@ class ConvolutionOps(Protocol):
     # Local connections: x, dx (N, C, H, W), y, dy (N, O, h, w), w, dw (O, C side side, h w)
 
     def local_forward(self, x: Array, w: Array, y: Array, side: int, stride: int, pad: int) -> None:
-        """y = convolution of x with weights of its own at each position."""
+        """y = convolution of x with separate weights at each position."""
 
     def local_backward_data(
         self, dy: Array, w: Array, dx: Array, side: int, stride: int, pad: int
@@ -32,7 +32,7 @@ class ConvolutionOps(Protocol):
     def local_backward_weight(
         self, dy: Array, x: Array, dw: Array, side: int, stride: int, pad: int
     ) -> None:
-        """dw += products of dy and what the weights were multiplied with."""
+        """dw += products of dy and the elements of x that the weights were multiplied by."""
 
     # Deformable convolution of an image: x, dx (C, H, W), offsets, doffsets (G, kh kw, 2, Ho, Wo) =
     # down, right, of G groups of channels, columns (C, kh kw, Ho, Wo); window = kernel, stride,

@@ -41,7 +41,7 @@ class NormalizationOps(Protocol):
     def lrn_max_pool_forward(
         self, x: Array, y: Array, index: Array, terms: Terms, window: Windows
     ) -> None:
-        """Do `lrn_forward` of x (N, C, H, W), then `max_pool_forward`."""
+        """Compute `lrn_forward` of x (N, C, H, W), then `max_pool_forward`."""
 
     def lrn_max_pool_backward(
         self,
@@ -53,7 +53,7 @@ class NormalizationOps(Protocol):
         window: Windows,
         db: Maybe,
     ) -> None:
-        """Do `max_pool_backward`, then `lrn_backward` with `relu`; dx may be x."""
+        """Compute `max_pool_backward`, then `lrn_backward` with `relu`; dx may be x."""
 
     def normalize_forward(
         self, x: Array, y: Array, norm: Array, eps: float, absolute: bool
@@ -121,11 +121,13 @@ class NormalizationOps(Protocol):
     def batch_norm_stored(
         self, running: Sequence[Array], eps: float, affine: Affine, numbers: Array
     ) -> None:
-        """Write the same numbers from the running sums / their weight; 0 if the weight is."""
+        """Write the same numbers from the running sums / their weight, or from 0 if the weight is
+        0.
+        """
 
     def mask_size(self, shape: Sizes, layout: Layout) -> int:
-        """Return the bytes of the bits that `norm_forward` keeps for y of this shape and layout; 0
-        if `norm_backward` looks at y.
+        """Return the number of bytes of the bits that `norm_forward` keeps for y of this shape and
+        layout; 0 if `norm_backward` reads y instead.
         """
 
     def norm_forward(
@@ -140,7 +142,7 @@ class NormalizationOps(Protocol):
         """y = x * factor + shift [+ other]; numbers of `batch_norm_prepare`. With a ceiling then
         min(max(y, 0), ceiling): inf for a ReLU.
 
-        bits (`mask_size`, uint8) tell `norm_backward` where y lies between 0 and the ceiling.
+        bits (`mask_size`, uint8) show `norm_backward` where y lies between 0 and the ceiling.
         """
 
     def norm_backward(
@@ -157,7 +159,7 @@ class NormalizationOps(Protocol):
         frozen: bool,
         bits: Maybe = None,
     ) -> None:
-        """The gradient of `norm_forward` from the gradients `dys` of its y, one or two.
+        """Compute the gradient of `norm_forward` from the gradients `dys` of its y, one or two.
 
         g = sum of dys, with a ceiling 0 where y <= 0 or y >= ceiling < inf (y is x * factor +
         shift if it is None; the bits that `norm_forward` kept are read instead of y).

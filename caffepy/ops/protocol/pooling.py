@@ -54,7 +54,9 @@ class PoolingOps(Protocol):
         dbias: Maybe,
         frozen: bool,
     ) -> None:
-        """Do `max_pool_backward`, then `norm_backward`, of `norm_max_pool_forward`."""
+        """Compute the gradient of `norm_max_pool_forward`: `max_pool_backward`, then
+        `norm_backward`.
+        """
 
     def ave_pool_forward(self, x: Array, y: Array, window: Windows, relu: bool = False) -> None:
         """Write the mean of each window, at least 0 with `relu`.

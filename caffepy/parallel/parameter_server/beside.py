@@ -56,8 +56,8 @@ class Beside:
             self._arrays[rank] = _Arrays(data.copy(), data.copy(), data.copy())
 
     def exchange(self, keep: Callable[[], object]) -> None:
-        """Go on from what was pulled and what was learned since; push that, beside what follows.
-        `keep` is called between the two.
+        """Continue from the pulled values plus what was learned since; push the latter concurrently
+        with what follows. `keep` is called between the two.
         """
         self.await_pull()
         self._each(self._go_on)

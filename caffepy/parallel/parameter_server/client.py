@@ -1,4 +1,4 @@
-"""Client: a worker's side: it pushes, pulls, and finds whoever is the primary of a range now."""
+"""Client: a worker's side: it pushes, pulls, and finds the present primary of a range."""
 
 import logging
 import time
@@ -83,7 +83,7 @@ class Client:
         return held
 
     def resume(self, state: object) -> None:
-        """Go on with servers that hold values, as a new trainer; `state` is for who joins."""
+        """Continue with servers that hold values, as a new trainer; `state` is for joining workers."""
         self.ask("resume", state)
 
     def leave_behind(self, kept: Kept, ends: bool) -> None:
@@ -113,11 +113,11 @@ class Client:
             self.poll()
 
     def end(self) -> None:
-        """Tell all workers that the run is at its end."""
+        """Notify all workers that the run has ended."""
         self.ask("end")
 
     def report(self) -> "Future[Report]":
-        """Ask what the servers have seen."""
+        """Return what the servers have seen."""
         return self._engine.call(COORDINATOR, "report")
 
     @property

@@ -309,7 +309,7 @@ class _Processes:
 
     def check(self) -> None:
         """Raise the error that ended a worker, if one did, or of the cluster. While workers are
-        missing that the run begins with, tell why; a signal ends that.
+        missing that the run begins with, log why; a signal ends that.
         """
         if self.error:
             raise self.error

@@ -169,7 +169,7 @@ class Coordinator:
         return {w: states[w] for w in others & states.keys()}, sorted(others - states.keys())
 
     async def hand_in(self, worker: int, request: int, state: object) -> None:
-        """Take the state of a worker, for whoever collects them by this request."""
+        """Take the state of a worker, for the worker that collects them by this request."""
         if request == self._request[0]:
             self._states[worker] = state
 
@@ -244,7 +244,7 @@ class Coordinator:
         return socket.gethostname(), os.getpid()
 
     async def end(self) -> None:
-        """Tell the workers that the run is at its end."""
+        """Notify the workers that the run has ended."""
         self._ended = True
 
     # after a restart

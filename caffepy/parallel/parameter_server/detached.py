@@ -215,7 +215,7 @@ class DetachedCoordinator(Coordinator):
         self._stopping = True
 
     async def refuse(self, told: str) -> None:
-        """Count no more pushes; whoever trains gets this as an error."""
+        """Count no more pushes; the trainer gets this as an error."""
         async with self._changing:
             await self._servers.freeze(self.view.servers)
             self.lost = SyncError(told)

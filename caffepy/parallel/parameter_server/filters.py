@@ -33,7 +33,7 @@ from caffepy.parallel.parameter_server.ranges import KeyRange
 NONE_OF = "--filters {!r} is none of bf16, significant:T with a number T above 0, zlib"
 
 SKIP = 255
-"""A gap that leads on by so many rows, to none."""
+"""A gap that skips this number of rows, to none."""
 
 BLOCK = 1 << 15
 """Elements that go together through several passes: these then stay in the cache."""
@@ -172,7 +172,7 @@ class Filters:
         else:
             rest = self._rests[i] = array.copy()
         threshold = self.significant * sqrt(float(np.vdot(rest, rest)) / rest.size)
-        if not isfinite(threshold):  # the workers' losses tell of overflows
+        if not isfinite(threshold):  # overflows show in the workers' losses
             del self._rests[i]
             return rest
         payload = pack(rest, 1, _above(rest, threshold), self.bf16)

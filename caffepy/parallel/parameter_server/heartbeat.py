@@ -24,7 +24,7 @@ as many after each time: it may be slow.
 
 
 class WorkerHeartbeat:
-    """A thread that tells the coordinator that a worker lives, and which batches it has leased,
+    """A thread that reports to the coordinator that a worker lives and which batches it has leased,
     until `stop`; it hands in the worker's state where a snapshot wants it.
 
     `ended` is set when the run is at its end; `epoch` is of the coordinator's view at the last

@@ -121,7 +121,7 @@ class Dealer:
             self._taken.setdefault(worker, {}).update(leases)
 
     def recall(self, view: View) -> None:
-        """Go on from what workers told."""
+        """Continue from what workers reported."""
         told: dict[int, dict[int, Lease]] = {}
         for worker, taken in self._taken.items():
             self._read[worker] = max((lease[-1] + 1 for lease in taken.values()), default=0)

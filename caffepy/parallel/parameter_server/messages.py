@@ -164,7 +164,7 @@ class Report(NamedTuple):
     """Counts of the servers since they started.
 
     clocks: of each worker, the number of its pushes that all ranges have counted.
-    staleness: how often a pull lacked so many pushes of another worker, by that number.
+    staleness: how often a pull lacked n pushes of another worker, by n.
     waits: seconds that pulls of a worker waited for another, by (worker, other).
     behind: pushes of ranges that replicas have not counted yet.
     received, sent: bytes of the pushes of workers, and of what they pulled.

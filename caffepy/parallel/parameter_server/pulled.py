@@ -17,7 +17,7 @@ class Pulled:
     """The values of ranges with rows that a worker has, to which a pull adds the rows that have
     changed since; and the bytes of all pulls, as values and as sent.
 
-    Versions of another epoch do not count: what a dead primary told may have died with it.
+    Versions of another epoch do not count: values of a dead primary may have died with it.
     """
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ class RangeState:
             self._own[worker] = array
             self._average()
         elif self._rule.slack:
-            with np.errstate(all="ignore"):  # the workers' losses tell of overflows
+            with np.errstate(all="ignore"):  # overflows show in the workers' losses
                 change = array * np.float32(1 / push.members)
                 change += self.values
                 self._set(change)
@@ -68,7 +68,7 @@ class RangeState:
         return True
 
     def set_members(self, view: View) -> None:
-        """Go on with the members of a view: a clock may be complete without those that left.
+        """Continue with the members of a view: a clock may be complete without those that left.
 
         With slack 0, of a push that only other ranges have got, this one gets zeros, so that all
         ranges average as many.

@@ -142,7 +142,7 @@ def _found() -> str:
 
 
 def _refusal(cluster: str, error: BaseException) -> CaffeError:
-    """Return what to tell of an error of Ray's while a process connects."""
+    """Return the message for an error of Ray's while a process connects."""
     ray = import_ray()
     if isinstance(error, ray.exceptions.AuthenticationError):
         return UsageError(f"--cluster {cluster}: Ray refuses this process's token: {TOKEN}")
@@ -190,7 +190,7 @@ TOKEN = (
 
 
 def _use_token(cluster: str) -> None:
-    """Ask for a token, unless the environment says on purpose that there is none."""
+    """Make Ray ask for a token, unless the environment says on purpose that there is none."""
     if os.environ.get("RAY_AUTH_MODE") != "disabled" and not _has_token():
         raise UsageError(
             f"--cluster {cluster} needs a token, else anybody who reaches it may run code on it: "

@@ -172,8 +172,8 @@ class RayEngine:
     ) -> "Future[Any]":
         """Run `function(engine, *arguments)` as the main thread of a process "worker-<number>" on a
         node that has these resources, such as {"GPU": 4, "CPU": 8}. Return a future of its result;
-        DeadPeerError if it dies, of which the coordinator is told. It dies with this process, and
-        this process can `kill` it.
+        DeadPeerError if it dies, which is reported to the coordinator. It dies with this process,
+        and this process can `kill` it.
         """
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()

@@ -19,8 +19,8 @@ ANSWERS = 2.0
 
 
 class StoreWatch:
-    """Looks, from `start` to `stop`, whether Ray's store answers; `away` is the seconds since it
-    did, 0 if it does.
+    """A watch, from `start` to `stop`, over Ray's store; `away` is the seconds since it last
+    answered, 0 if it does.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class StoreWatch:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Look from now on."""
+        """Start to watch."""
         threading.Thread(target=self._look, name="caffepy-store", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._stopped.set()
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 """Server: an actor that holds key ranges, as the primary of some and a replica of others.
 
 A push is counted by the primary, sent to the replicas in the primary's order, and answered when
-they have counted it, too: what was answered survives the death of all but one of the owners. What
-was not is sent again by the worker, to whoever is the primary then, and counted once.
+they have counted it, too: what was answered survives the death of all but one of the owners.
+Otherwise the worker sends it again, to the primary of that time, and it is counted once.
 
 Methods run on one event loop. Between two awaits nothing else happens, which is why counting and
 sending to replicas stay in one order without locks.

@@ -408,7 +408,7 @@ class ServedWorkers(OuterGroup):
 
 @contextmanager
 def _in_turn(layer: Layer) -> Iterator[None]:
-    """The forward mutex of a layer whose batches are leased to a solver by itself."""
+    """The forward mutex of a layer whose batches are leased to a single solver."""
     with layer.forward_lock:
         layer.begin_turn()
         yield

@@ -138,7 +138,7 @@ class WorkerParams:
         self._fill(flat, values, self._filters.add_rest)
 
     def take(self, values: Sequence[Array]) -> None:
-        """Go on from these values; the running statistics stay the worker's own."""
+        """Continue from these values; the running statistics stay the worker's own."""
         pulled = self.pulled.copy()
         self.fill_to_train(pulled, values)
         self.pulled = pulled

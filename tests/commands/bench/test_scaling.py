@@ -40,7 +40,7 @@ def test_the_table_says_what_efficiency_is_on_the_cpu() -> None:
         scaling.Scaling("net", on, "fp32", "flat", 1, [point]).table()
         for on in ("the CPU", "NVIDIA H200")
     ]
-    told = ["one solver, which uses all threads by itself" in table for table in tables]
+    told = ["one solver that has all threads to itself" in table for table in tables]
     assert told == [True, False]
 
 

@@ -248,7 +248,7 @@ def test_other_files(case: str, tmp_path: Path) -> None:
 
 
 def test_sheets_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r'the extension of "x\.txt" must tell the format'):
+    with pytest.raises(UsageError, match=r'the extension of "x\.txt" must name the format'):
         show(str(GOLDEN / "raw_lmdb"), sheet_path="x.txt")
     with pytest.raises(UsageError, match=r'cannot write ".*no/x.png": no such file or directory'):
         show(f"{tmp_path}/nothing", sheet_path=f"{tmp_path}/no/x.png")
