@@ -83,7 +83,7 @@ class Client:
         return held
 
     def resume(self, state: object) -> None:
-        """Continue with servers that hold values, as a new trainer; `state` is for joining workers."""
+        """Continue with servers that hold values, as a new trainer; `state` is for joiners."""
         self.ask("resume", state)
 
     def leave_behind(self, kept: Kept, ends: bool) -> None:
