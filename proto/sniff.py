@@ -10,6 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from caffepy.core.errors import CaffeError, ConfigError, reason
+from caffepy.core.files import working_directory
 from caffepy.core.registry import nearest
 from caffepy.proto import caffe_pb2
 
@@ -204,12 +205,22 @@ def mismatch(path: str, wanted: str, error: type[CaffeError] = ConfigError) -> C
 
 
 def neighbour(path: str) -> str:
-    """Return `, did you mean "X"?` for the file of the same folder whose name is nearest."""
+    """Return `, did you mean "X"?` for the file of the same folder whose name is nearest; if none
+    is near, where the path was looked for. An extension alone makes no name like another.
+    """
     folder, name = os.path.split(path)
+    stem, extension = os.path.splitext(name)
     try:
-        return nearest(name, os.listdir(folder or "."))
+        names = [
+            other
+            for other in os.listdir(folder or ".")
+            if os.path.splitext(other)[1] != extension
+            or nearest(stem, [os.path.splitext(other)[0]])
+        ]
     except (OSError, ValueError):
         return f' (there is no folder "{folder}")' if folder else ""
+    where = "" if os.path.isabs(path) else f" (the working directory is {working_directory()})"
+    return nearest(name, names) or where
 
 
 def _reason(path: str) -> str:

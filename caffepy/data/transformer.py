@@ -113,7 +113,8 @@ class Transformer:
             raise ConfigError(f"{count} mean_value for {one_or_each(channels)}")
         if param.mean_file and mean is not None and mean.shape != shape:
             shapes = f"{shape_string(mean.shape)}, the image {shape_string(shape)}"
-            rule = "it must be of the size of the whole image, before any crop"
+            rule = "it must be of the size of the whole image, before any crop; a mean_value for "
+            rule += "each channel fits every size"
             raise DataError(f"the mean in {param.mean_file} has shape {shapes}; {rule}")
         if crop is None:
             return shape

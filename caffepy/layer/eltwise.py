@@ -55,7 +55,8 @@ class Eltwise(Layer):
         for i, b in enumerate(bottom):
             if b.shape != bottom[0].shape:
                 raise ConfigError(
-                    f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(bottom[0].shape)}"
+                    f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(bottom[0].shape)}: "
+                    "they must be equal"
                 )
         top[0].reshape_like(bottom[0])
         if self.operation == EltwiseParameter.MAX:

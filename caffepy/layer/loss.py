@@ -315,7 +315,7 @@ class EuclideanLoss(LossLayer):
         super().reshape(bottom, top)
         if bottom[0].count != bottom[1].count:
             raise ConfigError(
-                "the bottoms must have one count: "
+                "the bottoms must have the same count: "
                 f"{bottom[0].count} of shape {list(bottom[0].shape)}, "
                 f"{bottom[1].count} of shape {list(bottom[1].shape)}"
             )
@@ -484,7 +484,7 @@ class ContrastiveLoss(LossLayer):
         a, b, y = bottom
         if a.count != b.count:
             raise ConfigError(
-                f"both bottoms must have one count: {list(a.shape)} and {list(b.shape)}"
+                f"both bottoms must have the same count: {list(a.shape)} and {list(b.shape)}"
             )
         n = items(a)
         if y.count != n:

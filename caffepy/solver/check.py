@@ -167,6 +167,15 @@ def check_specs(param: SolverParameter, net: Net) -> None:
                 raise ConfigError(f'layer "{node.name}" ({node.layer.type}): {told}', net.path)
 
 
+def warn_without_loss(net: Net) -> None:
+    """Log if nothing in a train net is to be minimized."""
+    if not any(any(node.layer.loss_weights) for node in net.nodes):
+        log.warning(
+            "%sno layer of the train net is a loss or has a loss_weight: nothing will be learned",
+            f"{net.path}: " if net.path else "",
+        )
+
+
 def check_layers(param: SolverParameter, net: Net) -> None:
     """Raise ConfigError if two layers have one name in the snapshots' format."""
     try:

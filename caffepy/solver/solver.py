@@ -27,6 +27,7 @@ from caffepy.solver.check import (
     check_prefix,
     check_snapshots,
     check_specs,
+    warn_without_loss,
 )
 from caffepy.solver.faults import saving_what_was_learned, stopping_workers
 from caffepy.solver.identity import identity
@@ -110,6 +111,7 @@ class Solver:
         net = build_train_net(source, self.device, root.net if root else None, batch_parts)
         self.net: Net = finetune(net, files)
         check_specs(param, net)
+        warn_without_loss(net)
         if rank > 0 and not self.device.follows:
             check_shared(net, root is not None)
         self.test_nets: list[Net] = []

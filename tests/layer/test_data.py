@@ -624,7 +624,10 @@ IMAGES_REFUSED = {
         'source: "lines.txt"',
         'lines.txt:2: "b.png\t2" is not an image path, a blank and a label',
     ),
-    "missing image": ('source: "absent.txt"', "absent.txt: x.png cannot be read: no such file"),
+    "missing image": (
+        'source: "absent.txt"',
+        "x.png cannot be read: no such file or directory; no root_folder is given, which would",
+    ),
     "root without its slash": (
         'source: "absent.txt" root_folder: "in"',
         r'inx.png cannot be read: .*; root_folder "in" does not end in "/"',

@@ -84,7 +84,7 @@ def test_product_with_a_zero_has_a_gradient():
         "shapes": (
             "",
             [(2, 3), (2, 4)],
-            r"bottom 1 has shape \[2, 4\], bottom 0 has \[2, 3\]",
+            r"bottom 1 has shape \[2, 4\], bottom 0 has \[2, 3\]: they must be equal",
         ),
     }.values(),
 )

@@ -362,7 +362,7 @@ def test_infogain_loss_reads_its_matrix_and_equals_softmax_loss_for_the_identity
             [(4, 3), (4,), (3, 3)],
             "give normalization",
         ),
-        "pairs": ('type: "ContrastiveLoss"', [(4, 3), (4, 2), (4,)], "one count"),
+        "pairs": ('type: "ContrastiveLoss"', [(4, 3), (4, 2), (4,)], "same count"),
         "pair labels": (
             'type: "ContrastiveLoss"',
             [(4, 3), (4, 3), (4, 2)],

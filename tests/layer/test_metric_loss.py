@@ -137,7 +137,7 @@ def test_label_outside_is_named(text):
 @pytest.mark.parametrize(
     ("text", "shapes", "message"),
     [
-        ('type: "L1Loss"', [(3, 4), (3, 5)], "the bottoms must have one count: 12 of shape"),
+        ('type: "L1Loss"', [(3, 4), (3, 5)], "the bottoms must have the same count: 12 of shape"),
         ('type: "TripletLoss"', [(3, 4), (3, 4), (3, 2)], "bottom 2 has shape .3, 2., bottom 0"),
         (CENTERS, [(3, 4), (3, 2)], "3 items need as many labels, not 6"),
         ('type: "CenterLoss"', [(3, 4), (3,)], "num_output must be 1 or more"),

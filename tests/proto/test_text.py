@@ -481,7 +481,7 @@ def test_files_that_are_no_prototxt(
     assert str(caught.value).startswith(f'"{path}" {message}')
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "solver.prototxt", "")
     with pytest.raises(
         ConfigError,
@@ -493,6 +493,11 @@ def test_missing_file(tmp_path: Path) -> None:
         match=r'^could not open "/no/such.x": no such file \(there is no folder "/no"\)$',
     ):
         text.read_net("/no/such.x")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:  # solver.prototxt is like it in the extension only
+        text.read_net("train.prototxt")
+    said = f'could not open "train.prototxt": no such file (the working directory is {tmp_path})'
+    assert str(caught.value) == said
     with pytest.raises(ConfigError, match=r'^could not open "": no such file'):
         text.read_net("")
 

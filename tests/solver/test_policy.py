@@ -154,6 +154,7 @@ def test_decays_of_ssl_are_refused_unless_they_are_0(field):
 WEIGHTS = """layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 } } }
 layer { name: "ip" type: "InnerProduct" bottom: "x" top: "y" %s
   inner_product_param { num_output: 1 weight_filler { type: "xavier" } } }"""
+LOSS = """layer { name: "loss" type: "Reduction" bottom: "y" top: "loss" loss_weight: 1 }"""
 
 
 @pytest.mark.parametrize(
@@ -170,11 +171,19 @@ def test_what_ssl_says_of_layers_is_refused_in_training(setting, message):
         Solver(param("fixed", train_net_param=net, weight_decay=0.1))
 
 
+def test_a_net_without_a_loss_is_warned_of(caplog):
+    for text, warnings in ((WEIGHTS % "" + LOSS, 0), (WEIGHTS % "", 1)):
+        Solver(param("fixed", train_net_param=parse(text, NetParameter())))
+        assert [record.levelname for record in caplog.records].count("WARNING") == warnings
+    said = "no layer of the train net is a loss or has a loss_weight: nothing will be learned"
+    assert said in caplog.messages
+
+
 def test_a_kind_of_decay_that_is_the_solvers_says_nothing(caplog):
     setting = 'connectivity_mode: CONNECTED param { regularization_type: "L2" }'
-    net = parse(WEIGHTS % setting, NetParameter())
+    net = parse(WEIGHTS % setting + LOSS, NetParameter())
     Solver(param("fixed", train_net_param=net, weight_decay=0.1))
     setting = 'param { regularization_type: "L1" decay_mult: 0 }'
-    net = parse(WEIGHTS % setting, NetParameter())
+    net = parse(WEIGHTS % setting + LOSS, NetParameter())
     Solver(param("fixed", train_net_param=net, weight_decay=0.1))
     assert not [record for record in caplog.records if record.levelname != "INFO"]

@@ -75,13 +75,16 @@ def find_root(folder: str, first: str, path: str, beside: str | None) -> str:
 
 
 def unreadable(name: str, error: OSError, folder: str) -> DataError:
-    """The error for an image that cannot be read, with a hint if its root folder lacks the "/", or
-    is not there.
+    """The error for an image that cannot be read, with a hint if its root folder is missing, lacks
+    the "/", or is not there.
     """
     hint = ""
-    if folder and not folder.endswith("/"):
+    if not folder:
+        if isinstance(error, FileNotFoundError) and not os.path.isabs(error.filename or os.sep):
+            hint = "; no root_folder is given, which would stand before the name"
+    elif not folder.endswith("/"):
         hint = f'; root_folder "{folder}" does not end in "/"'
-    elif folder and not os.path.isdir(folder):
+    elif not os.path.isdir(folder):
         hint = f'; there is no root_folder "{folder}"'
     return DataError(f"{name} cannot be read: {reason(error)}{hint}")
 
