@@ -271,7 +271,7 @@ def _train(
         _configure(solver, options, devices)
         resumed = _restore(solver, options, start.snapshot, attachment, world)
         if drawn is not None and not resumed and not follows:
-            log.info("Random numbers begin with %d: random_seed: %d repeats the run", drawn, drawn)
+            log.info("The random seed is %d; random_seed: %d repeats the run", drawn, drawn)
         if start.rate_factor is not None:
             solver.iterations.rate_factor = start.rate_factor
         try:

@@ -202,7 +202,7 @@ def test_a_run_without_a_random_seed_is_repeated_by_the_one_it_drew_and_goes_on(
     seeded("", "max_iter: 4")
     code, said = train(2)
     assert code == 0, said
-    drawn = said.split("Random numbers begin with ")[1].partition(":")[0]
+    drawn = said.split("The random seed is ")[1].partition(";")[0]
     model = Path("s_iter_4.caffemodel").read_bytes()
     seeded("", "max_iter: 8")
     command = ["--solver", "solver.prototxt"]
@@ -210,7 +210,7 @@ def test_a_run_without_a_random_seed_is_repeated_by_the_one_it_drew_and_goes_on(
     for nodes in (2, 1):
         codes, said = threads(*[[*command, *auto]] * 2) if nodes == 2 else threads.alone(*auto)
         assert codes in ([0, 0], 0), said
-        assert "Random numbers begin" not in said
+        assert "The random seed is" not in said
         assert is_whole("s_iter_8.solverstate")
         for path in Path().glob("s_iter_8.*"):
             path.unlink()
