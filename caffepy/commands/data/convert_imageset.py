@@ -307,9 +307,12 @@ class Job:
             yield from chain.from_iterable(chunks)
 
     def _none_readable(self, lines: int) -> DataError:
-        there = os.path.isdir(self.root or ".")
-        hint = "" if there else f'; there is no folder "{self.root}"'
-        return DataError(f"none of the {lines} images could be read, such as {self._path(0)}{hint}")
+        first, hint = self._path(0), ""
+        if not os.path.isdir(self.root or "."):
+            hint = f'; there is no folder "{self.root}"'
+        elif not os.path.exists(first):
+            hint = ", which does not exist: ROOTFOLDER/ stands before the names of the list"
+        return DataError(f"none of the {lines} images could be read, such as {first}{hint}")
 
     def _path(self, line: int) -> str:
         return self.root + self.entries[line][0]

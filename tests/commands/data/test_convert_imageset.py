@@ -168,15 +168,19 @@ def test_blank_lines_count_in_keys(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_no_image_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a.png 0\n")
+    missing = ", which does not exist: ROOTFOLDER/ stands before the names of the list"
     for root, hint in (
         ("nowhere", '; there is no folder "nowhere"'),
-        (f"{tmp_path}/", ""),
-        ("", ""),
+        (f"{tmp_path}/", missing),
+        ("", missing),
     ):
         with pytest.raises(DataError) as caught:
             convert_imageset(root, f"{tmp_path}/list.txt", f"{tmp_path}/db")
         assert str(caught.value) == f"none of the 1 images could be read, such as {root}a.png{hint}"
-    assert os.listdir(tmp_path) == ["list.txt"]
+    (tmp_path / "a.png").write_text("no image")
+    with pytest.raises(DataError, match=r"none of the 1 images could be read, such as .*a\.png$"):
+        convert_imageset(f"{tmp_path}/", f"{tmp_path}/list.txt", f"{tmp_path}/db")
+    assert sorted(os.listdir(tmp_path)) == ["a.png", "list.txt"]
 
 
 @pytest.mark.parametrize("root", ["imagez", "imagez/", "list.txt/", "images/sub/x"])
