@@ -29,6 +29,8 @@ FIELDS = {
     "multistep": ("gamma", "stepvalue"),
     "poly": ("power", "max_iter"),
     "sigmoid": ("gamma", "stepsize"),
+    "stepdecr": ("gamma", "stepsize"),
+    "smoothstep": ("gamma", "stepsize"),
     "plateau": ("gamma", "plateau_winsize"),
     "multifixed": ("stagelr", "stageiter"),
 }
@@ -74,6 +76,20 @@ def poly(param: SolverParameter, iteration: int, step: int) -> float:
 def sigmoid(param: SolverParameter, iteration: int, step: int) -> float:
     """base_lr / (1 + exp(-gamma * (iteration - stepsize)))."""
     return param.base_lr * (1 + tanh(param.gamma * (iteration - param.stepsize) / 2)) / 2
+
+
+@policies("stepdecr")
+def stepdecr(param: SolverParameter, iteration: int, step: int) -> float:
+    """base_lr * (1 - gamma * floor(iteration / stepsize)), 0 at the least (Cysu's, of Domain guided
+    dropout).
+    """
+    return max(param.base_lr * (1 - param.gamma * (iteration // param.stepsize)), 0.0)
+
+
+@policies("smoothstep")
+def smoothstep(param: SolverParameter, iteration: int, step: int) -> float:
+    """base_lr * gamma^(iteration / stepsize) (Cysu's)."""
+    return float(param.base_lr * param.gamma ** (iteration / param.stepsize))
 
 
 @policies("multifixed")
