@@ -42,15 +42,10 @@ _FIELDS = {
         "aspect_max",
     },
     "deepdetect": {"TransformationParameter": "geometry_param"},
-    "Domain guided dropout": {
-        "DataParameter": "shuffle_pool_size",
-        "LayerParameter": "guided_dropout_param",
-    },
-    "Deformable ConvNets 2": {"LayerParameter": "modulated_deformable_convolution_param"},
+    "Domain guided dropout": {"DataParameter": "shuffle_pool_size"},
     "JULE": {"LayerParameter": "graphlinkage_loss_param"},
     "RRD": {"LayerParameter": "orn_param"},
     "R-C3D": {"ROIPoolingParameter": "pooled_l"},
-    "Deep metric learning": {"LayerParameter": "lifted_struct_sim_softmax_loss_param"},
     "Up-Down-Captioner": {
         "LayerParameter": "beam_search_param",
         "LSTMParameter": "num_cells",
@@ -102,9 +97,6 @@ _FIELDS = {
         "LayerParameter": "cos_data_param",
         "MemoryDataParameter": "source dataframe_format dataframe_column_select image_encoded",
     },
-    "PSANet": {
-        "LayerParameter": "pointwise_spatial_attention_param",
-    },
     "Frcnn": {
         "WindowDataParameter": "config",
     },
@@ -122,7 +114,7 @@ _FIELDS = {
     "Sophgo": {
         "TransposeParameter": "order",
     },
-    "CTPN": {
+    "an early Caffe (pull request 190)": {
         "SolverParameter": "stepearly",
     },
     "Deformable ConvNets": {
@@ -252,7 +244,6 @@ _LAYERS = {
     "deepdetect": "SparseData",
     "Textspotter": "LSTMNew PointBilinear",
     "Synopsys": "ICNetSubgraph YoloV2Loss YoloV3Loss",
-    "PSANet": "PointwiseSpatialAttention",
     "Frcnn": "FrcnnAnchorTarget FrcnnProposalTarget FrcnnRoiData",
     "CaffeOnSpark": "CoSData",
     "happynear": "GeneralContrastiveLoss GlobalLSEMargin MultiLabelImageData",
@@ -264,7 +255,6 @@ _LAYERS = {
     "LiteFlowNet": "Grid",
     "Visual concepts": "MILData",
     "pose_action_caffe": "CropPatchFromMaxFeaturePosition ResizeWithMap",
-    "Domain guided dropout": "GuidedDropout",
     "UntrimmedNet": "SequenceData",
     "AttentionMask": "SlidingWindowIndex",
     "caffe-heatmap": "DataHeatmap EuclideanLossHeatmap",

@@ -6,6 +6,7 @@ All that is to be known of a type stands in its class. Start reading with `base`
 
 from caffepy.layer import (  # noqa: F401 # so that every type is registered
     accuracy,
+    attention,
     batch_norm,
     blocks,
     cascade,

@@ -1,7 +1,7 @@
 """Neurons that draw random numbers: dropout, and rectifiers whose slopes are random."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -150,6 +150,82 @@ class SpatialDropout(Drawing, SameShape):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = dy * m / (1 - r)."""
+        if propagate_down[0]:
+            self.scaled(top[0].diff, bottom[0].diff)
+
+
+@layer("GuidedDropout")
+class GuidedDropout(Drawing, SameShape):
+    """y = x * m * C / (number of channels kept) for the channels of (N, C, ...), m of a guidance g
+    (N, C) (Domain guided dropout: Xiao et al. 2016).
+
+    "deterministic": m is 1 where g > guidance_threshold. "stochastic": in TRAIN m is 1 with
+    probability p = s(sigmoid_scaler * g), the number of channels is the sum of p; in TEST y = x.
+    """
+
+    bottoms = 2
+    backward_reads_bottom = backward_reads_top = False
+    constant_bottoms: Mapping[int, str] = {
+        1: "{type} cannot differentiate its guidance; the layer that makes it needs no gradient"
+    }
+
+    @property
+    def is_stochastic(self) -> bool:
+        """True if m is drawn."""
+        return self.param.guided_dropout_param.type == "stochastic"
+
+    @property
+    def draws(self) -> bool:
+        return super().draws and self.is_stochastic
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        kind = self.param.guided_dropout_param.type
+        if kind not in ("deterministic", "stochastic"):
+            raise ConfigError(f'type is deterministic or stochastic, not "{kind}"')
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        shape, guidance = bottom[0].shape, bottom[1]
+        if len(shape) < 2 or guidance.shape[:2] != shape[:2] or guidance.count != prod(shape[:2]):
+            raise ConfigError(
+                "GuidedDropout needs (N, C, ...) and a guidance (N, C), not "
+                f"{list(shape)} and {list(guidance.shape)}"
+            )
+        self.planes = shape[:2]
+        self.view = 1, prod(shape[:2]), prod(shape[2:])
+        self.factor, self.drawn_slopes = self.buffer(self.planes), self.buffer(self.planes)
+        self.negative = self.buffer(self.planes)
+        self.negative.host_data[...] = -1
+
+    def scaled(self, x: Array, y: Array) -> None:
+        """Write y, the planes of x times their factors."""
+        if self.draws or not self.is_stochastic:
+            planes = x.reshape(self.view), self.factor.data.reshape(-1), None, y.reshape(self.view)
+            self.ops.scale_forward(*planes)
+        elif x is not y:
+            self.ops.copy(x, y)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        param, guidance = self.param.guided_dropout_param, bottom[1].data.reshape(self.planes)
+        channels = self.planes[1]
+        if self.draws:
+            # 1 / slope is uniform from 1 to 2.
+            slopes = self.drawn_slopes.data
+            given = self.negative.data, self.factor.data, slopes
+            self.ops.rrelu_forward(*given, (1.0, 2.0), *self.draw())
+            chance = 0.5 + 0.5 * np.tanh(0.5 * param.sigmoid_scaler * guidance)
+            share = np.maximum(chance.sum(axis=1, keepdims=True) / channels, 1e-30)
+            kept = 1 / slopes - 1 <= chance
+        elif not self.is_stochastic:
+            kept = guidance > param.guidance_threshold
+            share = np.maximum(kept.sum(axis=1, keepdims=True), 1) / channels
+        if self.draws or not self.is_stochastic:
+            np.divide(kept, share, out=self.factor.data, casting="unsafe")
+        self.scaled(bottom[0].data, top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = dy * m * C / (number of channels kept)."""
+        self.refuse_constants(propagate_down)
         if propagate_down[0]:
             self.scaled(top[0].diff, bottom[0].diff)
 

@@ -1,4 +1,5 @@
-"""Losses of Caffe's forks on embeddings: L1, triplets, distance to the centre of a class.
+"""Losses of Caffe's forks on embeddings: L1, triplets, pairs of a batch, distance to the centre of
+a class.
 
 They are array arithmetic, the same on the CPU and a GPU; nothing is read back.
 """
@@ -12,6 +13,9 @@ from caffepy.core.errors import ConfigError
 from caffepy.layer.base import Blobs, LossLayer, layer
 from caffepy.layer.flow import FlowL1Loss
 from caffepy.layer.loss import EuclideanLoss, bad_labels, items
+
+FEW = -1e30
+"""The logarithm of a sum without terms."""
 
 
 @layer("L1Loss")
@@ -95,6 +99,62 @@ class TripletLoss(LossLayer):
         for b, wanted, (plus, minus) in zip(bottom, propagate_down, pairs, strict=True):
             if wanted:
                 np.multiply(plus - minus, factor, out=b.diff.reshape(self.view))
+
+
+@layer("LiftedStructSimilaritySoftmaxLoss")
+class LiftedStructSimilaritySoftmaxLoss(LossLayer):
+    """Sum of max(0, J_ij)^2 / 2P over the P pairs i < j of one label (Song et al. 2016).
+
+    Embeddings x (N, ...), labels (N). J_ij = D_ij + log(sum of exp(margin - D_ik) + sum of
+    exp(margin - D_jk)), over the k of another label; D are Euclidean distances. The loss is 0 where
+    the fork divides by nothing: no pair is of one label, or all are. Of two equal items of one
+    label the distance has no gradient, where the fork's is not finite.
+    """
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        n = items(bottom[0])
+        if bottom[1].count != n:
+            raise ConfigError(f"{n} items need as many labels, not {bottom[1].count}")
+        self.view = n, bottom[0].count // max(n, 1)
+        self.distance, self.slope, self.later = (self.buffer((n, n)) for _ in range(3))
+        self.later.host_data[...] = np.triu(np.ones((n, n)), 1)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        margin = self.param.lifted_struct_sim_softmax_loss_param.margin
+        x, d = bottom[0].data.reshape(self.view), self.distance.data
+        if not d.size:
+            top[0].data[...] = 0
+            return
+        self.ops.distances(x, x, d, True)
+        np.sqrt(d, out=d)
+        labels = bottom[1].data.reshape(-1)
+        alike = labels[:, None] == labels
+        # Where a label has no others their sum is 0 and its logarithm FEW: no pair of it counts.
+        most = np.max(np.where(alike, FEW, margin - d), axis=1, keepdims=True)
+        away = np.where(alike, 0, np.exp(np.where(alike, 0, margin - d - most)))
+        sums = np.maximum(away.sum(axis=1, keepdims=True), 1)  # its largest term is 1
+        logs = most + np.log(sums)
+        both = np.logaddexp(logs, logs.T)  # (N, N)
+        pairs = alike & (self.later.data > 0)
+        hinge = np.where(pairs, np.maximum(d + both, 0), 0)
+        hinge_of_pairs = hinge / np.sqrt(np.maximum(pairs.sum(), 1))
+        np.sum(hinge_of_pairs * hinge_of_pairs, out=top[0].data)
+        np.multiply(top[0].data, 0.5, out=top[0].data)
+        hinge = hinge / np.maximum(pairs.sum(), 1)
+        own = ((hinge + hinge.T) * np.exp(logs - both)).sum(axis=1, keepdims=True)
+        slope = hinge - away / sums * own  # d loss / d D_ik, of row i
+        np.divide(slope + slope.T, np.where(d > 0, d, 1), out=self.slope.data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx_i = weight * sum over k of slope_ik (x_i - x_k) / D_ik."""
+        self.refuse_constants(propagate_down)
+        if propagate_down[0]:
+            x, dx = (a.reshape(self.view) for a in (bottom[0].data, bottom[0].diff))
+            slope = self.slope.data
+            self.ops.matmul(slope, x, dx)  # (N, N) @ (N, K)
+            np.subtract(slope.sum(axis=1, keepdims=True) * x, dx, out=dx)
+            np.multiply(dx, top[0].diff, out=dx)
 
 
 @layer("CenterLoss")

@@ -190,6 +190,12 @@ LOOPS = {
     "DecodeBBox": "test_cascade.py::test_decode_bbox",
     "ScaleRoute": "test_cascade.py::test_scale_route",
     "Lstm": "test_recurrent.py::test_lstm_of_ctpn_against_a_loop",
+    "GuidedDropout": "test_dropout.py::test_guided_dropout_keeps_what_is_above_the_threshold",
+    "LiftedStructSimilaritySoftmaxLoss": (
+        "test_metric_loss.py::test_lifted_structure_against_a_loop"
+    ),
+    "ModulatedDeformableConvolution": "test_deformable.py::test_modulated_against_a_loop",
+    "PointwiseSpatialAttention": "test_attention.py::test_against_a_loop",
     "MatMul": "test_inner_product.py::test_matmul_against_numpy",
     "MultiStageMeanfield": "test_meanfield.py::test_against_a_loop",
     "Normalize": "test_normalization.py::test_normalize_against_numpy",
@@ -320,6 +326,10 @@ ON_GPU = {
     "LargeMarginInnerProduct": "test_inner_product.py::test_margin_inner_product_on_gpu",
     "MarginInnerProduct": "test_inner_product.py::test_margin_inner_product_on_gpu",
     "Lstm": "test_recurrent.py::test_lstm_of_ctpn_on_gpu",
+    "GuidedDropout": "test_dropout.py::test_guided_dropout_on_a_gpu",
+    "LiftedStructSimilaritySoftmaxLoss": "test_metric_loss.py::test_on_gpu",
+    "ModulatedDeformableConvolution": "test_deformable.py::test_modulated_on_gpu",
+    "PointwiseSpatialAttention": "test_attention.py::test_on_gpu",
     "MatMul": "test_inner_product.py::test_matmul_on_gpu",
     "MultiStageMeanfield": "test_meanfield.py::test_on_gpu",
     "MultinomialLogisticLoss": "test_loss.py::test_on_gpu",

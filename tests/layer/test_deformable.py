@@ -131,3 +131,80 @@ def test_on_gpu(case):
     x, offsets = bottoms(case)
     for down in ((True, True), (True, False), (False, True)):
         check_plain_on_gpu(deformable(case), x, offsets, propagate_down=down)
+
+
+def modulated(case):
+    settings = deformable(case).partition("deformable_convolution_param")[2]
+    return (
+        f'type: "ModulatedDeformableConvolution" modulated_deformable_convolution_param{settings}'
+    )
+
+
+def masks(case):
+    n, rest, *size = offset_shape(case)
+    return random(n, rest // 2, *size, seed=7)
+
+
+def between_zeros(plane, u, v):
+    """Bilinear, among zeros on all sides."""
+    framed = np.pad(plane, 1)
+    h, w = plane.shape
+    if not (-1 < u < h and -1 < v < w):
+        return 0
+    i, j = int(np.floor(u)), int(np.floor(v))
+    t, s = u - i, v - j
+    upper = (1 - s) * framed[i + 1, j + 1] + s * framed[i + 1, j + 2]
+    return (1 - t) * upper + t * ((1 - s) * framed[i + 2, j + 1] + s * framed[i + 2, j + 2])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_modulated_against_a_loop(case):
+    x, offsets = bottoms(case)
+    mask = masks(case)
+    single = Single(modulated(case), x, offsets, mask)
+    (y,) = single.forward()
+    w, layer = single.params[0], single.layer
+    (kh, kw), (sh, sw), (ph, pw), (dh, dw) = layer.window
+    parts, group, channels, outputs = layer.parts, layer.group, x.shape[1], w.shape[0]
+    want = np.zeros_like(y)
+    for n, o, p, q in np.ndindex(y.shape):
+        for c, i, j in np.ndindex(w.shape[1:]):
+            channel = o // (outputs // group) * (channels // group) + c
+            tap = channel // (channels // parts) * kh * kw + i * kw + j
+            down, right = offsets[n, tap * 2 :][:2, p, q]
+            u, v = p * sh - ph + i * dh + down, q * sw - pw + j * dw + right
+            read = between_zeros(x[n, channel], u, v) * mask[n, tap, p, q]
+            want[n, o, p, q] += w[o, c, i, j] * read
+        if len(single.params) > 1:
+            want[n, o, p, q] += single.params[1][o]
+    np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_modulated_gradient(case):
+    bottom = *bottoms(case, 0.5), masks(case)
+    check_gradient(modulated(case), *bottom, step=1e-6, tolerance=1e-5)
+
+
+def test_modulated_gradients_of_some_bottoms():
+    single = Single(modulated("plain"), *bottoms("plain"), masks("plain"))
+    single.forward()
+    dy = random(*single.top[0].shape)
+    every, _ = single.backward([dy])
+    for k in range(3):
+        one, _ = single.backward([dy], [k == 0, k == 1, k == 2])
+        np.testing.assert_array_equal(one[k], every[k])
+
+
+def test_modulated_masks_must_fit():
+    with pytest.raises(ConfigError, match=r"the masks need shape \[2, 9, 5, 6\], one for each tap"):
+        Single(modulated("plain"), *bottoms("plain"), random(2, 18, 5, 6))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("case", CASES)
+def test_modulated_on_gpu(case):
+    bottom = *bottoms(case), masks(case)
+    for down in ((True, True, True), (False, False, True)):
+        check_plain_on_gpu(modulated(case), *bottom, propagate_down=down)

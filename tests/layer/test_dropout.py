@@ -9,6 +9,7 @@ from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 
 from .harness import Single, check_gradient, random, seeded
+from .on_gpu import check_plain_on_gpu
 
 
 def on_gpu(text, device, bottom, top):
@@ -111,6 +112,81 @@ def test_spatial_dropout_drops_whole_planes(param, in_place):
 
 def test_spatial_dropout_gradient():
     check_gradient('type: "SpatialDropout"', random(2, 6, 3))
+
+
+GUIDED = 'type: "GuidedDropout" guided_dropout_param { type: "stochastic" sigmoid_scaler: 2 }'
+THRESHOLD = 'type: "GuidedDropout" guided_dropout_param { guidance_threshold: 0.5 }'
+
+
+@pytest.mark.parametrize("phase", [TRAIN, TEST])
+def test_guided_dropout_keeps_what_is_above_the_threshold(phase):
+    x, guidance = random(3, 5, 2), random(3, 5, seed=1)
+    guidance[1] = -1
+    single = Single(THRESHOLD, x, guidance, phase=phase)
+    (y,) = single.forward()
+    dy = random(*x.shape, seed=2)
+    (dx, _), _ = single.backward([dy], [True, False])
+    for i in range(3):
+        kept = guidance[i] > 0.5
+        factor = kept * 5 / max(kept.sum(), 1)
+        np.testing.assert_allclose(y[i], x[i] * factor[:, None], rtol=1e-6)
+        np.testing.assert_allclose(dx[i], dy[i] * factor[:, None], rtol=1e-6)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_guided_dropout_draws_by_its_guidance(in_place):
+    x, guidance = random(2000, 3, 2), np.tile([[-1.0, 0, 2]], (2000, 1))
+    single = Single(GUIDED, x, guidance, tops=1, in_place=in_place)
+    (y,) = single.forward()
+    chance = 1 / (1 + np.exp(-2 * guidance[0]))
+    kept = (y != 0).all(axis=2)
+    np.testing.assert_allclose(kept.mean(axis=0), chance, atol=0.03)
+    factor = kept[:, :, None] * 3 / chance.sum()
+    np.testing.assert_allclose(y, x * factor, rtol=1e-5)
+    (dx, _), _ = single.backward([np.ones(x.shape)], [True, False])
+    np.testing.assert_allclose(dx, factor * np.ones(x.shape), rtol=1e-5)
+    (y,) = Single(GUIDED, x, guidance, in_place=in_place, phase=TEST).forward()
+    np.testing.assert_array_equal(y, x)
+
+
+def test_guided_dropout_gradient():
+    for text in (GUIDED, THRESHOLD):
+        check_gradient(text, random(3, 4, 2), random(3, 4, seed=1), propagate_down=[True, False])
+
+
+@pytest.mark.parametrize(
+    ("text", "guidance", "message"),
+    [
+        (GUIDED, (3, 4, 2), r"a guidance \(N, C\), not \[3, 4, 2\] and \[3, 4, 2\]"),
+        (GUIDED.replace("stochastic", "both"), (3, 4), 'deterministic or stochastic, not "both"'),
+    ],
+)
+def test_guided_dropout_that_does_not_fit(text, guidance, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(text, random(3, 4, 2), random(*guidance))
+
+
+@pytest.mark.gpu
+def test_guided_dropout_on_a_gpu():
+    bottoms = random(3, 4, 2), random(3, 4, seed=1)
+    check_plain_on_gpu(THRESHOLD, *bottoms, propagate_down=[True, False])
+    device = CudaDevice(seed=1)
+    with device.scope():
+        bottom = [Blob((2000, 3, 2), device=device), Blob((2000, 3), device=device)]
+        top = Blob(device=device)
+        layer = create_layer(text_format.Parse(GUIDED, LayerParameter()), TRAIN, device)
+        layer.setup(bottom, [top])
+        layer.reshape(bottom, [top])
+        bottom[0].host_data.fill(1)
+        bottom[1].host_data[...] = [-1, 0, 2]
+        layer.forward(bottom, [top])
+        chance = 1 / (1 + np.exp([2.0, 0, -4]))
+        kept = top.host_data[:, :, 0] != 0
+        np.testing.assert_allclose(kept.mean(axis=0), chance, atol=0.03)
+        top.host_diff.fill(1)
+        layer.backward([top], [True, False], bottom)
+        np.testing.assert_array_equal(bottom[0].host_diff, top.host_data)
+        np.testing.assert_allclose(top.host_data[kept], 3 / chance.sum(), rtol=1e-5)
 
 
 RANDOMIZED = {

@@ -13,6 +13,8 @@ CENTERS = (
     'type: "CenterLoss" center_loss_param { num_output: 3 center_filler { type: "gaussian" } }'
 )
 FOCAL = 'type: "FocalLoss" focal_loss_param { gamma: 1.5 } loss_param { ignore_label: 1 }'
+LIFTED = 'type: "LiftedStructSimilaritySoftmaxLoss"'
+PAIRS = np.array([0.0, 1, 0, 2, 1, 0])
 # name: prototxt, bottoms, propagate_down
 CASES = {
     "L1Loss": ('type: "L1Loss" loss_weight: 2', [random(3, 4), random(3, 4, seed=1)], [True, True]),
@@ -20,6 +22,12 @@ CASES = {
         'type: "TripletLoss" triplet_loss_param { margin: 2 }',
         [random(4, 3, 2, seed=k) for k in range(3)],
         [True, True, True],
+    ),
+    "LiftedStructSimilaritySoftmaxLoss": (LIFTED, [random(6, 4), PAIRS], [True, False]),
+    "lifted structure of a margin": (
+        LIFTED + " lifted_struct_sim_softmax_loss_param { margin: 3 } loss_weight: 0.5",
+        [random(6, 2, 2) * 3, PAIRS],
+        [True, False],
     ),
     "FocalLoss": (FOCAL, [random(4, 3), LABELS], [True, False]),
     "FocalLoss of pixels": (
@@ -59,6 +67,42 @@ def test_triplet_loss_against_a_loop():
         total += max(0, 1 + near - far)
     (loss,) = Single('type: "TripletLoss"', a, p, n).forward()
     assert loss == pytest.approx(total / 8)
+
+
+@pytest.mark.parametrize("margin", [1, 4])
+def test_lifted_structure_against_a_loop(margin):
+    x, total, count = random(6, 4), 0.0, 0
+    d = [[np.sqrt(((a - b) ** 2).sum()) for b in x] for a in x]
+    for i in range(6):
+        for j in range(i + 1, 6):
+            if PAIRS[i] == PAIRS[j]:
+                others = [k for k in range(6) if PAIRS[k] != PAIRS[i]]
+                terms = [np.exp(margin - d[place][k]) for place in (i, j) for k in others]
+                total += max(0, d[i][j] + np.log(sum(terms))) ** 2
+                count += 1
+    text = f"{LIFTED} lifted_struct_sim_softmax_loss_param {{ margin: {margin} }}"
+    (loss,) = Single(text, x, PAIRS).forward()
+    assert count == 4
+    assert loss == pytest.approx(total / 8)
+
+
+@pytest.mark.parametrize("labels", [np.zeros(3), np.arange(3.0)], ids=["one label", "no pair"])
+def test_lifted_structure_needs_pairs_and_others(labels):
+    single = Single(LIFTED, random(3, 4), labels, dtype=np.float32)
+    (loss,) = single.forward()
+    (dx, _), _ = single.backward([np.float32(1)], [True, False])
+    assert loss == 0
+    np.testing.assert_array_equal(dx, 0)
+
+
+def test_lifted_structure_of_equal_items_is_finite():
+    x = random(4, 3)
+    x[1] = x[0]
+    single = Single(LIFTED, x, np.array([0.0, 0, 1, 2]), dtype=np.float32)
+    (loss,) = single.forward()
+    (dx, _), _ = single.backward([np.float32(1)], [True, False])
+    assert np.isfinite(loss)
+    assert np.isfinite(dx).all()
 
 
 @pytest.mark.parametrize("weight", [1, 0.25])
@@ -140,6 +184,7 @@ def test_label_outside_is_named(text):
         ('type: "L1Loss"', [(3, 4), (3, 5)], "the bottoms must have the same count: 12 of shape"),
         ('type: "TripletLoss"', [(3, 4), (3, 4), (3, 2)], "bottom 2 has shape .3, 2., bottom 0"),
         (CENTERS, [(3, 4), (3, 2)], "3 items need as many labels, not 6"),
+        (LIFTED, [(3, 4), (3, 2)], "3 items need as many labels, not 6"),
         ('type: "CenterLoss"', [(3, 4), (3,)], "num_output must be 1 or more"),
     ],
 )

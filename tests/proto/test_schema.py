@@ -211,6 +211,19 @@ OWN |= {
 OWN |= {
     (message, name)
     for message, names in {
+        "LayerParameter": "lifted_struct_sim_softmax_loss_param guided_dropout_param "
+        "pointwise_spatial_attention_param modulated_deformable_convolution_param",
+        "LiftedStructSimilaritySoftmaxLossParameter": "margin",
+        "GuidedDropoutParameter": "type guidance_threshold sigmoid_scaler",
+        "PointwiseSpatialAttentionParameter": "attention_mask_height attention_mask_width "
+        "normalization_factor is_softmax psa_type",
+    }.items()
+    for name in names.split()
+}
+"""Those of deep metric learning, Domain guided dropout, PSANet and Deformable ConvNets 2."""
+OWN |= {
+    (message, name)
+    for message, names in {
         "LayerParameter": "transpose_param reverse_param lstm_param",
         "LSTMParameter": "num_output clipping_threshold weight_filler bias_filler batch_size",
         "ReverseParameter": "axis",
@@ -460,6 +473,8 @@ def test_enums_are_those_of_the_tables() -> None:
     unnumbered |= {("MultiStageMeanfieldParameter.Mode", "POTTS")}
     engine = "DeformableConvolutionParameter.Engine"
     unnumbered |= {(engine, name) for name in ("DEFAULT", "CAFFE", "CUDNN")}
+    attention = "PointwiseSpatialAttentionParameter.PSAType"
+    unnumbered |= {(attention, name) for name in ("COLLECT", "DISTRIBUTE")}
     mode = "LayerParameter.ConnectivityMode"
     kinds = ("CONNECTED", "DISCONNECTED_ELTWISE", "DISCONNECTED_GRPWISE")
     unnumbered |= {(mode, name) for name in kinds}
