@@ -101,7 +101,7 @@ _FIELDS = {
         "WindowDataParameter": "config",
     },
     "OpenVINO": {
-        "LayerParameter": "grn_param scale_filter_param",
+        "LayerParameter": "scale_filter_param",
         "DetectionOutputParameter": "input_height input_width",
     },
     "TextBoxes++": {
@@ -138,6 +138,10 @@ _FIELDS = {
         "TransformationParameter": "invalid_detection_mode",
     },
     "LocNet": {"LayerParameter": "region_pooling_param"},
+    "MyCaffe": {
+        "GRNParameter": "input_dim hidden_dim output_dim context_dim dropout_ratio batch_first "
+        "axis activation weight_filler bias_filler",
+    },
     "Deep supervised hashing": {"LayerParameter": "hashing_loss_param"},
     "Person search": {"LayerParameter": "labeled_matching_param"},
     "Arcface for Caffe": {
@@ -150,7 +154,7 @@ _FIELDS = {
     "Compact bilinear pooling": {"LayerParameter": "compact_bilinear_param"},
     "CCNN": {"LayerParameter": "densecrf_param"},
     "Textspotter": {"LayerParameter": "point_bilinear_param"},
-    "3D-Caffe": {"LayerParameter": "mhd_data_param pooling_nd_param"},
+    "3D-Caffe": {"LayerParameter": "mhd_data_param"},
     "HeartSeg": {"TransformationParameter": "crop_size_l"},
     "R*CNN": {"MILParameter": "context_per_roi"},
     "DSS": {"ImageDataParameter": "normalize"},
@@ -240,7 +244,7 @@ _LAYERS = {
     "Bi-Real-net": "BinaryConvolutionTrain",
     "FaceMagnet": "Normalization",
     "OICR": "GlobalSumPooling OICRLayer",
-    "OpenVINO": "DetectionOutputExtended GRN ScaleFilter",
+    "OpenVINO": "DetectionOutputExtended ScaleFilter",
     "deepdetect": "SparseData",
     "Textspotter": "LSTMNew PointBilinear",
     "Synopsys": "ICNetSubgraph YoloV2Loss YoloV3Loss",
@@ -257,9 +261,8 @@ _LAYERS = {
     "pose_action_caffe": "CropPatchFromMaxFeaturePosition ResizeWithMap",
     "UntrimmedNet": "SequenceData",
     "AttentionMask": "SlidingWindowIndex",
-    "caffe-heatmap": "DataHeatmap EuclideanLossHeatmap",
+    "caffe-heatmap": "DataHeatmap",
     "caffe-spn": "CropHed SoftProposal",
-    "CASENet": "MultiChannelReweightedSigmoidCrossEntropyLoss ReweightedSigmoidCrossEntropyLoss",
     "CED": "PeriodicShuffle",
     "DDS": "MultiLabelLoss MultiLabelUnweightedLoss",
     "SSDH": "K1_EuclideanLoss K2_EuclideanLoss",
@@ -270,8 +273,7 @@ _LAYERS = {
     "Hypercolumns": "HyperColumns",
     "L-GM loss": "ClassDistance",
     "MyCaffe": "DataTemporal LstmAttention LstmSimple MemoryLoss TokenizedData",
-    "RAM": "CarcontImageData NormalizationL2",
-    "SEAL": "MultiChannelSigmoidCrossEntropyLoss",
+    "RAM": "CarcontImageData",
     "SegAware": "Im2dist NormConv NormConvMeanfield TwoImageData",
     "SeqFace": "SmoothMarginInnerProduct",
     "Stochastic quantization": "TernaryConvolution",

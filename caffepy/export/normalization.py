@@ -133,6 +133,16 @@ def normalize(site: Site) -> None:
         site.reshape(value, site.top_shapes[i], out=site.tops[i])
 
 
+@writers("GRN", "NormalizationL2")
+def divided_by_norm(site: Site) -> None:
+    """x / sqrt(sum of squares + a small number)."""
+    layer, (x,) = site.layer, site.bottoms
+    by_item = layer.type == "NormalizationL2"
+    axes = list(range(1, len(site.bottom_shapes[0]))) if by_item else [1]
+    squares = site.affine(site.reduce("ReduceSumSquare", x, axes), 1, layer.eps)
+    site.finish("Div", x, site.node("Sqrt", squares))
+
+
 @writers("Scale", "EltwiseAffine")
 def scale(site: Site) -> None:
     """Mul and Add; directly after a BatchNormalization its scale and bias."""

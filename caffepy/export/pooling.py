@@ -19,7 +19,7 @@ def pooling(site: Site) -> None:
     pool(site, site.layer, site.top_shapes[0], site.tops)
 
 
-@writers("Pooling3D")
+@writers("Pooling3D", "PoolingND")
 def volumes(site: Site) -> None:
     """MaxPool; or AveragePool over zeros, times how many more elements it counts."""
     layer, (x,) = site.layer, site.bottoms

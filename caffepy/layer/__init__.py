@@ -19,6 +19,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     detection_loss,
     detectnet,
     dropout,
+    edge_loss,
     eltwise,
     field_loss,
     flow,

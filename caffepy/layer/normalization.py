@@ -116,6 +116,61 @@ class LRN(SameShape):
         self.ops.axpy(-2 * self.alpha * self.beta, window, dx)
 
 
+@layer("GRN")
+class GRN(SameShape):
+    """y = x / sqrt(sum of x^2 over the channels of (N, C, ...) + bias), at each place (OpenVINO).
+
+    With dummy_backward dx = dy, as there.
+    """
+
+    backward_reads_bottom = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        if len(bottom[0].shape) < 2:
+            raise ConfigError(f"{self.type} needs (N, C, ...), not {list(bottom[0].shape)}")
+        self.eps = self.param.grn_param.bias
+        if self.eps < 0:
+            raise ConfigError(f"grn_param: bias must be 0 or more, not {self.eps:g}")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        n, c, *rest = bottom[0].shape
+        self.view = self.viewed(n, c, prod(rest))
+        self.norm = self.buffer((n, self.view[2]))
+
+    def viewed(self, n: int, c: int, places: int) -> tuple[int, int, int]:
+        """The bottom as (outer, what the norm is of, inner)."""
+        return n, c, places
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y = (a.reshape(self.view) for a in (bottom[0].data, top[0].data))
+        self.ops.normalize_forward(x, y, self.norm.data, self.eps, False)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = (dy - y * sum of y * dy) / norm."""
+        y, dy, dx = (a.reshape(self.view) for a in (top[0].data, top[0].diff, bottom[0].diff))
+        if propagate_down[0] and self.param.grn_param.dummy_backward:
+            if dx is not dy:
+                self.ops.copy(dy, dx)
+        elif propagate_down[0]:
+            self.ops.normalize_backward(y, self.norm.data, dy, None, dx, False)
+
+
+@layer("NormalizationL2")
+class NormalizationL2(GRN):
+    """y = x / sqrt(sum of x^2 over each item of (N, ...)) (RAM, GGL: Liu et al. 2018).
+
+    0 for an item of zeros, where the fork divides by 0.
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        self.eps = 1e-30
+
+    def viewed(self, n: int, c: int, places: int) -> tuple[int, int, int]:
+        return n, c * places, 1
+
+
 @layer("Normalize")
 class Normalize(Layer):
     """y = x / n * scale, n the norm of (N, C, ...) at each place, or of each item.

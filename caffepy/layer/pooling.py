@@ -186,6 +186,7 @@ class Pooling(Drawing):
         if len(bottom[0].shape) != 4:
             raise ConfigError(
                 f"pooling needs an input with 4 axes (N, C, H, W), not {len(bottom[0].shape)}"
+                + "; volumes have Pooling3D or PoolingND" * (len(bottom[0].shape) == 5)
             )
         n, c, *size = bottom[0].shape
         check_sides(size)
@@ -304,12 +305,16 @@ class Pooling3D(Layer):
     on_gpu = True
     can_recompute = True
 
+    def settings(self, bottom: Blobs) -> Pooling3DParameter:
+        """The layer's settings."""
+        return self.param.pooling3d_param
+
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        param = self.param.pooling3d_param
+        param = self.settings(bottom)
         self.mean = param.pool == Pooling3DParameter.AVE
         self.backward_reads_bottom = self.backward_reads_top = not self.mean
         if param.pool == Pooling3DParameter.STOCHASTIC:
-            raise ConfigError("pooling3d_param: there is no STOCHASTIC pooling of volumes")
+            raise ConfigError("there is no STOCHASTIC pooling of volumes")
         self.whole = param.global_pooling
         self.by_length = self.whole or param.HasField("kernel_l")
         if self.by_length:
@@ -341,7 +346,7 @@ class Pooling3D(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shape = bottom[0].shape
         if len(shape) != 5:
-            raise ConfigError(f"Pooling3D needs (N, C, L, H, W), not {list(shape)}")
+            raise ConfigError(f"{self.type} needs (N, C, L, H, W), not {list(shape)}")
         n, c, *size = shape
         check_sides(size)
         if self.whole:
@@ -375,6 +380,36 @@ class Pooling3D(Layer):
     @staticmethod
     def volumes(x: Array) -> Array:
         return x.reshape(-1, *x.shape[2:])
+
+
+@layer("PoolingND")
+class PoolingND(Pooling3D):
+    """(N, C, L, H, W) -> (N, C, Lo, Ho, Wo): 3D-Caffe's pooling, as P3D's, with a number for all
+    axes or one for each.
+    """
+
+    def settings(self, bottom: Blobs) -> Pooling3DParameter:
+        param, shape = self.param.pooling_nd_param, bottom[0].shape
+        if len(shape) != 5 or bottom[0].axis(param.axis) != 1:
+            raise ConfigError(
+                f"PoolingND needs (N, C, L, H, W) and axis 1, not {list(shape)}; for images write "
+                "Pooling"
+            )
+        volumes = Pooling3DParameter(pool=param.pool, global_pooling=param.global_pooling)
+        for name, values, ours in (
+            ("kernel_size", param.kernel_size, "kernel"),
+            ("stride", param.stride, "stride"),
+            ("pad", param.pad, "pad"),
+        ):
+            if len(values) not in (0, 1, 3) or (name, len(values), param.global_pooling) == (
+                "kernel_size",
+                0,
+                False,
+            ):
+                raise ConfigError(f"{name} needs a number, or 3, not {len(values)}")
+            for side, value in zip("lhw", list(values) * (3 // max(len(values), 1)), strict=False):
+                setattr(volumes, f"{ours}_{side}", value)
+        return volumes
 
 
 @layer("SPP")

@@ -1,14 +1,15 @@
-"""Outputs of OpenPose's nets (Cao et al. 2017): maps of several scales as one large map, and the
-peaks of each part.
+"""Maps of parts of people: outputs of OpenPose's nets (Cao et al. 2017), maps of several scales as
+one large map and the peaks of each part; and caffe-heatmap's loss of such maps.
 """
 
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import numpy as np
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob
-from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.layer.base import Blobs, Layer, LossLayer, layer
 
 NEAR = 3  # rows and columns to each side of a peak whose mean place it is
 TAPS = 4  # of a cubic
@@ -172,3 +173,40 @@ class Nms(Layer):
             mean = (values * coordinate).sum(axis=2) / safe
             out[:, 1:, column] = np.where(kept, mean, 0)
         out[:, 1:, 2] = np.where(kept, flat[self.row.data, place], 0)
+
+
+@layer("EuclideanLossHeatmap")
+class EuclideanLossHeatmap(LossLayer):
+    """Mean of the squares of x - t over maps x and t (N, C, H, W) (caffe-heatmap: Pfister et al.
+    2015). A third bottom, and its settings, are for pictures in windows, which are not drawn.
+
+    The gradient is its fork's: not divided by the number of elements, nor times 2.
+    """
+
+    bottoms = (2, 3)
+    backward_reads_bottom = backward_reads_top = False
+    constant_bottoms: Mapping[int, str] = {
+        **LossLayer.constant_bottoms,
+        2: "{type} draws its third bottom, which has no gradient",
+    }
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        if bottom[0].shape != bottom[1].shape:
+            raise ConfigError(
+                f"maps of shape {list(bottom[0].shape)} need labels like them, not "
+                f"{list(bottom[1].shape)}"
+            )
+        self.difference = self.buffer(bottom[0].shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        difference = self.difference.data
+        np.subtract(bottom[0].data, bottom[1].data, out=difference)
+        np.sum(difference * difference, out=top[0].data)
+        np.multiply(top[0].data, 1 / max(difference.size, 1), out=top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = weight * (x - t)."""
+        self.refuse_constants(propagate_down)
+        if propagate_down[0]:
+            np.multiply(self.difference.data, top[0].diff, out=bottom[0].diff)

@@ -297,6 +297,8 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([(3, 4)], 2, "normalize_param { }"),
         ([IMAGE], 2, 'normalize_param { normalize_type: "L1" }'),
     ],
+    "GRN": [([IMAGE], 1, ""), ([(3, 4)], 1, "grn_param { bias: 0.5 }")],
+    "NormalizationL2": [([IMAGE], 1, ""), ([(3, 4)], 1, "")],
     "PassThrough": [
         ([(2, 3, 4, 6)], 1, "pass_through_param { block_height: 2 block_width: 3 num_output: 18 }"),
     ],
@@ -385,6 +387,10 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
             "pooling3d_param { pool: AVE kernel_depth: 2 kernel_size: 3 stride: 2 "
             "temporal_stride: 3 }",
         ),
+    ],
+    "PoolingND": [
+        ([(2, 3, 4, 5, 6)], 1, "pooling_nd_param { kernel_size: [2, 3, 2] stride: 2 pad: 1 }"),
+        ([(2, 3, 4, 5, 6)], 1, "pooling_nd_param { pool: AVE kernel_size: 2 stride: 2 }"),
     ],
     "SPP": [
         ([(2, 3, 9, 11)], 1, "spp_param { pyramid_height: 3 }"),

@@ -351,6 +351,46 @@ def test_what_cannot_be_normalized_is_refused(text, tops, message):
         Single(f'type: "Normalize" {text}', random(2, 3, 4, 5), tops=tops)
 
 
+NORMS_OF_FORKS = {
+    "GRN": ('type: "GRN"', 1e-7, (1,)),
+    "GRN with a bias": ('type: "GRN" grn_param { bias: 0.5 }', 0.5, (1,)),
+    "of an item": ('type: "NormalizationL2"', 0, (1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("case", NORMS_OF_FORKS)
+def test_norms_of_forks_against_numpy(case, in_place):
+    text, bias, axes = NORMS_OF_FORKS[case]
+    x = random(2, 3, 4, 5)
+    (y,) = Single(text, x, in_place=in_place).forward()
+    norm = np.sqrt((x * x).sum(axis=axes, keepdims=True) + bias)
+    np.testing.assert_allclose(y, x / norm, rtol=1e-7)
+    check_gradient(text, x, in_place=in_place)
+
+
+def test_norms_of_forks_at_their_ends():
+    single = Single('type: "NormalizationL2"', np.zeros((2, 3)), dtype=np.float32)
+    np.testing.assert_array_equal(single.forward()[0], 0)
+    assert np.isfinite(single.backward([random(2, 3)])[0][0]).all()
+    for in_place in (False, True):
+        text, dy = 'type: "GRN" grn_param { dummy_backward: true }', random(2, 3, 4, seed=1)
+        single = Single(text, random(2, 3, 4), in_place=in_place)
+        single.forward()
+        if not in_place:
+            np.testing.assert_array_equal(single.backward([dy])[0][0], dy)
+    with pytest.raises(ConfigError, match="bias must be 0 or more, not -1"):
+        Single('type: "GRN" grn_param { bias: -1 }', random(2, 3))
+    with pytest.raises(ConfigError, match=r"GRN needs \(N, C, ...\), not \[3\]"):
+        Single('type: "GRN"', random(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NORMS_OF_FORKS)
+def test_norms_of_forks_on_gpu(case):
+    check_plain_on_gpu(NORMS_OF_FORKS[case][0], random(2, 37, 5, 6), propagate_down=[True])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", NORMALIZE)
 def test_normalize_on_gpu(case):

@@ -133,3 +133,28 @@ def test_on_gpu():
 def test_maps_without_places_have_no_peaks():
     with pytest.raises(ConfigError, match=r"Nms needs \(N, C, H, W\)"):
         Single('type: "Nms" nms_param { num_parts: 1 max_peaks: 2 }', np.zeros((2, 2, 0, 3)))
+
+
+HEATMAPS = 'type: "EuclideanLossHeatmap" visualise: false visualise_channel: 3 loss_weight: 2'
+MAPS = random(2, 3, 4, 5), random(2, 3, 4, 5, seed=1)
+
+
+@pytest.mark.parametrize("drawn", [(), (random(2, 1, 3, 3),)], ids=["two bottoms", "three"])
+def test_heatmap_loss_against_numpy(drawn):
+    """The gradient is that of the sum of squares / 2."""
+    x, t = MAPS
+    single = Single(HEATMAPS, x, t, *drawn)
+    (loss,) = single.forward()
+    assert loss == pytest.approx(((x - t) ** 2).mean())
+    (dx, *_), _ = single.backward([np.array(2.0)], [True, False, False][: 2 + len(drawn)])
+    np.testing.assert_allclose(dx, 2 * (x - t), rtol=1e-6)
+
+
+@pytest.mark.gpu
+def test_heatmap_loss_on_gpu():
+    check_plain_on_gpu(HEATMAPS, *MAPS, propagate_down=[True, False])
+
+
+def test_heatmap_loss_needs_maps_of_one_shape():
+    with pytest.raises(ConfigError, match=r"of shape \[2, 3, 4, 5\] need labels like them"):
+        Single(HEATMAPS, MAPS[0], random(2, 4, 3, 5))

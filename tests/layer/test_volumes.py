@@ -31,6 +31,9 @@ POOLING = {
         (2, 2, 8),
     ),
     "P3D's mean of all": ("pool: AVE global_pooling: true", (1, 1, 1)),
+    "3D-Caffe's max, padded": ("ND kernel_size: 3 stride: 2 pad: 1", (3, 3, 4)),
+    "3D-Caffe's mean": ("ND pool: AVE kernel_size: [2, 3, 2] stride: [3, 4, 1]", (2, 2, 5)),
+    "3D-Caffe's max of all": ("ND global_pooling: true", (1, 1, 1)),
     "mean, padded": ("pool: AVE kernel_size: 3 kernel_depth: 2 stride: 2 pad: 1", (3, 3, 4)),
 }
 
@@ -40,7 +43,10 @@ def convolution(case, type_="Convolution3D"):
 
 
 def pooling(case):
-    return f'type: "Pooling3D" pooling3d_param {{ {POOLING[case][0]} }}'
+    settings = POOLING[case][0]
+    if settings.startswith("ND "):
+        return f'type: "PoolingND" pooling_nd_param {{ {settings.removeprefix("ND ")} }}'
+    return f'type: "Pooling3D" pooling3d_param {{ {settings} }}'
 
 
 def sizes(layer):
@@ -137,6 +143,18 @@ def test_figures_of_the_fork(case):
         (pooling("P3D's max, padded").replace("pad_l: 1", "pad_l: 2"), X.shape, "pad 2x1x1 must"),
         (pooling("P3D's mean of all").replace("AVE", "AVE pad_l: 1"), X.shape, "needs no kernel"),
         (pooling("mean").replace("AVE", "STOCHASTIC"), X.shape, "no STOCHASTIC pooling"),
+        (pooling("3D-Caffe's mean"), (2, 3, 4, 4), "for images write Pooling"),
+        (
+            'type: "PoolingND" pooling_nd_param { kernel_size: [2, 3] }',
+            X.shape,
+            "kernel_size needs a number, or 3, not 2",
+        ),
+        ('type: "PoolingND"', X.shape, "kernel_size needs a number, or 3, not 0"),
+        (
+            'type: "Pooling" pooling_param { kernel_size: 2 }',
+            X.shape,
+            "not 5; volumes have Pooling3D or PoolingND",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(text, shape, message):

@@ -212,7 +212,13 @@ OWN |= {
     (message, name)
     for message, names in {
         "LayerParameter": "lifted_struct_sim_softmax_loss_param guided_dropout_param "
-        "pointwise_spatial_attention_param modulated_deformable_convolution_param",
+        "pointwise_spatial_attention_param modulated_deformable_convolution_param grn_param "
+        "pooling_nd_param heatmap_data_param visualise visualise_channel",
+        "GRNParameter": "bias dummy_backward",
+        "PoolingNDParameter": "pool pad kernel_size stride engine global_pooling axis",
+        "HeatmapDataParameter": "segmentation multfact num_channels batchsize root_img_dir "
+        "random_crop sample_per_cluster labelinds source meanfile crop_meanfile cropsize outsize "
+        "scale label_width label_height dont_flip_first angle_max flip_joint_labels",
         "LiftedStructSimilaritySoftmaxLossParameter": "margin",
         "GuidedDropoutParameter": "type guidance_threshold sigmoid_scaler",
         "PointwiseSpatialAttentionParameter": "attention_mask_height attention_mask_width "
@@ -220,7 +226,9 @@ OWN |= {
     }.items()
     for name in names.split()
 }
-"""Those of deep metric learning, Domain guided dropout, PSANet and Deformable ConvNets 2."""
+"""Those of deep metric learning, Domain guided dropout, PSANet, Deformable ConvNets 2, OpenVINO,
+3D-Caffe and caffe-heatmap.
+"""
 OWN |= {
     (message, name)
     for message, names in {
@@ -472,6 +480,8 @@ def test_enums_are_those_of_the_tables() -> None:
     unnumbered |= {("PoolingParameter.PoolMethod", name) for name in ("AVE_EXC_PAD", "AVE_TF")}
     unnumbered |= {("MultiStageMeanfieldParameter.Mode", "POTTS")}
     engine = "DeformableConvolutionParameter.Engine"
+    unnumbered |= {(engine, name) for name in ("DEFAULT", "CAFFE", "CUDNN")}
+    engine = "PoolingNDParameter.Engine"
     unnumbered |= {(engine, name) for name in ("DEFAULT", "CAFFE", "CUDNN")}
     attention = "PointwiseSpatialAttentionParameter.PSAType"
     unnumbered |= {(attention, name) for name in ("COLLECT", "DISTRIBUTE")}
