@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from caffepy.core.errors import ConfigError, one_or_each
 from caffepy.models import path
@@ -22,6 +22,7 @@ from caffepy.proto.text import read_net, where
 _SOURCES = {
     "Data": "data_param",
     "ImageData": "image_data_param",
+    "DataHeatmap": "heatmap_data_param",
     "DetectionData": "detection_data_param",
     "EvalData": "eval_data_param",
     "ImageGtData": "image_gt_data_param",
@@ -89,7 +90,10 @@ _READ_SEQUENCES = frozenset({"CTCGreedyDecoder", "CtcLoss", "WarpCTCLoss"})
 _COMPARE = frozenset({"EuclideanLoss", "L1Loss", "SigmoidCrossEntropyLoss", "SmoothL1Loss"})
 """Layers that say what a further top of data is: images, regions, or as many numbers as others."""
 
-_SHAPED = frozenset({*_DENSE, *_VOXELS, "CPMData", "BoxData"})
+_READ_MAPS = frozenset({"YoloSeg", "SegmentationEvaluate", "EuclideanLossHeatmap"})
+"""Those that compare maps with labels."""
+
+_SHAPED = frozenset({*_DENSE, *_VOXELS, "CPMData", "BoxData", "DataHeatmap"})
 """Those whose tops have shapes of their own."""
 
 # Layers whose tops have as many channels as their bottom; others than these and those with
@@ -138,7 +142,7 @@ def synthetic(
                     layer.input_param.shape.add(dim=[1, *(image or guess.image)])
             continue
         source = getattr(layer, setting or "data_param")
-        size = (batch if setting else 0) or getattr(source, "batch_size", 0) or 1
+        size = (batch if setting else 0) or _batch_size(source) or 1
         try:
             shape = list(image or _image(layer, guess))
         except ConfigError as error:
@@ -155,6 +159,12 @@ def synthetic(
         for field in _SOURCES.values():
             layer.ClearField(field)
     return copy
+
+
+def _batch_size(source: Any) -> int:
+    """The batch size that settings of data state, 0 if they state none."""
+    stated: int = getattr(source, "batch_size", 0) or getattr(source, "batchsize", 0)
+    return stated
 
 
 def _leave_out_files(layer: LayerParameter) -> None:
@@ -189,6 +199,9 @@ def _dims(
     dims = dims or _top_shape(layer, i, size, shape, guess)
     if layer.type == "AnnotatedData" and i == 2:
         dims[1] = _pixel_classes(net, top)
+    elif layer.type == "DataHeatmap" and i == 1:
+        kept = [place for place in layer.heatmap_data_param.labelinds.split(",") if place.strip()]
+        dims[1] = len(kept) // 2 or _pixel_classes(net, top)
     return dims
 
 
@@ -261,6 +274,7 @@ def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:
         (cascade.short_size, cascade.long_size),
         (evaluated.resize_height, evaluated.resize_width),
         (evaluated.short_size, evaluated.long_size),
+        (layer.heatmap_data_param.outsize, layer.heatmap_data_param.outsize),
         *([(people.crop_size_y, people.crop_size_x)] if layer.type == "CPMData" else []),
     )
     height, width = next((size for size in sizes if all(size)), (0, 0))
@@ -312,6 +326,9 @@ def _top_shape(
         people = layer.cpm_transform_param
         height, width = (side // max(people.stride, 1) for side in inside)
         return [batch, 2 * (people.num_parts + 1), height, width]
+    if layer.type == "DataHeatmap":
+        joints = layer.heatmap_data_param
+        return [batch, 1, joints.label_height, joints.label_width]
     if layer.type in _FIELDS:
         rates = _FIELDS[layer.type](layer)
         grid = [int(side / rates[i - 1] + 0.5) for side in inside] if i <= len(rates) else []
@@ -405,11 +422,13 @@ def _reshaped(net: NetParameter, top: str, shape: list[int]) -> list[int] | None
 
 
 def _pixel_classes(net: NetParameter, label: str) -> int:
-    """The number of classes of pixels of MobileNet-YOLO's labels, by the scores beside them."""
+    """The number of channels of MobileNet-YOLO's labels of pixels, or of maps of joints, by the
+    scores beside them.
+    """
     scores = {
         layer.bottom[0]
         for layer in net.layer
-        if layer.type in ("YoloSeg", "SegmentationEvaluate") and label in layer.bottom[1:2]
+        if layer.type in _READ_MAPS and label in layer.bottom[1:2]
     }
     while True:  # through sigmoids and their like to a convolution
         for layer in net.layer:

@@ -138,6 +138,8 @@ _FIELDS = {
         "TransformationParameter": "invalid_detection_mode",
     },
     "LocNet": {"LayerParameter": "region_pooling_param"},
+    "RoomNet for Caffe": {"LayerParameter": "is_test", "HeatmapDataParameter": "scale_h scale_w"},
+    "caffe-pose": {"HeatmapDataParameter": "sigma"},
     "MyCaffe": {
         "GRNParameter": "input_dim hidden_dim output_dim context_dim dropout_ratio batch_first "
         "axis activation weight_filler bias_filler",
@@ -200,7 +202,8 @@ _IGNORED = {
     "EltwiseParameter": "engine",
     "InnerProductParameter": "engine",
     "LayerParameter": "strict_dim engine multinode mn_activation_param mn_grad_compress_param "
-    "quantization_param",
+    "quantization_param visualise visualise_channel",
+    "HeatmapDataParameter": "num_channels crop_meanfile",
     "NetParameter": "engine compile_net_state multinode bn_stats_batch_size mem_param richness",
     "LabelMapItem": "label_id r g b",
     "MemoryDataParameter": "share_in_parallel",
@@ -261,7 +264,6 @@ _LAYERS = {
     "pose_action_caffe": "CropPatchFromMaxFeaturePosition ResizeWithMap",
     "UntrimmedNet": "SequenceData",
     "AttentionMask": "SlidingWindowIndex",
-    "caffe-heatmap": "DataHeatmap",
     "caffe-spn": "CropHed SoftProposal",
     "CED": "PeriodicShuffle",
     "DDS": "MultiLabelLoss MultiLabelUnweightedLoss",

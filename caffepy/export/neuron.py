@@ -48,7 +48,7 @@ def crelu(site: Site) -> None:
     site.finish("Concat", site.node("Relu", x), negative, axis=1)
 
 
-@writers("SpatialDropout")
+@writers("SpatialDropout", "ChannelDropout")
 def spatial_dropout(site: Site) -> None:
     """The identity in the TEST phase."""
     if site.layer.draws:

@@ -75,6 +75,20 @@ class CPMData(Data):
         return PoseLoader(self._source, self.param, self.phase, self.device, self.path)
 
 
+@layer("DataHeatmap")
+class DataHeatmap(Prefetching):
+    """-> (N, 3, outsize, outsize) and maps of joints (N, J, label_height, label_width): image files
+    of a list with coordinates (Pfister et al. 2015).
+    """
+
+    tops = (2, 2)
+
+    def open(self) -> Loader:
+        from caffepy.data.heatmap_loader import HeatmapLoader  # here, since it loads OpenCV
+
+        return HeatmapLoader(self.param, self.device, self.path)
+
+
 @layer("ImageData")
 class ImageData(Prefetching):
     """-> (N, C, h, w) and labels (N,): image files of a list, in order or shuffled, transformed."""

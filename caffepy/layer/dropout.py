@@ -108,10 +108,11 @@ class SeLuDropout(Dropout):
             self.ops.scaled(self.slope * (1 - self.ratio), dx, dx)
 
 
-@layer("SpatialDropout")
+@layer("SpatialDropout", "ChannelDropout")
 class SpatialDropout(Drawing, SameShape):
     """TRAIN: y = x * m / (1 - r) for whole planes of (N, C, ...), m is 1 with probability 1 - r.
     TEST: y = x. r is dropout_ratio of dropout_param (Intel Caffe, ENet; Tompson et al. 2015).
+    ChannelDropout is caffe-pose's name.
     """
 
     backward_reads_bottom = backward_reads_top = False

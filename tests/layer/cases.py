@@ -62,6 +62,7 @@ NEURONS: dict[str, tuple[str, Callable[[float], float] | None]] = {
     "PReLU": ("", lambda x: x if x > 0 else 0.25 * x),
     "PReLU shared": ("prelu_param { channel_shared: true }", lambda x: x if x > 0 else 0.25 * x),
     "SpatialDropout TEST": ("", lambda x: x),
+    "ChannelDropout TEST": ("", lambda x: x),
     "RReLU TEST": ("", lambda x: x if x > 0 else x / 5.5),
     "Insanity TEST": ("", lambda x: x if x > 0 else x * log(2) / 5),
     "Dropout": ("", None),

@@ -248,6 +248,7 @@ LOOPS = {
     "SoftmaxWithLossOHEM": "test_detection_loss.py::test_losses_of_boxes_against_a_loop",
     "SoftmaxWithLoss": "test_loss.py::test_softmax_loss_against_a_loop",
     "SpatialDropout": "test_dropout.py::test_spatial_dropout_drops_whole_planes",
+    "ChannelDropout": "test_dropout.py::test_spatial_dropout_drops_whole_planes",
     "SpatialTransformer": "test_sampling.py::test_spatial_transformer_against_a_loop",
     "Split": "test_shape.py::test_against_numpy",
     "Tile": "test_shape.py::test_against_numpy",
@@ -380,6 +381,7 @@ ON_GPU = {
     "SmoothL1LossOHEM": "test_detection_loss.py::test_on_gpu",
     "SoftmaxWithLossOHEM": "test_detection_loss.py::test_on_gpu",
     "SpatialDropout": "test_dropout.py::test_random_layers_on_a_gpu",
+    "ChannelDropout": "test_dropout.py::test_random_layers_on_a_gpu",
     "SpatialTransformer": "test_sampling.py::test_on_gpu",
     "Split": "test_shape.py::test_on_gpu_in_all_formats",
     "TripletLoss": "test_metric_loss.py::test_on_gpu",
@@ -434,6 +436,7 @@ REPLAY = "test_data.py::test_what_caffe_put_on_the_tops"
 FORKS = "test_annotated_data.py::test_what_the_forks_put_on_the_tops"
 BATCHES = {
     "AnnotatedData": FORKS,
+    "DataHeatmap": "test_heatmap_data.py::test_the_middle_is_cut",
     "CPMData": "test_pose_data.py::test_changed_people_against_a_loop",
     "Data": REPLAY,
     "DenseImageData": FORKS,

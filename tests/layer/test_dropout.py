@@ -94,9 +94,16 @@ def test_dropout_with_the_root_as_its_scale(phase):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("param", ["dropout_param", "spatial_dropout_param"])
+@pytest.mark.parametrize(
+    "param",
+    [
+        '"SpatialDropout" dropout_param',
+        '"SpatialDropout" spatial_dropout_param',
+        '"ChannelDropout" dropout_param',
+    ],
+)
 def test_spatial_dropout_drops_whole_planes(param, in_place):
-    text = f'type: "SpatialDropout" {param} {{ dropout_ratio: 0.2 }}'
+    text = f"type: {param} {{ dropout_ratio: 0.2 }}"
     x = random(40, 50, 3, 2)
     single = Single(text, x, in_place=in_place)
     (y,) = single.forward()
@@ -111,7 +118,8 @@ def test_spatial_dropout_drops_whole_planes(param, in_place):
 
 
 def test_spatial_dropout_gradient():
-    check_gradient('type: "SpatialDropout"', random(2, 6, 3))
+    for type_ in ("SpatialDropout", "ChannelDropout"):
+        check_gradient(f'type: "{type_}"', random(2, 6, 3))
 
 
 GUIDED = 'type: "GuidedDropout" guided_dropout_param { type: "stochastic" sigmoid_scaler: 2 }'
@@ -229,7 +237,7 @@ def test_bounds_of_randomized_relu(type_):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("type_", ["SpatialDropout", *RANDOMIZED])
+@pytest.mark.parametrize("type_", ["SpatialDropout", "ChannelDropout", *RANDOMIZED])
 def test_random_layers_on_a_gpu(type_):
     """A mask and its gradient of the share and the mean that they should have, anew each pass."""
     device = CudaDevice(seed=1)
@@ -245,7 +253,8 @@ def test_random_layers_on_a_gpu(type_):
         top.host_diff.fill(-1)
         layer.backward([top], [True], [bottom])
         np.testing.assert_array_equal(bottom.host_diff, passes[1])
-    means = {"SpatialDropout": -1, "RReLU": -np.log(8 / 3) / 5, "Insanity": -np.log(2) / 5}
+    means = {"RReLU": -np.log(8 / 3) / 5, "Insanity": -np.log(2) / 5}
+    means |= {"SpatialDropout": -1, "ChannelDropout": -1}
     for y in passes:
         assert y.mean() == pytest.approx(means[type_], abs=0.06)
     assert (passes[0] != passes[1]).mean() > 0.4
