@@ -196,6 +196,8 @@ def _dims(
             named = layer.type == "Python" and _region_top(top, "", False)
             if not named or compared.get(top):
                 dims = _read_as(net, layer, top, size, shape, compared)
+        if not i and layer.type == "Data" and not layer.transform_param.crop_size:
+            dims = _sliced(net, top, size, shape[0]) or dims
     dims = dims or _top_shape(layer, i, size, shape, guess)
     if layer.type == "AnnotatedData" and i == 2:
         dims[1] = _pixel_classes(net, top)
@@ -397,6 +399,17 @@ def _read_as(
             return [rows, _LENGTH]
         if number := compared.get(top, 0):
             return [rows, number]
+    return None
+
+
+def _sliced(net: NetParameter, top: str, size: int, channels: int) -> list[int] | None:
+    """The shape of records of labels, which a Slice cuts where images have no channels."""
+    for layer in net.layer:
+        points = list(layer.slice_param.slice_point)
+        cuts = layer.type == "Slice" and top in layer.bottom and layer.slice_param.axis == 1
+        if cuts and points and points[-1] >= channels:
+            before = points[-2] if len(points) > 1 else 0
+            return [size, 2 * points[-1] - before, 1, 1]
     return None
 
 

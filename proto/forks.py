@@ -20,13 +20,14 @@ _FIELDS = {
     "MobileNet-YOLO": {
         "TransformationParameter": "enable_classf_aug min_scaling_factor max_scaling_factor "
         "max_rotation_angle contrast_brightness_adjustment smooth_filtering min_contrast "
-        "max_contrast max_brightness_shift max_smooth max_color_shift min_side_min "
-        "min_side_max min_side apply_probability cvt_bgr2rgb",
+        "max_contrast max_brightness_shift max_smooth max_color_shift min_side_min min_side_max "
+        "min_side apply_probability cvt_bgr2rgb",
     },
     "YOLO for Caffe": {
         "DetectionLossParameter": "side num_class num_object object_scale class_scale "
         "noobject_scale coord_scale sqrt constriant",
         "LayerParameter": "region_param",
+        "DetectionOutputParameter": "classes",
     },
     "happynear": {
         "ConvolutionParameter": "shape_offset",
@@ -46,14 +47,8 @@ _FIELDS = {
     "JULE": {"LayerParameter": "graphlinkage_loss_param"},
     "RRD": {"LayerParameter": "orn_param"},
     "R-C3D": {"ROIPoolingParameter": "pooled_l"},
-    "Up-Down-Captioner": {
-        "LayerParameter": "beam_search_param",
-        "LSTMParameter": "num_cells",
-    },
-    "MaskYolo": {
-        "LayerParameter": "roi_gen_param",
-        "TransformationParameter": "resize_w resize_h",
-    },
+    "Up-Down-Captioner": {"LayerParameter": "beam_search_param", "LSTMParameter": "num_cells"},
+    "MaskYolo": {"LayerParameter": "roi_gen_param", "TransformationParameter": "resize_w resize_h"},
     "autocolorize": {"LayerParameter": "extended_image_data_param"},
     "FPGA Caffe": {"LayerParameter": "xcl_param xcl_name"},
     "OpenPose's training": {"LayerParameter": "op_transform_param"},
@@ -70,7 +65,11 @@ _FIELDS = {
     "DeepSkeleton": {"LayerParameter": "rescale_param"},
     "Force regularization": {"LayerParameter": "sparsify_param"},
     "HashNet": {"ImageDataParameter": "label_dim"},
-    "naibaf7's": {"ConvolutionParameter": "fuse_type"},
+    "naibaf7's": {
+        "ConvolutionParameter": "fuse_type",
+        "MemoryDataParameter": "dim",
+        "PoolingParameter": "dilation",
+    },
     "video_triplet": {"ImageDataParameter": "pair_size"},
     "PSPNet": {
         "BatchNormParameter": "update_global_stats",
@@ -84,9 +83,7 @@ _FIELDS = {
         "FillerParameter": "diag_val",
         "LayerParameter": "coeff_schedule_param reshape_every_iter",
     },
-    "Spatial Transformer": {
-        "FillerParameter": "file",
-    },
+    "Spatial Transformer": {"FillerParameter": "file"},
     "Temporal Segment Networks": {
         "LayerParameter": "seg_data_param batch_reduction_param",
         "TransformationParameter": "fix_crop more_fix_crop multi_scale scale_ratios max_distort "
@@ -97,9 +94,7 @@ _FIELDS = {
         "LayerParameter": "cos_data_param",
         "MemoryDataParameter": "source dataframe_format dataframe_column_select image_encoded",
     },
-    "Frcnn": {
-        "WindowDataParameter": "config",
-    },
+    "Frcnn": {"WindowDataParameter": "config"},
     "OpenVINO": {
         "LayerParameter": "scale_filter_param",
         "DetectionOutputParameter": "input_height input_width",
@@ -108,23 +103,15 @@ _FIELDS = {
         "DetectionOutputParameter": "use_polygon",
         "MultiBoxLossParameter": "use_polygon",
     },
-    "caffe-yolov2": {
-        "DetectionOutputParameter": "coords",
-    },
-    "Sophgo": {
-        "TransposeParameter": "order",
-    },
-    "an early Caffe (pull request 190)": {
-        "SolverParameter": "stepearly",
-    },
-    "Deformable ConvNets": {
-        "LayerParameter": "deformable_psroi_pooling_param",
-    },
-    "VPGNet": {
-        "LayerParameter": "tiling_param drive_data_param",
-    },
+    "caffe-yolov2": {"DetectionOutputParameter": "coords"},
+    "Sophgo": {"TransposeParameter": "order"},
+    "an early Caffe (pull request 190)": {"SolverParameter": "stepearly"},
+    "Deformable ConvNets": {"LayerParameter": "deformable_psroi_pooling_param"},
+    "VPGNet": {"LayerParameter": "tiling_param drive_data_param"},
     "ducha-aiki's": {
         "LayerParameter": "apl_param",
+        "NoiseParameter": "convert_to_ycrcb",
+        "ResizeParameter": "min_sz",
     },
     "caffe-tvg": {
         "LayerParameter": "image_label_data_param box_term_param shape_term_param "
@@ -143,6 +130,10 @@ _FIELDS = {
     "MyCaffe": {
         "GRNParameter": "input_dim hidden_dim output_dim context_dim dropout_ratio batch_first "
         "axis activation weight_filler bias_filler",
+        "TransformationParameter": "color_order use_image_mean use_imagedb_mean",
+        "InnerProductParameter": "enable_noise",
+        "RecurrentParameter": "engine",
+        "LayerParameter": "freeze_learning",
     },
     "Deep supervised hashing": {"LayerParameter": "hashing_loss_param"},
     "Person search": {"LayerParameter": "labeled_matching_param"},
@@ -150,9 +141,7 @@ _FIELDS = {
         "LayerParameter": "combined_margin_param cosin_add_m_param adacos_add_m_scale_param",
     },
     "Xlearn": {"LayerParameter": "jmmd_param mmd_param"},
-    "caffe-spn": {
-        "LayerParameter": "gaterecurrent_param gaterecurrent2dnoind_param roi_param",
-    },
+    "caffe-spn": {"LayerParameter": "gaterecurrent_param gaterecurrent2dnoind_param roi_param"},
     "Compact bilinear pooling": {"LayerParameter": "compact_bilinear_param"},
     "CCNN": {"LayerParameter": "densecrf_param"},
     "Textspotter": {"LayerParameter": "point_bilinear_param"},
@@ -160,7 +149,11 @@ _FIELDS = {
     "HeartSeg": {"TransformationParameter": "crop_size_l"},
     "R*CNN": {"MILParameter": "context_per_roi"},
     "DSS": {"ImageDataParameter": "normalize"},
-    "DeepLab": {"ImageDataParameter": "has_label", "LayerParameter": "softmaxloss_param"},
+    "DeepLab": {
+        "ImageDataParameter": "has_label",
+        "LayerParameter": "softmaxloss_param",
+        "V1LayerParameter": "softmaxloss_param",
+    },
     "S2VT": {"EltwiseParameter": "coeff_blob"},
     "ddtm's": {"DataParameter": "cursor"},
     "Synopsys": {
@@ -170,8 +163,57 @@ _FIELDS = {
         "ReLUParameter": "maximum minimum",
         "TransformationParameter": "caffe_yolo",
     },
-    "ENet": {
-        "DenseImageDataParameter": "label_divide_factor",
+    "ENet": {"DenseImageDataParameter": "label_divide_factor"},
+    "steganalysis for Caffe": {
+        "LayerParameter": "image_data_steganalysis_jpeg_dct_param",
+        "SolverParameter": "use_polyak",
+    },
+    "Label85": {"TransformationParameter": "rand_shift"},
+    "Caffe_action": {"VideoDataParameter": "stride_tmp num_views seq_length rep_label"},
+    "IncReg": {"SolverParameter": "prune_method", "LayerParameter": "prune_param"},
+    "cell_counting": {"SoftmaxParameter": "pos_cid"},
+    "SSD_windows_caffe": {"AnnotatedDataParameter": "config"},
+    "DRML": {"ImageDataParameter": "multilabel_num"},
+    "98-point face alignment": {
+        "TransformationParameter": "pad_ratio",
+        "LayerParameter": "weight_euclidean_loss_param",
+    },
+    "caffe_colorizer": {"ParamSpec": "param_propagate_down"},
+    "e2e_face": {"HDF5DataParameter": "scale"},
+    "Person re-identification by P2S": {"TransformationParameter": "crop_size_h"},
+    "CWIC": {"ConvolutionParameter": "constrain"},
+    "convLSTM_WTA": {"LayerParameter": "spatial_wta_param lstm_debug_param"},
+    "FRD": {"LayerParameter": "output_decay_param"},
+    "another FaceBoxes": {"PriorBoxParameter": "fixed_size"},
+    "binarization_2017": {
+        "SolverParameter": "monitor_test",
+        "LayerParameter": "image_transform_param",
+    },
+    "DOOBNet": {"ImageDataParameter": "data_type"},
+    "JigsawPuzzleSolver": {"TransformationParameter": "hash_file siamese_size"},
+    "L-GM loss": {"HDF5DataParameter": "mirror", "LayerParameter": "bof_param"},
+    "caffe_train of yuqj1991": {
+        "DetectionOutputParameter": "bias_scale nms_thresh",
+        "AnnotatedDataParameter": "crop_type yoloformat up_prob data_anchor_sampler",
+        "ImageDataParameter": "sample_num",
+        "TransformationParameter": "resize_param_yolo",
+        "LayerParameter": "use_ctc_loss",
+    },
+    "human parsing of AIROBOTAI": {
+        "ImageDataParameter": "future_scale",
+        "SolverParameter": "layer_l1",
+        "NetParameter": "RSlayer rslayer",
+        "ConvolutionParameter": "filter_stride",
+    },
+    "Hanyang_SSD": {"BatchSampler": "merged_data"},
+    "face_alignment of CamlinZ": {"ImageDataParameter": "rate_height"},
+    "Pedestrian-Attribute-Recognition": {"SPPParameter": "fineness_h"},
+    "DRT": {"ConvolutionParameter": "mylayerone mylayertwo mylayerthird mylayerfourth"},
+    "LSTM Pose Machines": {"TransformationParameter": "stride"},
+    "TransferNet": {
+        "SolverParameter": "encoder_net",
+        "ImageDataParameter": "target",
+        "ScaleParameter": "scale_factor",
     },
 }
 """Fields that no code heeds, though the schema may have them: a net that has one is refused, where
@@ -222,7 +264,15 @@ _ENUM_VALUES = dict.fromkeys(
     ["DEF", "DEF_ALL", "DEF_ALL2", "DEF_ALL3", "DEF_ALL4", "LOWRES", "SORT"], "happynear"
 )
 _ENUM_VALUES |= dict.fromkeys(["MAT_READ", "UNIQUE_LABEL"], "DeepLab")
-_ENUM_VALUES |= {"PIXELML": "CASENet"}
+_ENUM_VALUES |= {"PIXELML": "CASENet", "IMAGEDB": "MyCaffe"}
+_ENUM_VALUES |= {"FocalLoss": "SSD_windows_caffe", "FOCALLOSS": "XiongweiWu's SSD"}
+_ENUM_VALUES |= dict.fromkeys(["COMPACT_DATA", "L2_LOSS"], "caffe-multilabel")
+_ENUM_VALUES |= dict.fromkeys(["MULTILOGISTIC", "MULTILOGISTIC_LOSS"], "road_affordances")
+_ENUM_VALUES |= dict.fromkeys(
+    ["POSE_IMAGE_DATA", "RESIZE", "SIGMOID_LOSS", "NORM", "MULTI_SOFTMAX", "MULTI_SOFTMAX_LOSS"],
+    "3dnormal_joint_pose",
+)
+_ENUM_VALUES |= dict.fromkeys(["IMAGE_LABEL_DATA", "CONVOLUTION_SK"], "Caffe_3D_FF")
 _ENUM_VALUES |= dict.fromkeys(["ELTWISE_ACCURACY", "WINDOW_SEG_DATA"], "DeconvNet")
 
 _LAYERS = {
@@ -238,22 +288,23 @@ _LAYERS = {
     "Deformable ConvNets": "DeformablePSROIPooling",
     "VPGNet": "DriveData Tiling",
     "OpenPose": "Maximum Switch",
-    "ducha-aiki's": "APL GatedMaxAve TreepoolKernel1L",
+    "ducha-aiki's": "APL GatedMaxAve TreepoolKernel1L TreepoolMaxAve",
     "PWC-Net": "Warp",
-    "Person search": "LabeledMatching",
-    "LocNet": "RegionPooling",
+    "Person search": "LabeledMatching UnlabeledMatching",
+    "LocNet": "RegionPooling SigmoidCrossEntropyLossWeighted",
     "R*CNN": "MIL SigmoidCrossEntropyWeightedLoss Sum",
     "Spatial Transformer": "LocLoss PowerFile STLoss",
     "Bi-Real-net": "BinaryConvolutionTrain",
     "FaceMagnet": "Normalization",
     "OICR": "GlobalSumPooling OICRLayer",
-    "OpenVINO": "DetectionOutputExtended ScaleFilter",
+    "OpenVINO": "DetectionOutputExtended ScaleFilter AnchorEmbeddingExtractor",
     "deepdetect": "SparseData",
     "Textspotter": "LSTMNew PointBilinear",
     "Synopsys": "ICNetSubgraph YoloV2Loss YoloV3Loss",
     "Frcnn": "FrcnnAnchorTarget FrcnnProposalTarget FrcnnRoiData",
     "CaffeOnSpark": "CoSData",
-    "happynear": "GeneralContrastiveLoss GlobalLSEMargin MultiLabelImageData",
+    "happynear": "GeneralContrastiveLoss GlobalLSEMargin MultiLabelImageData GeneralTripletLoss "
+    "LabelSpecificRescale",
     "DeepSkeleton": "Rescale",
     "Force regularization": "Sparsify",
     "SkimCaffe": "ConvolutionReLU ConvolutionReLUPool ConvolutionReLUPoolLRN ReLUPooling "
@@ -261,28 +312,97 @@ _LAYERS = {
     "appearance-flow": "Transformation",
     "LiteFlowNet": "Grid",
     "Visual concepts": "MILData",
-    "pose_action_caffe": "CropPatchFromMaxFeaturePosition ResizeWithMap",
+    "pose_action_caffe": "CropPatchFromMaxFeaturePosition ResizeWithMap ArgMaxC "
+    "CoordsFromHeatMaps CoordsToBboxesMasks CrossBlobsSum ExtractPrimary "
+    "HeatMapsFromCoordsOrigin LoadDataFromFile LoadImageData MultiSourcesImagesData "
+    "PoseEuDistAccuracy PoseHeatMapLoss PosePDJAccuracy RandomImageData2 RescaledPoseCoords "
+    "ScenePooling SecondaryRegionsOpScores SimilaryEuclideanLoss TorsoMaskFromCoords "
+    "VisualizedHeatMaps2 VisualizedPoseCoords WriteDataIntoFile",
     "UntrimmedNet": "SequenceData",
-    "AttentionMask": "SlidingWindowIndex",
-    "caffe-spn": "CropHed SoftProposal",
+    "AttentionMask": "SlidingWindowIndex ArgMaxAll ArgMaxMy CheckAtt ConvertIndices "
+    "FlagsToIndices NormalizedSigmoidCrossEntropyLoss SplitIndices TileProduct",
+    "caffe-spn": "CropHed SoftProposal SigmoidCrossEntropyLossHed",
     "CED": "PeriodicShuffle",
-    "DDS": "MultiLabelLoss MultiLabelUnweightedLoss",
+    "DDS": "MultiLabelLoss MultiLabelUnweightedLoss SigmoidCrossEntropyEdgeLoss "
+    "SigmoidCrossEntropyEdgeUnweightedLoss",
     "SSDH": "K1_EuclideanLoss K2_EuclideanLoss",
     "HashNet": "PairwiseLoss ScaleTanH",
     "DRFN": "PwAttend",
     "DAVSOD": "ConvLSTM",
-    "HBP": "SignedSqrt SumPooling",
-    "Hypercolumns": "HyperColumns",
+    "HBP": "SignedSqrt SumPooling L2Normalize",
+    "Hypercolumns": "HyperColumns ImageNormalData",
     "L-GM loss": "ClassDistance",
-    "MyCaffe": "DataTemporal LstmAttention LstmSimple MemoryLoss TokenizedData",
+    "MyCaffe": "DataTemporal LstmAttention LstmSimple MemoryLoss TokenizedData AccuracyDecode "
+    "AccuracyEncoding ChannelEmbedding DataSequence GateAddNorm Knn LayerNorm "
+    "MultiheadAttentionInterp NLLLoss Normalization2 QuantileAccuracy QuantileLoss "
+    "ReshapeTemporal SoftmaxCrossEntropy2Loss TransformerBlock VarSelNet",
     "RAM": "CarcontImageData",
-    "SegAware": "Im2dist NormConv NormConvMeanfield TwoImageData",
-    "SeqFace": "SmoothMarginInnerProduct",
-    "Stochastic quantization": "TernaryConvolution",
+    "SegAware": "Im2dist NormConv NormConvMeanfield TwoImageData ChannelReduce DistLoss "
+    "Im2parity AttentionConvolution DynamicSampleConvolution",
+    "SeqFace": "SmoothMarginInnerProduct DSALoss LSROLoss NormL2",
+    "Stochastic quantization": "TernaryConvolution TernaryInnerProduct",
     "What's the Point": "SoftmaxWithLossExpectation SoftmaxWithLossObjectness",
-    "INQ and DNS for Caffe": "DNSConvolution INQConvolution",
+    "INQ and DNS for Caffe": "DNSConvolution INQConvolution DNSInnerProduct INQInnerProduct",
     "YOLO for Caffe": "Region",
     "Temporal Segment Networks": "BatchReduction Scatter SegData SyncBN",
+    "Xlearn": "MMDLoss",
+    "RoomNet for Caffe": "HeatmapVisualize",
+    "steganalysis for Caffe": "BNConv BdctToSpatial ImageDataSteganalysisJpegDct QuantTruncAbs "
+    "ReLURecover",
+    "DOOBNet": "ClassBalancedSigmoidCrossEntropyAttentionLoss OrientationSmoothL1Loss",
+    "road_affordances": "MultiLabelAccuracy Multilogistic MultilogisticWithLoss",
+    "caffe-face-attributes": "GRIDPooling",
+    "Label85": "FaceImage",
+    "Caffe Light Field": "AbsLoss EdgeX Warping",
+    "HDSR": "SequenceAccuracy",
+    "Caffe_action": "BNData ConvolutionData FileData InnerProductAll PoolingNum SLLSTM "
+    "VideoDataRNN VideoDataSeg VideoDataTest",
+    "JigsawPuzzleSolver": "MergeData",
+    "IncReg": "Reg_Col",
+    "cell_counting": "WeightedSoftmaxWithLoss",
+    "QaDWH": "ClassWiseProduct MultiLabelSoftmaxWithLoss",
+    "LearnableDilationNetwork": "Duplicate Truncation",
+    "EAST for Caffe": "DiceCoefLoss",
+    "SemanticLabelingDemo": "LabelData Segmentation",
+    "Ask, Attend and Answer": "MatrixProd WordSum",
+    "Bag of tricks for Caffe": "Mixup SoftmaxCrossEntropyLoss",
+    "DeepLogCORAL": "COVARIANCE MOVINGAVERAGE",
+    "Quartet loss": "QuartetLoss",
+    "FPCNet": "BReLU",
+    "DRML": "MultiSigmoidCrossEntropyLoss MultilabelImageData Splice",
+    "DRT": "Wtf Wtffourth Wtfsecond Wtfthird",
+    "binarization_2017": "BilinearInterpolation DocData PR WeightedFmeasureLoss",
+    "98-point face alignment": "ImageFloatData Noise WeightEuclideanLoss",
+    "caffe-facialkp": "WeightedEuclideanLoss",
+    "weightedGANpartialDA": "EntropyLoss WeightedGanLoss",
+    "car_keypoint_caffe": "HeatmapData KeypointAcc KeypointL2Loss",
+    "SVS": "L1LossKitti",
+    "MaskYolo": "DecodeRois KpsBoxData MaskBoxData ROIAlignment RoiGen YoloLoss",
+    "BBTXT": "BB3TXTBB BB3TXTData BB3TXTLoss BBTXTBB BBTXTData BBTXTLoss",
+    "GGL": "SetLoss2 VarLoss",
+    "Deep supervised hashing": "HashingLoss",
+    "caffe_colorizer": "GANLoss",
+    "OrdinalRegression": "MAE OrdinalRegressionLoss",
+    "TransferNet": "EltwiseAccuracy FilterSum LinearSum SelectSegBinary SelectSrcTgkSegBinary",
+    "e2e_face": "MarginSoftmaxLoss",
+    "naibaf7's": "Affinity ConnectedComponent DataRandTransform MalisLoss MergeCrop",
+    "RCC-loss": "RelevantLoss",
+    "joint-regressor": "ConsistencyLoss ManhattanLoss",
+    "caffe-rcnn-action-recognition": "MaskConvolution",
+    "Person re-identification by P2S": "P2SLoss PS",
+    "CWIC": "Dtow EntropyPack ImpMap KLDivLoss MTranspose Round",
+    "3-D Faster R-CNN": "AnchorTarget BBoxOutput MHDRoiData RPNOutput",
+    "convLSTM_WTA": "ConvLSTM ConvLSTMReLU SpatialConvWta SpatialWta",
+    "SphereFace+": "InterClass",
+    "SINet": "CAROIPooling Detection LabelSplit2 LabelSplit3 ROIFeatureSplit ROISplit "
+    "SmoothL1Loss2 SoftmaxWithLoss2",
+    "caffe_train of yuqj1991": "BatchNormScale CenterGridLoss CenterGridOutput CenterObjectLoss "
+    "CenternetDetectionOutput CosinL2Normalize DetectionCcpdOutput FaceAttriEvaluate "
+    "Identity2Verify LpEvaluate MultiBoxSSDLoss Rec_ccpd SampleTriplet SimpleNormalize "
+    "YoloAnnotatedData Yolov3Detection Yolov3Loss",
+    "JADF": "OuterProduct",
+    "CJS-CNN": "JSDLoss",
+    "AlexNet with VReLU": "MinReLU",
 }
 
 _FILLERS = {

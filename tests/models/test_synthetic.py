@@ -431,6 +431,18 @@ FURTHER = {
 }
 
 
+def test_records_of_labels_have_the_parts_of_a_slice() -> None:
+    text = (
+        'layer { name: "d" type: "Data" top: "t" top: "y" data_param { batch_size: 5 } }'
+        'layer { name: "s" type: "Slice" bottom: "t" top: "a" top: "b" top: "c" '
+        "slice_param { slice_point: 2 slice_point: 4 } }"
+    )
+    param = parse(text, NetParameter(), "net.prototxt")
+    assert data_shapes(synthetic(param, guess=Guess((3, 8, 8))))[0] == [5, 6, 1, 1]
+    guessed = synthetic(param, guess=Guess((6, 8, 8)))  # images of which a net cuts the channels
+    assert data_shapes(guessed)[0] == [5, 6, 8, 8]
+
+
 @pytest.mark.parametrize("case", FURTHER)
 def test_further_tops_by_the_layers_that_read_them(case: str) -> None:
     type_, data, readers, shape = FURTHER[case]
