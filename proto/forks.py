@@ -140,7 +140,7 @@ _FIELDS = {
     "Arcface for Caffe": {
         "LayerParameter": "combined_margin_param cosin_add_m_param adacos_add_m_scale_param",
     },
-    "Xlearn": {"LayerParameter": "jmmd_param mmd_param"},
+    "Xlearn": {"LayerParameter": "jmmd_param"},
     "caffe-spn": {"LayerParameter": "gaterecurrent_param gaterecurrent2dnoind_param roi_param"},
     "Compact bilinear pooling": {"LayerParameter": "compact_bilinear_param"},
     "CCNN": {"LayerParameter": "densecrf_param"},
@@ -345,7 +345,6 @@ _LAYERS = {
     "INQ and DNS for Caffe": "DNSConvolution INQConvolution DNSInnerProduct INQInnerProduct",
     "YOLO for Caffe": "Region",
     "Temporal Segment Networks": "BatchReduction Scatter SegData SyncBN",
-    "Xlearn": "MMDLoss",
     "RoomNet for Caffe": "HeatmapVisualize",
     "steganalysis for Caffe": "BNConv BdctToSpatial ImageDataSteganalysisJpegDct QuantTruncAbs "
     "ReLURecover",

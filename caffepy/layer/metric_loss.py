@@ -6,10 +6,12 @@ They are array arithmetic, the same on the CPU and a GPU; nothing is read back.
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from caffepy.core.errors import ConfigError
+from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, LossLayer, layer
 from caffepy.layer.flow import FlowL1Loss
 from caffepy.layer.loss import EuclideanLoss, bad_labels, items
@@ -155,6 +157,99 @@ class LiftedStructSimilaritySoftmaxLoss(LossLayer):
             self.ops.matmul(slope, x, dx)  # (N, N) @ (N, K)
             np.subtract(slope.sum(axis=1, keepdims=True) * x, dx, out=dx)
             np.multiply(dx, top[0].diff, out=dx)
+
+
+@layer("MMDLoss")
+class MMDLoss(LossLayer):
+    """How unlike source items (N, ...) and target items (M, ...) are distributed: the sum over
+    max(N, M) draws and the kernels of k(s, s') + k(t, t') - k(s, t') - k(s', t), with two different
+    items s, s' and t, t' of each (Xlearn: Long et al. 2015, Gretton et al. 2012).
+
+    k(a, b) = exp(-g |a - b|^2), g = gamma * kernel_mul^(i - kernel_num / 2) of kernel i, gamma 1
+    over the mean square of a distance in the batch, or with fix_gamma in the first one. The
+    gradient is that of the mean of the draws, gamma being a number, as there; here it is of the
+    draws of the loss, there of draws of its own. It is 0 for one item of a kind. The host computes.
+    """
+
+    on_gpu = False
+    constant_bottoms: Mapping[int, str] = {}
+    backward_reads_top = False
+    first_gamma: float | None = None
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        if self.param.mmd_param.kernel_mul <= 0:
+            raise ConfigError("mmd_param: kernel_mul must be above 0")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        sizes = [(items(b), b.count // max(items(b), 1)) for b in bottom]
+        if sizes[0][1] != sizes[1][1]:
+            raise ConfigError(f"items of {sizes[0][1]} and of {sizes[1][1]} numbers")
+        self.views = sizes
+        top[0].reshape(())
+
+    def state(self) -> dict[str, Any]:
+        fixed = self.first_gamma is not None and self.param.mmd_param.fix_gamma
+        return {"gamma": self.first_gamma} if fixed else {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.first_gamma = state.get("gamma")
+
+    def kernels(self, squares: Array) -> tuple[Array, Array]:
+        """Return the sum of all kernels of these squares of distances, and its slope."""
+        param = self.param.mmd_param
+        gammas = self.gamma * float(param.kernel_mul) ** (
+            np.arange(param.kernel_num) - param.kernel_num // 2
+        )
+        values = np.exp(-np.multiply.outer(gammas, squares))
+        return values.sum(axis=0), -np.tensordot(gammas, values, 1)
+
+    def drawn(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
+        """Return two items of `count`, not the same, for each draw."""
+        one, other = (rng.integers(count, size=self.draws) for _ in range(2))
+        return one, np.where(one == other, (other + 1) % count, other)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        source, target = (b.data.reshape(v) for b, v in zip(bottom, self.views, strict=True))
+        both = np.concatenate([source, target]).astype(np.float64)
+        n, m = len(source), len(target)
+        self.draws = max(n, m)
+        self.pairs: list[tuple[Array, Array, float]] = []
+        top[0].data[...] = 0
+        if min(n, m) < 2:
+            return
+        lengths = (both * both).sum(axis=1)
+        total = 2 * len(both) * lengths.sum() - 2 * (both.sum(axis=0) ** 2).sum()
+        self.gamma = len(both) * (len(both) - 1) / max(total, 1e-30)
+        if self.param.mmd_param.fix_gamma:
+            self.first_gamma = self.gamma = self.first_gamma or self.gamma
+        rng = np.random.default_rng(self.device.draw_seed())
+        (s, other), (t, last) = self.drawn(rng, n), self.drawn(rng, m)
+        self.pairs = [
+            (s, other, 1),
+            (n + t, n + last, 1),
+            (s, n + last, -1),
+            (other, n + t, -1),
+        ]
+        for a, b, sign in self.pairs:
+            values, _ = self.kernels(((both[a] - both[b]) ** 2).sum(axis=1))
+            top[0].data[...] += sign * values.sum()
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """da = weight / draws * sign * 2 k' (a - b) for each pair, db = -da."""
+        source, target = (b.data.reshape(v) for b, v in zip(bottom, self.views, strict=True))
+        both = np.concatenate([source, target]).astype(np.float64)
+        gradient = np.zeros_like(both)
+        factor = float(top[0].diff) / max(self.draws, 1)
+        for a, b, sign in self.pairs:
+            apart = both[a] - both[b]
+            _, slope = self.kernels((apart**2).sum(axis=1))
+            change = (2 * factor * sign * slope)[:, None] * apart
+            np.add.at(gradient, a, change)
+            np.subtract.at(gradient, b, change)
+        parts = np.split(gradient, [len(source)])
+        for blob, wanted, part in zip(bottom, propagate_down, parts, strict=True):
+            if wanted:
+                blob.diff[...] = part.reshape(blob.shape)
 
 
 @layer("CenterLoss")

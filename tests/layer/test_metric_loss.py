@@ -105,6 +105,64 @@ def test_lifted_structure_of_equal_items_is_finite():
     assert np.isfinite(dx).all()
 
 
+MMD = 'type: "MMDLoss" mmd_param { kernel_num: 3 kernel_mul: 4 fix_gamma: true }'
+
+
+def pairs_of(single, n, m):
+    """The pairs that the layer drew, (places in source and target, sign), checked to be pairs."""
+    (s, other, _), (t, last, _), *_ = single.layer.pairs
+    assert len(s) == max(n, m)
+    assert (s != other).all()
+    assert (t != last).all()
+    assert max(s.max(), other.max()) < n <= min(t.min(), last.min())
+    return single.layer.pairs
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 4), (3, 6)])
+def test_mmd_loss_against_a_loop(n, m):
+    source, target = random(n, 2, 3), random(m, 6, seed=1) + 0.5
+    single = Single(MMD, source, target)
+    (loss,) = single.forward()
+    both = np.concatenate([source.reshape(n, 6), target])
+    squares = [((a - b) ** 2).sum() for a in both for b in both]
+    gamma, total = (n + m) * (n + m - 1) / sum(squares), 0.0
+    for places, others, sign in pairs_of(single, n, m):
+        for a, b in zip(places, others, strict=True):
+            square = ((both[a] - both[b]) ** 2).sum()
+            total += sign * sum(np.exp(-gamma * 4.0 ** (i - 1) * square) for i in range(3))
+    assert loss == pytest.approx(total)
+
+
+def test_mmd_loss_has_the_gradient_of_the_mean():
+    """Of a fixed gamma, the loss over the number of draws."""
+    single = Single(MMD + " loss_weight: 2", random(3, 4), random(5, 4, seed=1))
+    single.forward()
+    diffs, _ = single.backward([np.array(2.0)])
+    for array, diff in zip(single.inputs, diffs, strict=True):
+        for index in np.ndindex(array.shape):
+            value, ends = array[index], []
+            for step in (1e-5, -1e-5):
+                array[index] = value + step
+                ends.append(float(single.forward()[0]))
+            array[index] = value
+            numeric = 2 * (ends[0] - ends[1]) / 2e-5 / 5
+            assert diff[index] == pytest.approx(numeric, abs=1e-6)
+    assert single.layer.state()["gamma"] == single.layer.gamma
+    again = Single(MMD, *single.inputs)
+    again.layer.set_state({"gamma": 0.25})
+    again.forward()
+    assert again.layer.gamma == 0.25
+
+
+def test_mmd_loss_of_one_item_is_0():
+    single = Single(MMD.replace("fix_gamma: true", ""), random(1, 4), random(3, 4))
+    (loss,) = single.forward()
+    diffs, _ = single.backward([np.array(1.0)])
+    assert loss == 0
+    assert not any(diff.any() for diff in diffs)
+    assert single.layer.state() == {}
+
+
 @pytest.mark.parametrize("weight", [1, 0.25])
 def test_center_loss_against_a_loop(weight):
     """The centres' gradient does not depend on the loss weight."""
@@ -184,6 +242,8 @@ def test_label_outside_is_named(text):
         ('type: "L1Loss"', [(3, 4), (3, 5)], "the bottoms must have the same count: 12 of shape"),
         ('type: "TripletLoss"', [(3, 4), (3, 4), (3, 2)], "bottom 2 has shape .3, 2., bottom 0"),
         (CENTERS, [(3, 4), (3, 2)], "3 items need as many labels, not 6"),
+        (MMD, [(3, 4), (3, 2)], "items of 4 and of 2 numbers"),
+        (MMD.replace("mul: 4", "mul: 0"), [(3, 4), (3, 4)], "kernel_mul must be above 0"),
         (LIFTED, [(3, 4), (3, 2)], "3 items need as many labels, not 6"),
         ('type: "CenterLoss"', [(3, 4), (3,)], "num_output must be 1 or more"),
     ],

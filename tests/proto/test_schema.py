@@ -213,7 +213,8 @@ OWN |= {
     for message, names in {
         "LayerParameter": "lifted_struct_sim_softmax_loss_param guided_dropout_param "
         "pointwise_spatial_attention_param modulated_deformable_convolution_param grn_param "
-        "pooling_nd_param heatmap_data_param visualise visualise_channel",
+        "pooling_nd_param heatmap_data_param visualise visualise_channel mmd_param",
+        "MMDParameter": "kernel_num kernel_mul fix_gamma",
         "GRNParameter": "bias dummy_backward",
         "PoolingNDParameter": "pool pad kernel_size stride engine global_pooling axis",
         "HeatmapDataParameter": "segmentation multfact num_channels batchsize root_img_dir "
@@ -227,7 +228,7 @@ OWN |= {
     for name in names.split()
 }
 """Those of deep metric learning, Domain guided dropout, PSANet, Deformable ConvNets 2, OpenVINO,
-3D-Caffe and caffe-heatmap.
+3D-Caffe, caffe-heatmap and Xlearn.
 """
 OWN |= {
     (message, name)
