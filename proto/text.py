@@ -117,7 +117,11 @@ def read_message(path: str, message: M, text: str | None = None) -> M:
 
 def read_net(path: str, text: str | None = None) -> NetParameter:
     """The net of a prototxt file, upgraded. `text` and errors as in `read_message`."""
-    return upgrade.upgrade_net(read_message(path, NetParameter(), text), path)
+    net = read_message(path, NetParameter(), text)
+    if net.layer and net.layers:
+        rarer = "layer" if len(net.layer) < len(net.layers) else "layers"
+        raise ConfigError(upgrade.MIXED, locate_field(path, rarer))
+    return upgrade.upgrade_net(net, path)
 
 
 def read_solver(path: str, text: str | None = None) -> SolverParameter:

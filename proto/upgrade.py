@@ -493,10 +493,13 @@ def _transforms(layer: V1LayerParameter) -> Iterator[tuple[Message, str]]:
         yield from ((param, field) for field in _TRANSFORMS if param.HasField(field))
 
 
+MIXED = 'the net has both old "layers" and new "layer" entries; use "layer" for all of them'
+"""What is wrong with such a net."""
+
+
 def _upgrade_v1(net: NetParameter) -> None:
     if net.layer:
-        remedy = 'use "layer" for all of them'
-        raise ConfigError(f'the net has both old "layers" and new "layer" entries; {remedy}')
+        raise ConfigError(MIXED)
     for old in net.layers:
         upgrade_layer(old, net.layer.add())
     for i, old in enumerate(net.layers):

@@ -698,3 +698,12 @@ def test_locating_does_not_wait_for_a_pipe(tmp_path: Path) -> None:
 def test_devices_are_not_read() -> None:
     with pytest.raises(ConfigError, match='"/dev/zero" looks like a device, not a prototxt'):
         text.read_net("/dev/zero")
+
+
+def test_entries_of_two_kinds_are_told_where_the_rarer_is(tmp_path: Path) -> None:
+    source = b'layers { name: "a" }\nlayers { name: "b" }\n  layer { name: "c" type: "ReLU" }'
+    with pytest.raises(ConfigError, match=r'n:3:3: the net has both old "layers" and new "layer"'):
+        text.read_net(write(tmp_path / "n", source))
+    old_last = b'layer { name: "a" type: "ReLU" }\nlayers { name: "b" }'
+    with pytest.raises(ConfigError, match="n:2:1: the net has both"):
+        text.read_net(write(tmp_path / "n", old_last))
