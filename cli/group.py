@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 
 OVER_NODES = {"train", "test", "time", "bench allreduce", "bench scaling", "device-pairs"}
 """Commands that the processes of mpirun or srun run as one."""

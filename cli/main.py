@@ -61,7 +61,7 @@ from caffepy.core.errors import (
     UsageError,
     reason,
 )
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 
 PROGRAM = "caffepy"
 BUG = 70

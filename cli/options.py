@@ -12,7 +12,7 @@ import click
 from caffepy import models
 from caffepy.cli import parsing
 from caffepy.core.errors import ConfigError
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 
 log = logging.getLogger(__name__)
 

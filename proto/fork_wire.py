@@ -18,7 +18,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
 from caffepy.core.errors import ConfigError
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter, V1LayerParameter
 from caffepy.proto.forks import first_of, further
 from caffepy.proto.upgrade import V1_TYPES

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from caffepy.core.errors import CaffeError, ConfigError, reason
 from caffepy.core.files import working_directory
-from caffepy.core.registry import nearest
+from caffepy.core.names import neighbour
 from caffepy.proto import caffe_pb2
 
 _SIGNATURES = (
@@ -191,7 +191,7 @@ def mismatch(path: str, wanted: str, error: type[CaffeError] = ConfigError) -> C
     """The error for a file that is no `wanted` ("a caffemodel") but another kind, or damaged."""
     kind = sniff(path)
     if kind == "missing":
-        return error(f'could not open "{path}": no such file{neighbour(path)}')
+        return error(f'could not open "{path}": no such file{_missing(path)}')
     if kind == "unreadable":
         return error(f'could not open "{path}": {_reason(path)}')
     if kind == "empty":
@@ -204,23 +204,13 @@ def mismatch(path: str, wanted: str, error: type[CaffeError] = ConfigError) -> C
     return error(f'"{path}" looks like {kind}, not {wanted}' + (f"; {advice}" if advice else ""))
 
 
-def neighbour(path: str) -> str:
-    """Return `, did you mean "X"?` for the file of the same folder whose name is nearest; if none
-    is near, where the path was looked for. An extension alone makes no name like another.
-    """
-    folder, name = os.path.split(path)
-    stem, extension = os.path.splitext(name)
-    try:
-        names = [
-            other
-            for other in os.listdir(folder or ".")
-            if os.path.splitext(other)[1] != extension
-            or nearest(stem, [os.path.splitext(other)[0]])
-        ]
-    except (OSError, ValueError):
-        return f' (there is no folder "{folder}")' if folder else ""
+def _missing(path: str) -> str:
+    """Return `, did you mean "X"?` for a file beside; if none is near, where it was looked for."""
+    folder = os.path.dirname(path)
+    if folder and not os.path.isdir(folder):
+        return f' (there is no folder "{folder}")'
     where = "" if os.path.isabs(path) else f" (the working directory is {working_directory()})"
-    return nearest(name, names) or where
+    return neighbour(path) or where
 
 
 def _reason(path: str) -> str:

@@ -18,7 +18,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from google.protobuf.message import Message
 
 from caffepy.core.errors import ConfigError
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 from caffepy.proto import upgrade
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter, V1LayerParameter
 from caffepy.proto.forks import (

@@ -14,7 +14,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from caffepy.core.errors import ConfigError
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 from caffepy.proto.alignment import align_crop
 from caffepy.proto.caffe_pb2 import (
     BlobShape,

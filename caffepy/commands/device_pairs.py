@@ -18,7 +18,7 @@ from caffepy.collectives.topology import DevicePair, Topology, all_joined, devic
 from caffepy.collectives.world import World
 from caffepy.commands.nodes import gpus_of_process, nodes
 from caffepy.core.errors import CaffeError, ConfigError
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 from caffepy.device.gpus import gpu_numbers
 from caffepy.report.text import AsJson, columns
 

@@ -12,7 +12,7 @@ import numpy as np
 from caffepy.commands.inference import find_blob, trained_net
 from caffepy.core.errors import DataError, UsageError, reason
 from caffepy.core.files import replacing
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 from caffepy.data.sources.hdf5 import append_rows, new_file
 from caffepy.data.write import new_npy, refuse_existing, write_database
 from caffepy.device.blob import Array, shape_string

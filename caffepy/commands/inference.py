@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from caffepy import ops
 from caffepy.commands.devices import choose_device
 from caffepy.core.errors import ConfigError
-from caffepy.core.registry import listed, nearest
+from caffepy.core.names import listed, nearest
 from caffepy.device.blob import Blob
 from caffepy.device.device import Device
 from caffepy.net import Net

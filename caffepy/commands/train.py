@@ -45,7 +45,7 @@ from caffepy.report.speed import BaselineRecorder, baseline_key, known_baseline
 from caffepy.solver import Monitor, Signals, Solver, StopError, Watch, newest_good
 from caffepy.solver.check import at_field, check_max_iter
 from caffepy.solver.monitor import GRACE
-from caffepy.solver.snapshot import check_models, clean, under
+from caffepy.solver.snapshot import check_models, clean, instead_of, under
 
 if TYPE_CHECKING:
     from caffepy.parallel.parameter_server.attachment import Attachment
@@ -493,7 +493,8 @@ def _starting_point(options: TrainOptions, param: SolverParameter) -> str | None
         snapshot = locate(snapshot, options.solver)
         if not os.path.exists(snapshot):
             raise ConfigError(
-                f'snapshot "{snapshot}" does not exist (the working directory is {os.getcwd()})'
+                f'snapshot "{snapshot}" does not exist{instead_of(snapshot)} '
+                f"(the working directory is {os.getcwd()})"
             )
     del param.weights[:]  # the snapshot has its own
     return snapshot

@@ -7,7 +7,7 @@ from caffepy.commands.inference import find_blob, trained_net
 from caffepy.commands.preprocess import PREPARATION, Preparation, load
 from caffepy.commands.weights import read_weights
 from caffepy.core.errors import ConfigError, UsageError
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 from caffepy.device.blob import Array, shape_string
 from caffepy.layer.convolution import Convolution
 from caffepy.proto.binary import blob_to_array

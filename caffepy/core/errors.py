@@ -2,6 +2,8 @@
 
 import os
 
+from caffepy.core.names import neighbour
+
 
 class CaffeError(RuntimeError):
     """Base of all errors that a user can cause or meet.
@@ -100,5 +102,10 @@ INTERRUPTED = 130
 
 
 def reason(error: OSError) -> str:
-    """The system's message in lower case, without what libraries such as HDF5 add."""
-    return (os.strerror(error.errno) if error.errno else str(error)).lower()
+    """The system's message in lower case, without what libraries such as HDF5 add; for a missing
+    file with the name in its folder that is nearest.
+    """
+    told = (os.strerror(error.errno) if error.errno else str(error)).lower()
+    if isinstance(error, FileNotFoundError) and isinstance(error.filename, str):
+        told += neighbour(error.filename)
+    return told

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from caffepy.core.caffe_alias import install_as_caffe
 from caffepy.core.errors import CaffeError, ConfigError, UserCodeError
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 
 T = TypeVar("T")
 

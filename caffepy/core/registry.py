@@ -1,47 +1,12 @@
 """One registry class: names to things, filled by decorators, helpful about unknown names."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from caffepy.core.errors import ConfigError
+from caffepy.core.names import FEW, listed, nearest
 
 T = TypeVar("T")
-
-LEAST, BEGINNING, SHORT = 0.6, 0.9, 3
-"""Least likeness of a name that is suggested; weight of the likeness to its beginning, and letters
-of a name for which that says nothing.
-"""
-
-FEW = 40
-"""Number of names up to which a message lists all."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean "X"?` for the nearest known name, or an empty string.
-
-    The name, if not too short, may be like the beginning of a known one; of several the first is
-    the nearest. The dashes of flags count for nothing.
-    """
-    best = max(known, key=lambda one: _likeness(one, name), default="")
-    return f', did you mean "{best}"?' if _likeness(best, name) >= LEAST else ""
-
-
-def listed(names: Sequence[str], wrong: str) -> str:
-    """Return the names, joined by commas; of many those that are most like the wrong one, the
-    nearest first, and how many more there are.
-    """
-    if len(names) <= FEW:
-        return ", ".join(names)
-    likest = sorted(names, key=lambda one: _likeness(one, wrong), reverse=True)
-    return f"{', '.join(likest[:FEW])} and {len(names) - FEW:,} more"
-
-
-def _likeness(known: str, name: str) -> float:
-    from difflib import SequenceMatcher  # only needed for a mistake
-
-    known, name = (one.casefold().lstrip("-") for one in (known, name))
-    whole, begin = (SequenceMatcher(None, x, name).ratio() for x in (known, known[: len(name)]))
-    return max(whole, BEGINNING * begin * (len(name) > SHORT))
 
 
 class Registry(dict[str, T]):

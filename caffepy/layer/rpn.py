@@ -15,7 +15,7 @@ import numpy as np
 
 from caffepy import ops
 from caffepy.core.errors import ConfigError
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.layer.proposal import make_anchors

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from caffepy.core.errors import CaffeError, ConfigError
+from caffepy.core.names import listed, nearest
 from caffepy.core.python_modules import is_there
-from caffepy.core.registry import listed, nearest
 from caffepy.device.blob import MAX_COUNT
 from caffepy.layer.prior_box import boxes_of_place
 from caffepy.layer.rpn import read_settings

@@ -11,7 +11,7 @@ import numpy as np
 
 from caffepy.core.errors import CaffeError, UsageError, UserCodeError
 from caffepy.core.files import AnyPath
-from caffepy.core.registry import listed, nearest
+from caffepy.core.names import listed, nearest
 from caffepy.device.blob import Array, on_host
 from caffepy.layer import Layer as InnerLayer
 from caffepy.layer.base import Blobs

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 from caffepy.proto import caffe_pb2
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from caffepy.core.errors import UsageError, install
 from caffepy.core.files import written
-from caffepy.core.registry import listed, nearest
+from caffepy.core.names import listed, nearest
 from caffepy.report.series import PANELS, Curve, Run, panel_of
 from caffepy.report.text import extension_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from caffepy.core.errors import INTERRUPTED, UsageError
 from caffepy.core.events import asked_to_end
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 
 log = logging.getLogger(__name__)
 

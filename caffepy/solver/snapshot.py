@@ -21,6 +21,7 @@ import numpy as np
 from caffepy.core.errors import CaffeError, ConfigError, reason
 from caffepy.core.files import find_stale, remove_stale, replacing_all
 from caffepy.core.hdf5 import check_contents
+from caffepy.core.names import nearest
 from caffepy.device.blob import Array, shape_string
 from caffepy.net import Net
 from caffepy.net.weights import check_hdf5, new_hdf5, write_binary, write_hdf5
@@ -382,6 +383,17 @@ def under(prefix: str) -> list[Found]:
                     begun = float(content["begun"])
             found.append(Found(started, files.iteration, written, path, run, begun))
     return sorted(found, key=lambda snapshot: snapshot[:4], reverse=True)
+
+
+def instead_of(path: str) -> str:
+    """Return words on the snapshot that a user may want whose state file `path` is not there: the
+    newest under its prefix, else the one whose name is nearest.
+    """
+    files = Files.of_state(path)
+    if files and (found := under(files.prefix)):
+        return f"; the newest under {files.prefix} is {found[0].state}"
+    states = glob(os.path.join(glob_escape(os.path.dirname(path)), "*_iter_*.solverstate*"))
+    return nearest(path, sorted(states))
 
 
 def remove_old(prefix: str, begun: float, keep: int) -> None:

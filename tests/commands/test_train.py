@@ -1,4 +1,5 @@
 import logging
+import os
 import re
 import shutil
 import signal
@@ -191,6 +192,26 @@ def test_log_dir_gets_the_log(digits: Path) -> None:
     edit(digits / "solver.prototxt", "max_iter: 1", "test_initialization: false")
     train(TrainOptions("solver.prototxt", log_dir="logs"))
     assert "Optimization Done." in (digits / "logs" / "caffepy.INFO").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("s_iter_100.solverstate", "; the newest under s is s_iter_1000.solverstate (the working"),
+        ("t_iter_100.solverstate", ', did you mean "s_iter_1000.solverstate"? (the working'),
+        ("s_iter_1000", ', did you mean "s_iter_1000.solverstate"? (the working'),
+        ("somewhere/s_iter_1000.solverstate", " (the working"),
+    ],
+)
+def test_a_missing_snapshot_is_told_with_one_that_is_there(
+    given: str, told: str, digits: Path
+) -> None:
+    for name in ("s_iter_900.solverstate", "s_iter_1000.solverstate", "s_iter_1000.caffemodel"):
+        (digits / name).touch()
+        os.utime(name, (0, int(name == "s_iter_1000.solverstate")))
+    with pytest.raises(ConfigError) as caught:
+        train(TrainOptions("solver.prototxt", snapshot=given))
+    assert str(caught.value).startswith(f'snapshot "{given}" does not exist{told}')
 
 
 def test_snapshot_and_weights_exclude_each_other() -> None:

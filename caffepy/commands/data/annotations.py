@@ -13,7 +13,7 @@ import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError, reason
 from caffepy.core.files import read_regular
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 from caffepy.proto.caffe_pb2 import AnnotatedDatum, Annotation, AnnotationGroup, LabelMap
 from caffepy.proto.text import read_message
 

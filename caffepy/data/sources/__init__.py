@@ -11,7 +11,7 @@ import logging
 import os
 
 from caffepy.core.errors import DataError
-from caffepy.core.registry import nearest
+from caffepy.core.names import neighbour
 from caffepy.data.sources.base import AnySource, Source
 from caffepy.data.sources.databases import Database
 from caffepy.data.sources.hdf5 import HDF5Files
@@ -72,7 +72,5 @@ def _not_found(path: str) -> DataError:
         return DataError(
             f"{path} is no database: the folder holds neither data.mdb (LMDB) nor CURRENT (LevelDB)"
         )
-    folder, name = os.path.split(path.rstrip(os.sep))
-    hint = nearest(name, os.listdir(folder or ".")) if os.path.isdir(folder or ".") else ""
     beside = "" if os.path.isabs(path) else f" (the working directory is {os.getcwd()})"
-    return DataError(f'source "{path}" does not exist{hint}{beside}')
+    return DataError(f'source "{path}" does not exist{neighbour(path)}{beside}')

@@ -20,7 +20,7 @@ from caffepy.core.errors import DataError, reason
 from caffepy.data.datum import NATIVE
 from caffepy.data.decoder_process import Make, Part
 from caffepy.data.decoders import File
-from caffepy.proto.sniff import neighbour, sniff
+from caffepy.proto.sniff import sniff
 
 log = logging.getLogger(__name__)
 
@@ -291,8 +291,7 @@ def lines_of(path: str) -> Iterator[str]:
                     raise DataError(f'source "{path}" is {sniff(path)}, not a list as UTF-8 text')
                 yield line.removesuffix("\n")
     except OSError as error:
-        hint = neighbour(path) if isinstance(error, FileNotFoundError) else ""
-        raise DataError(f'source "{path}" cannot be read: {reason(error)}{hint}') from None
+        raise DataError(f'source "{path}" cannot be read: {reason(error)}') from None
     except ValueError as error:  # a NUL in the path
         raise DataError(f'source "{path}" cannot be read: {error}') from None
 

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 from caffepy.core.errors import CaffeError, DataError, reason
 from caffepy.core.files import locate
 from caffepy.core.hdf5 import check_size
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 from caffepy.data.sources.base import (
     SHOWN_NAMES,
     AnySource,

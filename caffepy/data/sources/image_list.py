@@ -9,7 +9,7 @@ from typing import Generic, Self, TypeVar
 
 import numpy as np
 
-from caffepy.core.errors import DataError, reason
+from caffepy.core.errors import DataError
 from caffepy.core.files import locate, read_regular
 from caffepy.data import jpegs
 from caffepy.data.datum import (
@@ -86,7 +86,8 @@ def unreadable(name: str, error: OSError, folder: str) -> DataError:
         hint = f'; root_folder "{folder}" does not end in "/"'
     elif not os.path.isdir(folder):
         hint = f'; there is no root_folder "{folder}"'
-    return DataError(f"{name} cannot be read: {reason(error)}{hint}")
+    told = (error.strerror or str(error)).lower()  # one of many images is missing: which is near?
+    return DataError(f"{name} cannot be read: {told}{hint}")
 
 
 class ListedImages(NumberedSource, Generic[Listed]):

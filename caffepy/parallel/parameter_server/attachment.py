@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from caffepy.core.errors import CaffeError, ConfigError, UsageError
-from caffepy.core.registry import nearest
+from caffepy.core.names import nearest
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.kept import Held, check_same_net, write
 from caffepy.parallel.parameter_server.messages import COORDINATOR, Nesterov, Rule
