@@ -1,6 +1,7 @@
 """The kernels that decode JPEG files without Python's lock: loaded where many files are decoded."""
 
 import logging
+import os
 import threading
 from typing import Any
 
@@ -14,6 +15,16 @@ if no process has done so before. Kernels that read databases are loaded earlier
 _files = 0
 _kernels: Any = None
 _loading = threading.Lock()  # held from the first load on: there is no second
+
+
+def _load_anew() -> None:
+    """Let a forked child load the kernels, too: the thread that does so is not there."""
+    global _loading
+    _loading = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_load_anew)
 
 
 def kernels(files: int) -> Any:

@@ -391,3 +391,44 @@ def test_kernels_that_are_kept_are_loaded_without_numba(tmp_path):
     assert run("smooth") == [smoothed, "False"]
     assert run("smooth", "product", "smooth") == [smoothed, multiplied, smoothed, "True"]
     assert run("product", "smooth") == [multiplied, smoothed, "False"]
+
+
+FORKING = """
+import os, signal, sys, threading
+import numpy as np
+from caffepy.data import jpegs
+from caffepy.ops.cpu import elementwise, machine_code
+
+begun, emit = threading.Event(), machine_code.emit
+def slowly(*arguments):
+    begun.set()
+    threading.Event().wait(1)
+    return emit(*arguments)
+machine_code.emit = slowly
+
+def call(kind):
+    x = np.array([-1, 2], kind)
+    elementwise.add(x, x)
+    return x.tolist()
+
+jpegs._loading.acquire()  # by a thread that loads them
+thread = threading.Thread(target=call, args=[np.float32])
+thread.start()
+begun.wait()
+if not (child := os.fork()):
+    signal.alarm(60)
+    os._exit(call(np.float64) != [-2, 4] or jpegs._loading.locked())
+ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+thread.join()
+sys.exit(ended or call(np.float32) != [-2, 4] or not jpegs._loading.locked())
+"""
+
+
+def test_a_process_may_be_forked_while_a_thread_compiles(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

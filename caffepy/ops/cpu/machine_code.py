@@ -12,6 +12,7 @@ as their members. So a call costs Python little, and a graph makes it without Py
 
 import ctypes
 import json
+import os
 import pickle
 import struct
 import sys
@@ -293,6 +294,13 @@ def _array(name: str, word: str, kind: Word) -> tuple[list[str], list[str]]:
 
 lock = RLock()
 """Held while code is loaded or compiled."""
+
+if hasattr(os, "register_at_fork"):
+    # A fork waits for a kernel that another thread compiles: the child has no such thread, so that
+    # this lock, and those of numba and LLVM, would stay taken there.
+    os.register_at_fork(
+        before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+    )
 
 
 def load(emitted: bytes, name: str) -> int | None:
