@@ -3,6 +3,7 @@
 What is shown:
 
 - images of each sampling of colours, quality, size and mode of reading are those of OpenCV;
+- so are images that are resized, to any size from any other;
 - files that are damaged, or otherwise than most, are left alone, and what is said of them is the same;
 - loaders make the same batches with kernels and without.
 """
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from caffepy.core.errors import DataError
 from caffepy.data import jpeg_kernels, jpegs
 from caffepy.data.datum import COLOR, EITHER, GRAY, NATIVE
+from caffepy.data.jpeg_kernels import decode, room
 from caffepy.data.loader import Batch, SequentialLoader, tolerating
 from caffepy.data.sources import open_database
 from caffepy.data.sources.image_list import ImageList
@@ -31,6 +33,7 @@ from caffepy.data.transformer import Transformer
 from caffepy.data.write import write_database
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
+from caffepy.device.threads import alone
 from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter
 
@@ -110,8 +113,15 @@ def opened(content: bytes, mode: int) -> Array | None:
     return image[None] if image.ndim == 2 else image.transpose(2, 0, 1)
 
 
+def resized(content: bytes, mode: int, height: int, width: int) -> Array:
+    image = opened(content, mode)
+    assert image is not None
+    pixels = cv2.resize(np.ascontiguousarray(image.transpose(1, 2, 0)), (width, height))
+    return pixels.reshape(height, width, -1).transpose(2, 0, 1)
+
+
 def decoded(
-    contents: list[bytes], shape: tuple[int, ...], mode: int = NATIVE
+    contents: list[bytes], shape: tuple[int, ...], mode: int = NATIVE, *, resizes: bool = False
 ) -> tuple[Array, Array]:
     """Decode to every second place of 7s; the images, and which were decoded."""
     sizes = np.array(list(map(len, contents)))
@@ -119,7 +129,7 @@ def decoded(
     images = np.full((2 * len(contents), *shape), 7, np.uint8)
     content = np.frombuffer(b"".join(contents), np.uint8)
     places = np.arange(1, len(images), 2)
-    done = jpeg_kernels.decode_files(content, spans, places, mode, images)
+    done = jpeg_kernels.decode_files(content, spans, places, mode, images, resizes=resizes)
     assert (images[::2] == 7).all()
     return images[1::2], done
 
@@ -159,6 +169,44 @@ def test_codes_of_a_photograph_of_many_blocks():
         np.testing.assert_array_equal(image, opened(content, NATIVE))
 
 
+@pytest.mark.parametrize("mode", [NATIVE, COLOR, GRAY, EITHER])
+@pytest.mark.parametrize(
+    "size",
+    [(32, 32), (24, 31), (1, 1), (1, 90), (200, 7), (227, 227), (48, 62), (20, 300), (300, 20)],
+)
+def test_resized_pixels_are_those_of_opencv(mode, size):
+    """From sizes that are larger, smaller, equal, and twice as large, together in one call."""
+    height, width = size
+    doubled = [(max(16, 2 * height), max(16, 2 * width))]
+    contents = [
+        jpeg(picture("noise", *original), sampling=sampling)
+        for original in [*SIZES, *doubled, (48, 62), (375, 500)]
+        for sampling in ("4:4:4", "4:2:2", "4:2:0")
+    ]
+    images, done = decoded(contents, (1 if mode == GRAY else 3, *size), mode, resizes=True)
+    assert done.all()
+    for content, found in zip(contents, images, strict=True):
+        np.testing.assert_array_equal(found, resized(content, mode, height, width))
+
+
+@pytest.mark.parametrize("mode", [NATIVE, COLOR, GRAY, EITHER])
+def test_resized_grey_files(mode):
+    contents = [jpeg(picture("noise", *size)[:, :, 0]) for size in SIZES]
+    images, done = decoded(contents, (3 if mode == COLOR else 1, 20, 70), mode, resizes=True)
+    assert done.all()
+    for content, found in zip(contents, images, strict=True):
+        np.testing.assert_array_equal(found, resized(content, mode, 20, 70))
+
+
+@settings(deadline=None)
+@given(*[st.integers(16, 70)] * 2, *[st.integers(1, 150)] * 2)
+def test_any_size_is_resized_to_any_other(height, width, to_height, to_width):
+    content = jpeg(picture("noise", height, width, height * width))
+    (image,), done = decoded([content], (3, to_height, to_width), resizes=True)
+    assert done.all()
+    np.testing.assert_array_equal(image, resized(content, NATIVE, to_height, to_width))
+
+
 IMAGE = picture("both", 40, 48)
 PLAIN = jpeg(IMAGE)
 LEFT = {
@@ -190,6 +238,10 @@ def test_files_that_are_left_alone(content):
     images, done = decoded([PLAIN, content, PLAIN], (3, 40, 48))
     assert done.tolist() == [True, False, True]
     assert (images[1] == 7).all()
+    if content != LEFT["another size"]:
+        images, done = decoded([PLAIN, content, PLAIN], (3, 20, 30), resizes=True)
+        assert done.tolist() == [True, False, True]
+        assert (images[1] == 7).all()
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
@@ -242,11 +294,33 @@ def test_images_that_are_larger_than_opencv_takes_are_left_alone():
     assert not done.any()
 
 
-def test_small_and_large_images_are_left_alone(monkeypatch):
-    monkeypatch.setattr(jpeg_kernels, "MOST", 40 * 48)
-    for height, is_done in ((15, False), (16, True), (40, True), (41, False)):
-        _, done = decoded([jpeg(picture("both", height, 48))], (3, height, 48))
+@pytest.mark.parametrize("resizes", [False, True])
+def test_small_and_large_images_are_left_alone(resizes, monkeypatch):
+    """Large is what has no room in whole blocks: 48 x 48 pixels here."""
+    monkeypatch.setattr(room, "_rooms", threading.local())
+    monkeypatch.setattr(room, "MOST", 48 * 48 // 2)  # colours have a quarter of the samples each
+    for height, is_done in ((15, False), (16, True), (48, True), (49, False)):
+        content = jpeg(picture("both", height, 48))
+        size = (3, 20, 20) if resizes else (3, height, 48)
+        with alone():
+            _, done = decoded([content], size, resizes=resizes)
         assert done.tolist() == [is_done]
+
+
+def test_sizes_that_a_header_claims():
+    """Heads that claim any size have no room, or no codes."""
+    at = PLAIN.index(b"\xff\xc0") + 5
+    for height in (0, 1, 15, 16, 17, 33, 1448, 4000, 65500, 65501, 65535):
+        for width in (0, 1, 15, 16, 49, 1448, 4000, 65500, 65501, 65535):
+            claimed = PLAIN[:at] + struct.pack(">HH", height, width) + PLAIN[at + 4 :]
+            _, done = decoded([claimed, PLAIN], (3, 20, 30), resizes=True)
+            assert done.tolist() == [False, True]
+
+
+def test_images_wider_than_a_room_are_left_alone():
+    width = room.WIDEST + 1
+    _, done = decoded([PLAIN], (3, 1, width), resizes=True)
+    assert not done.any()
 
 
 @settings(deadline=None)  # the first example may compile
@@ -274,7 +348,7 @@ def test_files_by_name(tmp_path):
     (tmp_path / "empty.jpg").write_bytes(b"")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "large.jpg").write_bytes(PLAIN + bytes(jpeg_kernels.FILES))
+    (tmp_path / "large.jpg").write_bytes(PLAIN + bytes(room.FILES))
     names = [
         "a.jpg",
         "empty.jpg",
@@ -330,14 +404,11 @@ def test_kernels_are_loaded_after_many_files(fresh):
     assert jpegs.kernels(1) is jpeg_kernels
 
 
-@pytest.mark.parametrize(("size", "dtype"), [((32, 32), np.uint8), (None, np.float32)])
-def test_images_that_are_left_anyway_load_no_kernels(fresh, size, dtype, tmp_path, monkeypatch):
+def test_images_that_are_left_anyway_load_no_kernels(fresh, tmp_path, monkeypatch):
     monkeypatch.setattr(jpegs, "MANY", 1)
     places, labels = np.arange(3), np.zeros(3, np.int64)
-    sources = [ImageList(image_list(tmp_path), size=size)]
-    sources += [open_database(database(tmp_path))] if dtype != np.uint8 else []
-    for source in sources:
-        images = np.zeros((3, 3, 32, 32), dtype)
+    for source in ImageList(image_list(tmp_path)), open_database(database(tmp_path)):
+        images = np.zeros((3, 3, 32, 32), np.float32)
         left = source.decode_jpegs(source.take(3), places, images, labels)
         assert left.tolist() == [0, 1, 2]
         source.close()
@@ -363,6 +434,19 @@ def test_an_opencv_of_other_pixels_decodes_by_itself(monkeypatch):
     monkeypatch.setattr(cv2, "imdecode", lambda content, mode: imdecode(content, mode) ^ 1)
     with pytest.raises(RuntimeError, match="computes other pixels than libjpeg-turbo"):
         jpeg_kernels.load()
+
+
+def test_an_opencv_that_resizes_otherwise_does_so_by_itself(monkeypatch, caplog):
+    monkeypatch.setattr(decode, "_resizes", True)
+    resize = cv2.resize
+    monkeypatch.setattr(cv2, "resize", lambda *given: resize(*given) ^ (given[1] == (13, 77)))
+    with caplog.at_level(logging.WARNING, "caffepy"):
+        jpeg_kernels.load()
+    assert [record.getMessage() for record in caplog.records] == [
+        "OpenCV resizes JPEG files otherwise than on most machines, and so by itself"
+    ]
+    assert decoded([PLAIN], (3, 40, 48))[1].all()
+    assert not decoded([PLAIN], (3, 20, 30), resizes=True)[1].any()
 
 
 COUNT, BATCH = 30, 12
@@ -401,17 +485,19 @@ class Counting:
     def decode_files(self, *given: Any) -> Array:
         return self._counted(jpeg_kernels.decode_files(*given))
 
-    def decode_named(self, *given: Any) -> Array:
-        return self._counted(jpeg_kernels.decode_named(*given))
+    def decode_named(self, *given: Any, resizes: bool) -> Array:
+        return self._counted(jpeg_kernels.decode_named(*given, resizes=resizes))
 
     def _counted(self, done: Array) -> Array:
         self.count += done.sum()
         return done
 
 
-@pytest.mark.parametrize("write", [database, image_list])
+@pytest.mark.parametrize(
+    ("write", "size"), [(database, None), (image_list, None), (image_list, (61, 33))]
+)
 @pytest.mark.parametrize("most", [0, 5])
-def test_batches_are_those_of_opencv(write, most, tmp_path, monkeypatch, caplog):
+def test_batches_are_those_of_opencv(write, size, most, tmp_path, monkeypatch, caplog):
     path = write(tmp_path)
 
     def batches(kernels: object) -> tuple[list[list[Array]], str, list[str]]:
@@ -420,7 +506,7 @@ def test_batches_are_those_of_opencv(write, most, tmp_path, monkeypatch, caplog)
         transformation = TransformationParameter(crop_size=30, mirror=True)
         transformer = Transformer(transformation, TRAIN, Device(seed=1), "")
         with tolerating(most):
-            source = open_database(path) if write is database else ImageList(path)
+            source = open_database(path) if write is database else ImageList(path, size=size)
             loader = SequentialLoader(source, transformer, BATCH)
         found, error = [], ""
         with closing(loader):

@@ -173,13 +173,13 @@ class ImageList(ListedImages[int]):
             raise DataError(f"{self.name(item)}: {error.message}") from None
 
     def decode_jpegs(self, items: Items, places: Array, images: Array, labels: Array) -> Array:
-        takes_files = images.dtype == np.uint8 and self._size is None
-        kernels = jpegs.kernels(len(places)) if takes_files else None
+        kernels = jpegs.kernels(len(places)) if images.dtype == np.uint8 else None
         if kernels is None:
             return places
         entries = [self._entries[items[i]] for i in places]
         paths = [self._root + name for name, _ in entries]
-        done: Array = kernels.decode_named(paths, places, self.mode, images)
+        resizes = self._size is not None
+        done: Array = kernels.decode_named(paths, places, self.mode, images, resizes=resizes)
         labels[places] = [label for _, label in entries]
         return places[~done]
 

@@ -1,0 +1,18 @@
+"""JPEG files decoded by kernels: several images in one call without Python's lock, straight to the
+planes of a batch, and resized there if need be.
+
+Pixels are those of libjpeg-turbo, by which OpenCV decodes, to the last bit: its slow integer IDCT,
+its "fancy" upsampling of colours, its conversion from YCbCr. Files that are damaged, progressive,
+or unusual in another way are left to OpenCV.
+
+    file -> headers.parse: size, sampling, tables, where the codes begin
+         -> scan.scan: codes -> coefficients of 16 blocks -> idct.transform -> planes of samples
+         -> color.fill_row: a row's colours to the image's width, then B, G and R
+         -> color.fill_image: each to its place, or resize.fill_resized: what is read of them
+
+What a thread needs for that lies in a `room.Room` of its own. Begin to read with `decode`.
+"""
+
+from caffepy.data.jpeg_kernels.decode import decode_files, decode_named, load
+
+__all__ = ["decode_files", "decode_named", "load"]
