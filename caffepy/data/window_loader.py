@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.files import locate, read_regular
+from caffepy.data import jpegs
 from caffepy.data.datum import COLOR, decode_image
 from caffepy.data.decoders import AnyDecoders, File, Task, current
 from caffepy.data.loader import DECODERS, Batch, Loader, Shape
@@ -81,20 +83,27 @@ class Warp:
         import cv2
 
         image = decode_image(content, COLOR)
-        _, h, w = image.shape
-        x, y = self._spans(corners, h, w)
-        if not (0 <= x.start < x.stop <= w and 0 <= y.start < y.stop <= h):
-            box, size = " ".join(map(str, corners)), shape_string(image.shape)
-            raise DataError(f"window {box} lies outside the image, {size}")
-        left, top = x.after if mirrored else x.before, y.before
-        width, height = min(x.length, self.crop - left), min(y.length, self.crop - top)
-        if width < 1 or height < 1:
+        y, x, h, w, height, width, top, left, _ = self.window(corners, mirrored, *image.shape[1:])
+        if height < 1 or width < 1:
             return
-        pixels = np.moveaxis(image[:, y.start : y.stop, x.start : x.stop], 0, 2)
+        pixels = np.moveaxis(image[:, y : y + h, x : x + w], 0, 2)
         pixels = np.moveaxis(cv2.resize(np.ascontiguousarray(pixels), (width, height)), 2, 0)
         here = slice(None), slice(top, top + height), slice(left, left + width)
         out[here] = (pixels[:, :, ::-1] if mirrored else pixels) - self.mean[here]
         out[here] *= self.scale
+
+    def window(self, corners: list[int], mirrored: bool, h: int, w: int) -> tuple[int, ...]:
+        """Return the numbers of the window in an image of this size that `decode_windows` tells;
+        DataError if it lies outside.
+        """
+        x, y = self._spans(corners, h, w)
+        if not (0 <= x.start < x.stop <= w and 0 <= y.start < y.stop <= h):
+            box, size = " ".join(map(str, corners)), shape_string((CHANNELS, h, w))
+            raise DataError(f"window {box} lies outside the image, {size}")
+        left, top = x.after if mirrored else x.before, y.before
+        height, width = min(y.length, self.crop - top), min(x.length, self.crop - left)
+        here = y.start, x.start, y.stop - y.start, x.stop - x.start
+        return *here, height, width, top, left, int(mirrored)
 
     def _spans(self, corners: list[int], height: int, width: int) -> tuple[Span, Span]:
         x1, y1, x2, y2 = corners
@@ -188,7 +197,7 @@ class WindowLoader(Loader):
         if len(mean) not in (1, CHANNELS) or mean.shape[1:] not in ((1, 1), (crop, crop)):
             shape, window = shape_string(mean.shape), shape_string(self.shape())
             raise ConfigError(f"a mean of shape {shape} does not fit windows of {window}")
-        return np.broadcast_to(mean, self.shape())
+        return np.ascontiguousarray(np.broadcast_to(mean, self.shape()))
 
     def shape(self) -> Shape:
         return CHANNELS, self._crop, self._crop
@@ -262,6 +271,8 @@ class WindowLoader(Loader):
         todo = list(range(len(places)))
         if self._decoders:
             todo = self._fill_elsewhere(self._decoders, places, drawn, images, labels)
+        elif kernels := jpegs.kernels(len(places)) if images.dtype == np.float32 else None:
+            todo = self._fill_by(kernels, places, drawn, images, labels)
 
         def warp_some(lo: int, hi: int) -> None:
             for k in todo[lo:hi]:
@@ -299,6 +310,39 @@ class WindowLoader(Loader):
 
         decoders.run(self._task, range(len(places)), files, arguments, take)
         return sorted(left)
+
+    def _fill_by(
+        self, kernels: Any, places: list[int], drawn: Drawn, images: Array, labels: Array
+    ) -> list[int]:
+        """Have kernels warp windows of JPEG files; return the numbers of those that are left."""
+        windows, mirrored = drawn
+        done = np.zeros(len(places), np.bool_)
+        mean, scale = self._warping.mean, self._warping.scale
+
+        def warp_some(lo: int, hi: int) -> None:
+            for k in range(lo, hi, kernels.PIECE):
+                piece = slice(k, min(k + kernels.PIECE, hi))
+                rows = [list(map(int, window)) for window in windows[piece]]
+                labels[places[piece]] = [row[1] for row in rows]
+                names = [self._images[row[0]] for row in rows]
+                paths = [self._root + name for name in names]
+                contents = [self._cache.get(name, b"") for name in names] if self._cache else None
+                window_of = partial(self._window_of, rows, mirrored[piece])
+                done[piece] = kernels.decode_windows(
+                    paths, contents, window_of, mean, scale, images, places[piece]
+                )
+
+        parallel(warp_some, len(places), kernels.PIECE)
+        return np.flatnonzero(~done).tolist()
+
+    def _window_of(
+        self, rows: list[list[int]], mirrored: list[bool], i: int, h: int, w: int
+    ) -> tuple[int, ...] | None:
+        """Return window i for `decode_windows`; None if it is empty, or outside of its image."""
+        with suppress(DataError):  # raised again by `_warp`
+            window = self._warping.window(rows[i][2:], mirrored[i], h, w)
+            return window if min(window[4:6]) > 0 else None
+        return None
 
     def _warp(self, name: str, corners: list[int], mirrored: bool, out: Array) -> None:
         """Write the window of the image into out (3, crop, crop), which holds zeros."""

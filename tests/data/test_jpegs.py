@@ -19,6 +19,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,12 +31,14 @@ from caffepy.data.loader import Batch, SequentialLoader, tolerating
 from caffepy.data.sources import open_database
 from caffepy.data.sources.image_list import ImageList
 from caffepy.data.transformer import Transformer
+from caffepy.data.window_loader import WindowLoader
 from caffepy.data.write import write_database
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.device.threads import alone
 from caffepy.ops import cpu
-from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter
+from caffepy.proto import binary
+from caffepy.proto.caffe_pb2 import TRAIN, Datum, LayerParameter, TransformationParameter
 
 SAMPLINGS = {
     "4:4:4": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444,
@@ -488,6 +491,11 @@ class Counting:
     def decode_named(self, *given: Any, resizes: bool) -> Array:
         return self._counted(jpeg_kernels.decode_named(*given, resizes=resizes))
 
+    PIECE = jpeg_kernels.PIECE
+
+    def decode_windows(self, *given: Any) -> Array:
+        return self._counted(jpeg_kernels.decode_windows(*given))
+
     def _counted(self, done: Array) -> Array:
         self.count += done.sum()
         return done
@@ -527,3 +535,92 @@ def test_batches_are_those_of_opencv(write, size, most, tmp_path, monkeypatch, c
     for ours, theirs in zip(by_kernels, by_opencv, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+WINDOWS = {
+    "warped": ("", "crop_size: 24"),
+    "mirrored, scaled, less a mean": (
+        "scale: 0.017",
+        "crop_size: 24 mirror: true mean_value: 104 mean_value: 117 mean_value: 123",
+    ),
+    "with context": ("context_pad: 5", "crop_size: 24 mirror: true mean_file: 'mean'"),
+    "squares": ("crop_mode: 'square' context_pad: 2", "crop_size: 33 mirror: true mean_value: 99"),
+    "cached": ("cache_images: true context_pad: 5", "crop_size: 24"),
+}
+
+
+def window_file(folder: Path, foreign: int) -> str:
+    """Windows at random places, of one pixel and of whole images, too; `foreign` damaged files."""
+    rng = np.random.default_rng(1)
+    lines = []
+    files = contents()
+    files[20:22] = files[:2]
+    files[7] = jpeg(IMAGE[:, :, 0])
+    for i, content in enumerate(files):
+        (folder / f"{i}.jpg").write_bytes(content if i >= foreign else b"nothing")
+        lines += [f"# {i}", f"{folder}/{i}.jpg", "3", "40", "48", "4"]
+        x, y = (np.sort(rng.integers(0, n, (2, 2)), 1).tolist() for n in (48, 40))
+        boxes = [[0, 0, 47, 39], [x[0][0], y[0][0]] * 2]
+        boxes += [[x[k][0], y[k][0], x[k][1], y[k][1]] for k in range(2)]
+        for k, box in enumerate(boxes):
+            lines.append(f"{i + 1} {0.9 if k % 2 else 0.1} " + " ".join(map(str, box)))
+    (folder / "windows.txt").write_text("\n".join(lines) + "\n")
+    mean = rng.random((1, 3, 24, 24)).astype(np.float32) * 200
+    (folder / "mean").write_bytes(binary.array_to_blob(mean).SerializeToString())
+    return str(folder / "windows.txt")
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+@pytest.mark.parametrize("foreign", [0, 2])
+def test_windows_are_those_of_opencv(case, foreign, tmp_path, monkeypatch, caplog):
+    path = window_file(tmp_path, foreign)
+    params, transform = WINDOWS[case]
+    text = f"source: '{path}' batch_size: 13 fg_fraction: 0.5 {params}"
+    layer = text_format.Parse(
+        f"window_data_param {{ {text} }} transform_param {{ {transform} }}", LayerParameter()
+    )
+
+    def batches(kernels: object) -> tuple[list[list[Array]], list[str]]:
+        monkeypatch.setattr(jpegs, "kernels", lambda files: kernels)
+        caplog.clear()
+        with tolerating(foreign):
+            loader = WindowLoader(layer, Device(seed=1), str(tmp_path / "net.prototxt"))
+        found = []
+        with closing(loader):
+            for _ in range(12):
+                batch = Batch(13, np.float32, cpu.Staging())
+                loader.load(batch)
+                found.append([np.array(part) for part in batch.staging.take()])
+        return found, [record.getMessage() for record in caplog.records]
+
+    counting = Counting()
+    (by_opencv, messages), (by_kernels, messages_then) = batches(None), batches(counting)
+    assert messages_then == messages
+    assert counting.count >= 100
+    for ours, theirs in zip(by_kernels, by_opencv, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_windows_outside_of_their_images_are_left():
+    """And empty ones, and files that are to be turned; what is beside a window stays."""
+    images = np.full((5, 3, 8, 9), 7, np.float32)
+    files = [PLAIN, PLAIN, with_exif(PLAIN, 6), b"", PLAIN]
+    asked = []
+
+    def window_of(i: int, height: int, width: int) -> tuple[int, ...] | None:
+        asked.append((i, height, width))
+        return (1, 2, 30, 40, 4, 5, 3, 2, 0) if i != 1 else None
+
+    mean = np.ones((3, 8, 9), np.float32)
+    places = [4, 3, 2, 1, 0]
+    done = jpeg_kernels.decode_windows([""] * 5, files, window_of, mean, 2.0, images, places)
+    assert done.tolist() == [True, False, False, False, True]
+    assert asked == [(0, 40, 48), (1, 40, 48), (4, 40, 48)]
+    pixels = opened(PLAIN, COLOR)
+    assert pixels is not None
+    part = cv2.resize(np.ascontiguousarray(pixels[:, 1:31, 2:42].transpose(1, 2, 0)), (5, 4))
+    want = np.full((3, 8, 9), 7, np.float32)
+    want[:, 3:7, 2:7] = (part.transpose(2, 0, 1).astype(np.float32) - 1) * 2
+    for image, is_done in zip(images[places], done, strict=True):
+        np.testing.assert_array_equal(image, want if is_done else np.full_like(want, 7))

@@ -9,10 +9,12 @@ or unusual in another way are left to OpenCV.
          -> scan.scan: codes -> coefficients of 16 blocks -> idct.transform -> planes of samples
          -> color.fill_row: a row's colours to the image's width, then B, G and R
          -> color.fill_image: each to its place, or resize.fill_resized: what is read of them
+         -> windows: windows of images, into a batch of floats
 
 What a thread needs for that lies in a `room.Room` of its own. Begin to read with `decode`.
 """
 
-from caffepy.data.jpeg_kernels.decode import decode_files, decode_named, load
+from caffepy.data.jpeg_kernels.decode import PIECE, decode_files, decode_named, load
+from caffepy.data.jpeg_kernels.windows import decode_windows
 
-__all__ = ["decode_files", "decode_named", "load"]
+__all__ = ["PIECE", "decode_files", "decode_named", "decode_windows", "load"]

@@ -27,6 +27,7 @@ from caffepy.ops.cpu.compiler import EXACT, external, kernel
 
 log = logging.getLogger(__name__)
 
+WHOLE = np.zeros((0, 6), np.int64)  # windows of images: none
 PIECE = 4  # images of a call: it needs Python's lock for some 20 us, each image 300 us without
 FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -49,7 +50,7 @@ def load() -> None:
     image = np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8)
     content = cv2.imencode(".jpg", image)[1].ravel()
     span, place = np.array([[0, len(content)]]), np.zeros(1, np.int64)
-    _read(_fixed(content), place, np.zeros(0, np.uint8), span.copy(), 0, 0)
+    read(fixed(content), place, np.zeros(0, np.uint8), span.copy(), 0, 0)
     theirs = opened(content, NATIVE)
 
     def is_alike(height: int, width: int) -> bool:
@@ -75,12 +76,13 @@ def decode_files(
 
     `spans` (n, 2) are start and size of each file in `content`; a size of 0 is no file.
     """
-    done, content = np.zeros(len(spans), np.bool_), _fixed(content)
+    done, content = np.zeros(len(spans), np.bool_), fixed(content)
 
     def decode_some(lo: int, hi: int) -> None:
-        _decode(content, spans, places, mode, resizes, room_of_thread(), images, done, lo, hi)
+        room = room_of_thread()
+        decode(content, spans, places, mode, resizes, WHOLE, room, images, done, lo, hi)
 
-    if _takes(images, resizes):
+    if takes(images, resizes):
         parallel(decode_some, len(spans), PIECE)
     return done
 
@@ -89,30 +91,34 @@ def decode_named(
     paths: Sequence[str], places: Array, mode: int, images: Array, *, resizes: bool = False
 ) -> Array:
     """Do `decode_files` of the files at these paths, which are read without Python's lock, too."""
-    names = [os.fsencode(path) + b"\0" for path in paths]
-    joined = np.frombuffer(b"".join(names), np.uint8)
-    starts = np.cumsum([0, *map(len, names)])[:-1]
+    joined, starts = joined_names(paths)
     done = np.zeros(len(paths), np.bool_)
 
     def decode_some(lo: int, hi: int) -> None:
         room = room_of_thread()
-        content, spans = _fixed(room.files), np.zeros((len(paths), 2), np.int64)
+        content, spans = fixed(room.files), np.zeros((len(paths), 2), np.int64)
         for first in range(lo, hi, PIECE):
             last = min(first + PIECE, hi)
-            _read(joined, starts, room.files, spans, first, last)
-            _decode(content, spans, places, mode, resizes, room, images, done, first, last)
+            read(joined, starts, room.files, spans, first, last)
+            decode(content, spans, places, mode, resizes, WHOLE, room, images, done, first, last)
 
-    if _takes(images, resizes):
+    if takes(images, resizes):
         parallel(decode_some, len(paths), PIECE)
     return done
 
 
-def _takes(images: Array, resizes: bool) -> bool:
+def joined_names(paths: Sequence[str]) -> tuple[Array, Array]:
+    """Return these paths as `read` takes them: one behind the other, and where each begins."""
+    names = [os.fsencode(path) + b"\0" for path in paths]
+    return np.frombuffer(b"".join(names), np.uint8), np.cumsum([0, *map(len, names)])[:-1]
+
+
+def takes(images: Array, resizes: bool) -> bool:
     """True if files can be decoded to such images here."""
     return images.shape[3] <= WIDEST and (_resizes or not resizes)
 
 
-def _fixed(content: Array) -> Array:
+def fixed(content: Array) -> Array:
     """A view that cannot be written: kernels are compiled for such."""
     content = content.view()
     content.flags.writeable = False
@@ -120,7 +126,7 @@ def _fixed(content: Array) -> Array:
 
 
 @kernel
-def _read(paths: Array, starts: Array, files: Array, spans: Array, lo: int, hi: int) -> None:
+def read(paths: Array, starts: Array, files: Array, spans: Array, lo: int, hi: int) -> None:
     """Read files one behind the other; the size is 0 of one that cannot be read, or has no room."""
     at = 0
     for i in range(lo, hi):
@@ -138,18 +144,22 @@ def _read(paths: Array, starts: Array, files: Array, spans: Array, lo: int, hi: 
 
 
 @partial(kernel, fastmath=EXACT)
-def _decode(
+def decode(
     content: Array,
     spans: Array,
     places: Array,
     mode: int,
     resizes: bool,
+    windows: Array,
     room: Room,
     images: Array,
     done: Array,
     lo: int,
     hi: int,
 ) -> None:
+    """Decode files lo to hi; with `windows` (n, at least 6) only these of images, to the first rows
+    and columns of their places: see `fill_resized`.
+    """
     head = room.head
     for i in range(lo, hi):
         start, size = spans[i]
@@ -162,8 +172,12 @@ def _decode(
         if image.shape[0] != (1 if is_grey else 3):
             continue
         if scan(content, at, end, room):
-            if head[HEIGHT] == height and head[WIDTH] == width:
+            window, to = (0, 0, head[HEIGHT], head[WIDTH]), (height, width)
+            if len(windows):
+                one = windows[i]
+                window, to = (one[0], one[1], one[2], one[3]), (one[4], one[5])
+            if window == (0, 0, height, width) and to == (height, width):
                 fill_image(image, room)
             else:
-                fill_resized(image, room)
+                fill_resized(image, window, to, room)
             done[i] = True

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.data.jpeg_kernels.color import fill_row
-from caffepy.data.jpeg_kernels.room import HEIGHT, WIDTH, Room
+from caffepy.data.jpeg_kernels.room import WIDTH, Room
 from caffepy.device.blob import Array
 from caffepy.ops.cpu.compiler import inlined
 
@@ -37,17 +37,19 @@ def _weights(share: Any) -> Any:
 
 
 @inlined
-def fill_resized(image: Array, room: Room) -> None:
-    """Write the image (C, H, W), from the planes of samples of another size."""
-    channels, lines, columns = image.shape
+def fill_resized(image: Array, window: tuple[int, ...], to: tuple[int, int], room: Room) -> None:
+    """Write the first rows and columns of `image` (C, H, W), as many as `to` says, from a window of
+    the image in the planes of samples: its first row and column, height and width.
+    """
     head, samples, rows, wide = room.head, room.samples, room.rows, room.wide
     line, pixels, taps, sums = room.line, room.pixels, room.taps, room.sums
-    height, width = head[HEIGHT], head[WIDTH]
+    (top, left, height, width), (lines, columns) = window, to
+    channels = image.shape[0]
     for x in range(columns):
         first, share = _first(x, width, columns)
         if first < 0 or first >= width - 1:
             first, share = min(max(first, 0), width - 1), np.float32(0)
-        taps[0, x] = first
+        taps[0, x] = left + first
         taps[1, x], taps[2, x] = _weights(share)
     evens = odds = -1  # the rows of which `sums` are
     for y in range(lines):
@@ -56,19 +58,19 @@ def fill_resized(image: Array, room: Room) -> None:
         above, below = _weights(share)
         for row in (upper, lower):
             if row != (odds if row & 1 else evens):
-                fill_row(line, 0, row, channels, head, samples, rows, wide)
-                _sum_along(line, channels, width, columns, pixels, taps, sums[row & 1])
+                fill_row(line, 0, top + row, channels, head, samples, rows, wide)
+                _sum_along(line, channels, head[WIDTH], columns, pixels, taps, sums[row & 1])
             if row & 1:
                 odds = row
             else:
                 evens = row
         up, low = sums[upper & 1], sums[lower & 1]
         for c in range(channels):
-            to, shift = image[c, y], 21 * c
+            out, shift = image[c, y], 21 * c
             for x in range(columns):
                 one = (up[x] >> shift & SUM) * above >> 16
                 other = (low[x] >> shift & SUM) * below >> 16
-                to[x] = (one + other + 2) >> 2
+                out[x] = (one + other + 2) >> 2
 
 
 @inlined
