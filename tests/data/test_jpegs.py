@@ -613,8 +613,10 @@ def test_windows_outside_of_their_images_are_left():
         return (1, 2, 30, 40, 4, 5, 3, 2, 0) if i != 1 else None
 
     mean = np.ones((3, 8, 9), np.float32)
+    given = window_of, mean, 2.0, images
+    assert not jpeg_kernels.decode_windows([""] * 2, [b""] * 2, *given, [0, 1]).any()
     places = [4, 3, 2, 1, 0]
-    done = jpeg_kernels.decode_windows([""] * 5, files, window_of, mean, 2.0, images, places)
+    done = jpeg_kernels.decode_windows([""] * 5, files, *given, places)
     assert done.tolist() == [True, False, False, False, True]
     assert asked == [(0, 40, 48), (1, 40, 48), (4, 40, 48)]
     pixels = opened(PLAIN, COLOR)

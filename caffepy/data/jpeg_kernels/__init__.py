@@ -8,8 +8,8 @@ or unusual in another way are left to OpenCV.
     file -> headers.parse: size, sampling, tables, where the codes begin
          -> scan.scan: codes -> coefficients of 16 blocks -> idct.transform -> planes of samples
          -> color.fill_row: a row's colours to the image's width, then B, G and R
-         -> color.fill_image: each to its place, or resize.fill_resized: what is read of them
-         -> windows: windows of images, into a batch of floats
+         -> resize.fill_image: rows to their places, or what is read of them
+         -> windows.decode_windows: windows of images, to a batch of floats
 
 What a thread needs for that lies in a `room.Room` of its own. Begin to read with `decode`.
 """

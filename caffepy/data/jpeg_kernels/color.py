@@ -12,18 +12,9 @@ from caffepy.data.jpeg_kernels.room import (
     HEIGHT,
     ROWS,
     WIDTH,
-    Room,
 )
 from caffepy.device.blob import Array
 from caffepy.ops.cpu.compiler import inlined
-
-
-@inlined
-def fill_image(image: Array, room: Room) -> None:
-    """Write the image (C, H, W)."""
-    head, samples, rows, wide = room.head, room.samples, room.rows, room.wide
-    for y in range(head[HEIGHT]):
-        fill_row(image, y, y, image.shape[0], head, samples, rows, wide)
 
 
 @inlined

@@ -8,9 +8,8 @@ from functools import partial
 import numpy as np
 
 from caffepy.data.datum import COLOR, GRAY, NATIVE, opened, planes, resized
-from caffepy.data.jpeg_kernels.color import fill_image
 from caffepy.data.jpeg_kernels.headers import parse
-from caffepy.data.jpeg_kernels.resize import fill_resized
+from caffepy.data.jpeg_kernels.resize import fill_image
 from caffepy.data.jpeg_kernels.room import (
     COMPONENTS,
     HEIGHT,
@@ -27,7 +26,7 @@ from caffepy.ops.cpu.compiler import EXACT, external, kernel
 
 log = logging.getLogger(__name__)
 
-WHOLE = np.zeros((0, 6), np.int64)  # windows of images: none
+NONE = np.zeros((0, 2), np.int64)
 PIECE = 4  # images of a call: it needs Python's lock for some 20 us, each image 300 us without
 FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -80,7 +79,7 @@ def decode_files(
 
     def decode_some(lo: int, hi: int) -> None:
         room = room_of_thread()
-        decode(content, spans, places, mode, resizes, WHOLE, room, images, done, lo, hi)
+        decode(content, spans, places, mode, resizes, NONE, NONE, room, images, done, lo, hi)
 
     if takes(images, resizes):
         parallel(decode_some, len(spans), PIECE)
@@ -100,7 +99,9 @@ def decode_named(
         for first in range(lo, hi, PIECE):
             last = min(first + PIECE, hi)
             read(joined, starts, room.files, spans, first, last)
-            decode(content, spans, places, mode, resizes, WHOLE, room, images, done, first, last)
+            decode(
+                content, spans, places, mode, resizes, NONE, NONE, room, images, done, first, last
+            )
 
     if takes(images, resizes):
         parallel(decode_some, len(paths), PIECE)
@@ -151,6 +152,7 @@ def decode(
     mode: int,
     resizes: bool,
     windows: Array,
+    sizes: Array,
     room: Room,
     images: Array,
     done: Array,
@@ -158,7 +160,7 @@ def decode(
     hi: int,
 ) -> None:
     """Decode files lo to hi; with `windows` (n, at least 6) only these of images, to the first rows
-    and columns of their places: see `fill_resized`.
+    and columns of their places: see `fill_image`. With `sizes` (n, 2) only write height and width.
     """
     head = room.head
     for i in range(lo, hi):
@@ -171,13 +173,12 @@ def decode(
         is_grey = mode == GRAY or (mode != COLOR and head[COMPONENTS] == 1)
         if image.shape[0] != (1 if is_grey else 3):
             continue
-        if scan(content, at, end, room):
+        if len(sizes):
+            sizes[i, 0], sizes[i, 1] = head[HEIGHT], head[WIDTH]
+        elif scan(content, at, end, room):
             window, to = (0, 0, head[HEIGHT], head[WIDTH]), (height, width)
             if len(windows):
                 one = windows[i]
                 window, to = (one[0], one[1], one[2], one[3]), (one[4], one[5])
-            if window == (0, 0, height, width) and to == (height, width):
-                fill_image(image, room)
-            else:
-                fill_resized(image, window, to, room)
+            fill_image(image, window, to, room)
             done[i] = True

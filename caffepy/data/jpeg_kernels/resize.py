@@ -37,14 +37,17 @@ def _weights(share: Any) -> Any:
 
 
 @inlined
-def fill_resized(image: Array, window: tuple[int, ...], to: tuple[int, int], room: Room) -> None:
+def fill_image(image: Array, window: tuple[int, ...], to: tuple[int, int], room: Room) -> None:
     """Write the first rows and columns of `image` (C, H, W), as many as `to` says, from a window of
     the image in the planes of samples: its first row and column, height and width.
+
+    Rows of the whole image go to their places at once if it keeps its size.
     """
     head, samples, rows, wide = room.head, room.samples, room.rows, room.wide
     line, pixels, taps, sums = room.line, room.pixels, room.taps, room.sums
     (top, left, height, width), (lines, columns) = window, to
-    channels = image.shape[0]
+    channels, full = image.shape[0], head[WIDTH]
+    is_as_it_was = lines == height and columns == width == full
     for x in range(columns):
         first, share = _first(x, width, columns)
         if first < 0 or first >= width - 1:
@@ -57,13 +60,18 @@ def fill_resized(image: Array, window: tuple[int, ...], to: tuple[int, int], roo
         upper, lower = min(max(first, 0), height - 1), min(max(first + 1, 0), height - 1)
         above, below = _weights(share)
         for row in (upper, lower):
-            if row != (odds if row & 1 else evens):
-                fill_row(line, 0, top + row, channels, head, samples, rows, wide)
-                _sum_along(line, channels, head[WIDTH], columns, pixels, taps, sums[row & 1])
+            if row == (odds if row & 1 else evens):
+                continue
+            made, at = (image, row) if is_as_it_was else (line, 0)
+            fill_row(made, at, top + row, channels, head, samples, rows, wide)
+            if not is_as_it_was:
+                _sum_along(line, channels, full, columns, pixels, taps, sums[row & 1])
             if row & 1:
                 odds = row
             else:
                 evens = row
+        if is_as_it_was:
+            continue
         up, low = sums[upper & 1], sums[lower & 1]
         for c in range(channels):
             out, shift = image[c, y], 21 * c

@@ -6,9 +6,8 @@ from functools import partial
 import numpy as np
 
 from caffepy.data.datum import COLOR
-from caffepy.data.jpeg_kernels.decode import decode, fixed, joined_names, read, takes
-from caffepy.data.jpeg_kernels.headers import parse
-from caffepy.data.jpeg_kernels.room import HEIGHT, TURNED, WIDTH, Room, room_of_thread
+from caffepy.data.jpeg_kernels.decode import NONE, decode, fixed, joined_names, read, takes
+from caffepy.data.jpeg_kernels.room import room_of_thread
 from caffepy.device.blob import Array
 from caffepy.ops.cpu.compiler import EXACT, kernel
 
@@ -48,24 +47,16 @@ def decode_windows(
     resized = np.empty((count, *images.shape[1:]), np.uint8)
     if not takes(images, True):
         return done
-    _measure(content, spans, sizes, room)
+    given = content, spans, np.arange(count), COLOR, True
+    decode(*given, NONE, sizes, room, resized, done, 0, count)
     for i, (height, width) in enumerate(sizes.tolist()):
         if height and (window := window_of(i, height, width)):
             windows[i] = window
         else:
             spans[i] = 0
-    decode(content, spans, np.arange(count), COLOR, True, windows, room, resized, done, 0, count)
+    decode(*given, windows, NONE, room, resized, done, 0, count)
     _put(resized, windows, done, mean, np.float32(scale), images, np.asarray(places, np.int64))
     return done
-
-
-@kernel
-def _measure(content: Array, spans: Array, sizes: Array, room: Room) -> None:
-    """Write height and width of images, 0 of files that are left to OpenCV."""
-    for i in range(len(spans)):
-        start, size = spans[i]
-        if parse(content, start, start + size, 0, 0, room) >= 0 and not room.head[TURNED]:
-            sizes[i, 0], sizes[i, 1] = room.head[HEIGHT], room.head[WIDTH]
 
 
 @partial(kernel, fastmath=EXACT)
