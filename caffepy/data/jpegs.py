@@ -8,7 +8,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MANY = 8192
-"""Files that OpenCV decodes before a thread loads the kernels, in 0.2 s, or compiles them, in 10 s,
+"""Files that OpenCV decodes before a thread loads the kernels, in 0.2 s, or compiles them, in 15 s,
 if no process has done so before. Kernels that read databases are loaded earlier.
 """
 
