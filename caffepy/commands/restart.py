@@ -54,7 +54,7 @@ class PassedOn:
 
     @contextmanager
     def to(self, process: "subprocess.Popen[bytes]") -> Iterator[None]:
-        """A block in which this process runs. It was to inherit which signals are ignored."""
+        """Return a block in which this process runs; it must inherit which signals are ignored."""
         self._process = process
         while self._early:
             process.send_signal(self._early.pop(0))

@@ -236,7 +236,7 @@ def _answer(engine: RayEngine, ask: Callable[[], T]) -> T:
 
 @contextmanager
 def _explaining(options: ServerOptions) -> Iterator[None]:
-    """A block whose errors name the servers."""
+    """Return a block whose errors name the servers."""
     try:
         yield
     except DeadPeerError as error:

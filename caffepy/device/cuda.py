@@ -106,7 +106,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """The context in which the calling thread's array operations run on the main stream."""
+        """Return a context in which the calling thread's operations run on the main stream."""
         with (
             translate_errors(self._cupy, self.index),
             self._cupy.cuda.Device(self.index),

@@ -61,7 +61,7 @@ _scope = _Scope()
 
 @contextmanager
 def using(mode: MathMode) -> Iterator[None]:
-    """The context in which the calling thread's operations compute in this mode."""
+    """Return the context in which the calling thread's operations compute in this mode."""
     before, _scope.mode = _scope.mode, mode
     try:
         yield

@@ -76,7 +76,7 @@ class Python(Layer):
         self._code.call(self.instance.forward, wrap_all(bottom), wrap_all(top))
 
     def skip(self, batches: int) -> None:
-        """Run forward for each batch: only the user's code knows how it goes on.
+        """Run forward for each batch: only the user's code knows how to do that.
 
         It gets blobs like the tops, which keep their values: nets may still read them. A layer with
         bottoms takes what comes.

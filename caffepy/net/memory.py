@@ -1,15 +1,15 @@
 """Memory plan: blobs that are live at different times share an arena.
 
-A pass of a net is a line of moments, one a step, or one for all steps of a region of branches that
-run beside each other (branches.py): forward, and in a net that learns backward again.
-The data of a blob are live from the moment that writes them to the last one that reads them, and so
-is the diff. Data that are recomputed (`recompute`) are live twice: up to the last step forward that
-reads them, and from the moment that writes them again. Memories that are never live at the same
-moment may overlap in the arena; nets that run one after the other share one arena.
+A pass of a net is a sequence of moments, one a step, or one for all steps of a region of concurrent
+branches (branches.py): forward, and in a net that learns, backward in reverse. The data of a blob
+are live from the moment that writes them to the last one that reads them; so is its diff. Data that
+are recomputed (`recompute`) are live twice: up to the last step forward that reads them, and from
+the moment that writes them again. Memories that are never live at the same moment may overlap in
+the arena; nets that run one after the other share one arena.
 
 Between passes the content of the arena is undefined. Work on a side stream must be waited for
-before the next moment begins, but for that of layers that may update a large weight with its
-gradient, beside all that follows: what their backward touches is live up to the end.
+before the next moment begins, except that of layers that may update a large weight concurrently
+with all that follows: what their backward reads and writes is live up to the end.
 """
 
 import logging
@@ -38,8 +38,8 @@ overlap.
 
 
 class Interval(NamedTuple):
-    """`size` bytes that are live from the moment `first` to the moment `last`, both included, but
-    not between the two moments of `gap`, which belong to the live ones.
+    """`size` bytes that are live from the moment `first` to the moment `last`, both included,
+    except between the two moments of `gap`, at which they are live.
     """
 
     size: int

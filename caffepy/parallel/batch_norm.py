@@ -61,7 +61,8 @@ class RunningStatistics(GroupStatistics):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """A block in which all have the mean of their statistics; then each has its own again.
+        """Return a block in which all have the mean of their statistics; then each has its own
+        again.
 
         After an error the workers, which may hang, are left alone.
         """

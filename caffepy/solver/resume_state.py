@@ -106,8 +106,8 @@ class ResumeState:
 
     @contextmanager
     def _settled(self) -> Iterator[list[list[Array]]]:
-        """A block in which the solver has what a snapshot saves; of several solvers it yields the
-        statistics of each.
+        """Return a block in which the solver has what a snapshot saves; of several solvers it
+        yields the statistics of each.
         """
         iterations, step = self.iterations, self.iterations.step
         workers = iterations.trainer.workers

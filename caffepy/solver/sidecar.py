@@ -79,7 +79,9 @@ def head(path: str) -> dict[str, Any]:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """A block that uses the sidecar at `path`: an error becomes a ConfigError about that file."""
+    """Return a block that uses the sidecar at `path`: an error becomes a ConfigError about that
+    file.
+    """
     try:
         yield
     except CaffeError:

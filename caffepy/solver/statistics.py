@@ -1,9 +1,9 @@
-"""The running statistics of a net, of which a test or a snapshot may need others than training.
+"""The running statistics of a net; tests and snapshots may use other values than training.
 
-Where several solvers train as one, a test has the mean of their statistics, and each goes on with
-its own: a mean that stayed would round them, so that a run would depend on how often it was tested,
-saved or stopped. The forward pass that shows the last loss changes them; a snapshot has those from
-before it.
+Where several solvers train as one, a test uses the mean of their statistics, and each solver
+continues with its own: if they kept the mean, its rounding would make a run depend on how often it
+is tested, saved or stopped. The forward pass that shows the last loss changes them; a snapshot has
+the values from before it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,42 +30,44 @@ class Statistics:
 
     @property
     def present(self) -> list[Array]:
-        """Copies of what the net has now."""
+        """Copies of the values in the net."""
         return [blob.host_data.copy() for blob in self.blobs]
 
     @property
     def own(self) -> list[Array]:
-        """Copies of those that training goes on with."""
+        """Copies of the values with which training continues."""
         return self.present if self._held is None else self._held
 
     def are(self, values: Sequence[Array]) -> bool:
-        """True if the net has exactly these now."""
+        """True if the net has exactly these values."""
         present = self.present
         return len(present) == len(values) and all(map(np.array_equal, present, values))
 
     def hold(self) -> None:
-        """Keep what training goes on with, unless that is done; the net may get others."""
+        """Keep the values with which training continues, unless they are kept already; those in the
+        net may then change.
+        """
         self._held = self.own
 
     def release(self) -> None:
-        """Go on with what the net has."""
+        """Let training continue with the values in the net."""
         self._held = None
 
     def write(self, values: Sequence[Array]) -> None:
-        """Give these to the net."""
+        """Copy these values into the net."""
         for blob, value in zip(self.blobs, values, strict=True):
             blob.host_data[...] = value
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A block in which all parameters may be overwritten; after it, these are as before."""
+        """Return a block in which parameters may be overwritten; after it, these are as before."""
         before = self.present
         yield
         self.write(before)
 
     @contextmanager
     def replaced(self, values: Sequence[Array]) -> Iterator[None]:
-        """A block in which the net has these; after it, it has those from before."""
+        """Return a block in which the net has these; after it, it has those from before."""
         before = self.present
         self.write(values)
         try:

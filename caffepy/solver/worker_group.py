@@ -9,8 +9,8 @@ manager calls on the root solver:
     root.run_eagerly(reason)         each layer by itself
 
 Neither assigns attributes of the other. WorkerGroup itself is the null object: a solver without
-workers; P2PManager overrides every method. Work that is started here runs on the workers beside the
-root's own; errors of workers are raised where the root waits for them.
+workers; P2PManager overrides every method. Work that is started here runs on the workers
+concurrently with the root's; errors of workers are raised where the root waits for them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,12 +30,12 @@ class GroupStatistics:
     """Null object: the running statistics of a solver without workers."""
 
     def averaged(self) -> AbstractContextManager[object]:
-        """A block in which all solvers have the mean of their statistics, to test with."""
+        """Return a block in which all solvers have the mean of their statistics, to test with."""
         return nullcontext()
 
     def each(self, own: list[Array]) -> list[list[Array]]:
-        """Statistics that each solver trains on with, if a snapshot has the mean of all; else those
-        of the root, `own`.
+        """Return the statistics with which each solver continues, if a snapshot has the mean of
+        all; else those of the root, `own`.
         """
         return [own]
 
@@ -57,17 +57,17 @@ class WorkerGroup:
         self.writes_files = writes_files
 
     def stop(self, error: BaseException) -> None:
-        """End the workers that wait for the root, which has met this error and cannot go on."""
+        """End the workers that wait for the root, which met this error."""
 
     def root_cause(self, error: Exception) -> BaseException:
-        """Root cause of an error that the root has met: it, or an earlier error of a worker."""
+        """Return the cause of an error of the root: itself, or an earlier error of a worker."""
         return error
 
     def check(self) -> None:
         """Raise the error that has ended the workers' run, if any."""
 
     def during(self, phase: str) -> AbstractContextManager[object]:
-        """A block in which all are in this phase: step, test or snapshot."""
+        """Return a block in which all are in this phase: step, test or snapshot."""
         return self._during(phase)
 
     @contextmanager
@@ -82,7 +82,9 @@ class WorkerGroup:
         """Start an iteration, or several as one graph, once earlier batches were taken."""
 
     def iterated(self) -> None:
-        """An iteration is enqueued or done: push and pull, where solvers do not keep step."""
+        """Called when an iteration is enqueued or done: push and pull, where solvers do not keep
+        step.
+        """
 
     def forward(self) -> None:
         """Start a forward pass of the train net."""
@@ -115,23 +117,25 @@ class WorkerGroup:
         return action
 
     def restoring(self) -> AbstractContextManager[object]:
-        """A block in which the root restores a state, which the workers take over at its end."""
+        """Return a block in which the root restores a state, which the workers take over at its
+        end.
+        """
         return nullcontext()
 
     def raise_worker_error(self) -> None:
         """Wait for the workers' iterations; raise the error of one, if any."""
 
     def positions(self) -> list[dict[str, Any]]:
-        """Positions of each worker, now or before the test or iteration in progress."""
+        """Return the positions of each worker, now or before the test or iteration in progress."""
         return []
 
     def state(self) -> dict[str, Any]:
-        """State of the group that a snapshot keeps beside that."""
+        """Return the further state of the group that a snapshot keeps."""
         return {}
 
 
 class OuterGroup(WorkerGroup):
-    """A group around another, `inner`, which does all that this one does not do itself."""
+    """A group around another, `inner`, which does what this one does not override."""
 
     takes_several = False
 

@@ -102,7 +102,8 @@ def prefetch(file: str, names: Iterable[str]) -> None:
 
 @contextmanager
 def compile_ahead() -> Iterator[None]:
-    """Block in which kernels that this thread would launch are compiled, and none is launched.
+    """Return a block in which kernels that this thread would launch are compiled, and none is
+    launched.
 
     For calls that do nothing but launch kernels, which do not keep what `kernel` returned.
     """

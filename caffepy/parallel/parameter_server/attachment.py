@@ -88,8 +88,8 @@ def _told(rule: Rule) -> str:
 
 @contextmanager
 def attached(cluster: str, name: str, path: str | None) -> Iterator[Attachment]:
-    """A block in which this process is the trainer of the servers of this name; `path` is the
-    solver file. UsageError and SyncError say why it cannot be.
+    """Return a block in which this process is the trainer of the servers of this name; `path` is
+    the solver file. UsageError and SyncError say why it cannot be.
     """
     engine = connect(cluster, DETACHED + name)
     try:

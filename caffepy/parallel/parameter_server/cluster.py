@@ -367,7 +367,7 @@ class _Processes:
 
 @contextmanager
 def _started(options: ClusterOptions, size: int) -> Iterator[RayEngine]:
-    """A block with servers for parameters of `size` bytes, which end with it."""
+    """Return a block with servers for parameters of `size` bytes, which end with it."""
     name = f"{os.path.basename(options.cluster)}-{os.getpid()}"
     engine = connect(options.cluster, name, size)
     try:
@@ -386,8 +386,9 @@ def served(
     worker: WorkerOptions,
     attachment: Attachment | None = None,
 ) -> Iterator[None]:
-    """A block in which a solver, with those that train in step with it, is worker 0 of a parameter
-    server, which starts and ends with it unless this process is attached to one that does not.
+    """Return a block in which a solver, with those that train in step with it, is worker 0 of a
+    parameter server, which starts and ends with it unless this process is attached to one that does
+    not.
 
     `worker` are the options of the others. UsageError and SyncError say why there is no cluster.
     """

@@ -154,7 +154,9 @@ def _refusal(cluster: str, error: BaseException) -> CaffeError:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A block in which what Ray writes to the descriptor of stderr goes to the log, as debug."""
+    """Return a block in which what Ray writes to the descriptor of stderr goes to the log, as
+    debug.
+    """
     with tempfile.TemporaryFile() as file:
         before = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -170,8 +172,8 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """A block in which, and after which, SIGTERM does what it did before: Ray's handler, which it
-    sets as it starts, ends the process at once.
+    """Return a block in which, and after which, SIGTERM does what it did before: Ray's handler,
+    which it sets as it starts, ends the process at once.
     """
     utils, before = import_ray()._private.utils, signal.getsignal(signal.SIGTERM)
     set_handler, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None

@@ -248,7 +248,7 @@ class ServedWorkers(OuterGroup):
             work(self.solver, 0)
 
     def _away(self) -> AbstractContextManager[object]:
-        """A block in which the root waits for servers."""
+        """Return a block in which the root waits for servers."""
         return self._node.away() if self._node else nullcontext()
 
     def _end_with_newest(self) -> None:

@@ -51,7 +51,7 @@ class PulledStatistics(GroupStatistics):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """A block in which the solvers of this worker have the means, to test with."""
+        """Return a block in which the solvers of this worker have the means, to test with."""
         if not self.means:
             with self._inner.statistics.averaged():
                 yield
