@@ -77,10 +77,11 @@ def weigh(x, sizes, scale, negative, none, more):
 def test_arguments_of_each_kind_and_results():
     x, weights = np.arange(12, dtype=np.float32).reshape(3, 4), np.array([1, -2, 5], np.int16)
     for array in (x, x[:, ::2], np.asfortranarray(x), x[::-1]):
-        for scale in (2, 2.5, np.float32(0.5), np.int8(-3), np.uint64(7), True):
-            for negative in (True, np.False_):
-                args = (array, Sizes(3, weights), scale, negative, None, (1.5, (np.int32(2),)))
-                assert weigh(*args) == weigh.function(*args)
+        args = (array, Sizes(3, weights), 2, np.False_, None, (1.5, (np.int32(2),)))
+        assert weigh(*args) == weigh.function(*args)
+    for scale in (2, 2.5, np.float32(0.5), np.int8(-3), np.uint64(7), True):
+        args = (x, Sizes(3, weights), scale, True, None, (1.5, (np.int32(2),)))
+        assert weigh(*args) == weigh.function(*args)
     assert all(isinstance(entry, machine_code.Entry) for entry in weigh.entries.values())
     assert weigh(x, Sizes(2, weights), 1.0, True, weights, (0.0, (0,))) == -9
 

@@ -94,17 +94,14 @@ def whole(nodes: list[Any]) -> list[Node]:
     return nodes
 
 
-def test_all(root: Solver, node: int) -> None:
+def train_and_test(root: Solver, node: int) -> None:
     root.step(ITERATIONS)
     root.test_all()
 
 
-test_all.__test__ = False  # type: ignore[attr-defined]
-
-
 @cache
 def one_process(text: str, settings: str, **options: Any) -> Node:
-    (node,) = whole(run((4,), text, settings, test_all, **options))
+    (node,) = whole(run((4,), text, settings, train_and_test, **options))
     return node
 
 
@@ -120,7 +117,7 @@ def test_the_split_changes_no_bit(sync: str, case: str, split: tuple[int, ...]) 
     that only the test net has.
     """
     want = one_process(TEXTS[case], SETTINGS, sync=sync)
-    nodes = whole(run(split, TEXTS[case], SETTINGS, test_all, sync=sync))
+    nodes = whole(run(split, TEXTS[case], SETTINGS, train_and_test, sync=sync))
     first = nodes[0]
     assert first.losses == want.losses
     np.testing.assert_array_equal(first.history, want.history)
@@ -179,7 +176,7 @@ def test_gradients_in_16_bits_keep_all_solvers_alike(
 ) -> None:
     want = one_process(LOSSY, SETTINGS, sync=sync)
     with caplog.at_level("INFO", "caffepy.parallel"):
-        nodes = whole(run(split, LOSSY, SETTINGS, test_all, sync=sync, wire="bf16"))
+        nodes = whole(run(split, LOSSY, SETTINGS, train_and_test, sync=sync, wire="bf16"))
     (line, *_) = [text for text in caplog.messages if "go between nodes" in text]
     shown = r"Gradients go between nodes as bf16: (\S+) MB an iteration .* not (\S+) MB"
     now, before = map(float, re.fullmatch(shown, line).groups())  # type: ignore[union-attr]
@@ -270,7 +267,7 @@ def test_all_nodes_decide_alike_which_layers_send_factors(
 @pytest.mark.parametrize("kind", ["average", "root", "sync"])
 def test_statistics_of_batches_of_all_nodes(kind: str) -> None:
     want = one_process(NORMALIZED, SETTINGS, bn_stats=kind)
-    nodes = whole(run((1, 2, 1), NORMALIZED, SETTINGS, test_all, bn_stats=kind))
+    nodes = whole(run((1, 2, 1), NORMALIZED, SETTINGS, train_and_test, bn_stats=kind))
     for node in nodes:
         for rank, array in node.data.items():
             np.testing.assert_array_equal(array, want.data[rank])
