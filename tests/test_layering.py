@@ -1,9 +1,9 @@
-"""Packages import only from rows below them, as ARCHITECTURE.md draws the house; neighbours do not
-know each other, and no files import each other in a circle.
+"""Packages import only from rows below them in the table of ARCHITECTURE.md; packages of one row do
+not import each other, and no files import each other in a circle.
 """
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -40,6 +40,7 @@ SAME_ROW = {
 }
 
 
+@cache
 def sources() -> dict[Path, str]:
     """Every module and the package (or top-level module) of the table that it belongs to."""
     files = {
@@ -51,11 +52,11 @@ def sources() -> dict[Path, str]:
     return {path: name.removesuffix(".py") for path, name in files.items()}
 
 
-def statements(path: Path) -> Iterator[ast.Import | ast.ImportFrom]:
+@cache
+def statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
     """Every import anywhere in a module, in functions and under TYPE_CHECKING, too."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield node
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def names(node: ast.Import | ast.ImportFrom) -> list[str]:
