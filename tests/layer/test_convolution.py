@@ -106,13 +106,28 @@ def test_pads_that_differ_on_gpu(case):
     check_plain_on_gpu(text(param), random(*shape), propagate_down=[True])
 
 
-def test_axis_batches_everything_before_it():
-    x = random(2, 3, 4, 5, 6)
-    a = Single(text("num_output: 2 kernel_size: 3 axis: 2"), x)
-    b = Single(text("num_output: 2 kernel_size: 3"), x.reshape(6, 4, 5, 6))
+@pytest.mark.parametrize(
+    ("shape", "param"),
+    [
+        ((2, 3, 4, 5, 6), "num_output: 2 kernel_size: 3"),
+        ((2, 3, 4, 5, 6), "num_output: 5 kernel_size: 1 stride: 2"),
+        ((2, 3, 4, 5, 6), "num_output: 4 kernel_size: 3 group: 4"),
+        ((2, 3, 16, 12, 12), "num_output: 20 kernel_size: 3 pad: 1"),
+    ],
+    ids=["kernel", "1x1", "depthwise", "many channels"],
+)
+def test_axis_batches_everything_before_it(shape, param):
+    x, size = random(*shape), shape[2:]
+    a = Single(text(f"{param} axis: 2"), x)
+    b = Single(text(param), x.reshape(6, *size))
     (y,), (z,) = a.forward(), b.forward()
-    assert y.shape == (2, 3, 2, 3, 4)
+    assert y.shape == (2, 3, *z.shape[1:])
     np.testing.assert_array_equal(y.reshape(z.shape), z)
+    dz = random(*z.shape, seed=3)
+    ((dx,), dws), ((dv,), dvs) = a.backward([dz.reshape(y.shape)]), b.backward([dz])
+    np.testing.assert_array_equal(dx.reshape(dv.shape), dv)
+    for dw, other in zip(dws, dvs, strict=True):
+        np.testing.assert_array_equal(dw, other)
 
 
 def test_only_what_is_wanted_is_computed():

@@ -208,8 +208,8 @@ class Convolution:
         norm_sums(norm)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
-        if dy.size:
-            self.plan.backward_weight(x, dy, dw, db)
+        if dy.size:  # where a layer's axis is not 1, dy has more axes
+            self.plan.backward_weight(x, dy.reshape(self.y_shape), dw, db)
 
     def backward_weight_maxima(
         self, x: Array, output: Array, maxima: Maxima, dw: Array | None, db: Array | None
