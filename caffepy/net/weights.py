@@ -12,6 +12,7 @@ from caffepy.core.errors import ConfigError, reason
 from caffepy.core.files import replacing
 from caffepy.core.hdf5 import check_contents
 from caffepy.device.blob import Blob, shape_string
+from caffepy.layer.batch_norm import BN
 from caffepy.net import nvcaffe
 from caffepy.net.net import Net
 from caffepy.net.target_units import change_units, units_of
@@ -70,7 +71,8 @@ def copy_trained(net: Net, source: NetParameter) -> set[str]:
         if layer.name not in targets:
             log.info("Ignoring source layer %s", layer.name)
             continue
-        blobs = net.layers[targets[layer.name]].blobs
+        target = net.layers[targets[layer.name]]
+        blobs = target.blobs
         if len(blobs) != len(layer.blobs):
             raise ConfigError(
                 f"Incompatible number of blobs for layer {layer.name}: {len(layer.blobs)} in the "
@@ -91,6 +93,11 @@ def copy_trained(net: Net, source: NetParameter) -> set[str]:
                     else "These weights are of another net; give the definition that they were "
                     "trained with."
                 )
+                if isinstance(target, BN) and array.shape == shape[:2]:
+                    advice = (
+                        "The last blob of such a BN is the variance in some forks, in happynear's "
+                        "1 / sqrt(variance + eps): make it the variance, and all of them 1 C 1 1."
+                    )
                 raise ConfigError(
                     f"Cannot copy param {j} weights from layer '{layer.name}'; shape mismatch.  "
                     f"Source param shape is {shape_string(array.shape)}; target param shape is "

@@ -156,6 +156,16 @@ def test_legacy_shapes_are_right_aligned(legacy: tuple[int, ...], fits: bool) ->
             weights.copy_trained(net, proto)
 
 
+def test_bn_of_two_axes_is_refused_since_forks_differ() -> None:
+    text = INPUT + 'layer { name: "bn" type: "BN" bottom: "x" top: "bn" } ' + LOSS % "bn"
+    proto = weights.to_proto(filled(text))
+    (stored,) = (layer.blobs for layer in proto.layer if layer.name == "bn")
+    stored[0].shape.dim[:] = [1, 3]
+    message = r"param 0 weights from layer 'bn'.*in happynear's 1 / sqrt\(variance \+ eps\)"
+    with pytest.raises(ConfigError, match=message):
+        weights.copy_trained(net_of(text), proto)
+
+
 def test_hdf5_with_a_missing_or_wrong_dataset(tmp_path: Path) -> None:
     save_hdf5(filled(), tmp_path / "w.h5")
     with h5py.File(tmp_path / "w.h5", "r+") as file:
