@@ -65,19 +65,17 @@ __global__ void interp_backward(const T* dy, T* dx, i64 planes, i64 h, i64 w, i6
 }
 
 // Where an output reads along an axis of n pixels: between first and second, with weights of 2048 in all. Centres lie at
-// halves, edges are repeated.
+// halves. Beyond the first and the last column one weight is all; beyond the first and the last row that row is read twice,
+// which rounds otherwise.
 struct Tap {
   int first, second, a, b;
-  __device__ Tap(i64 i, i64 n, i64 m) {
+  __device__ Tap(i64 i, i64 n, i64 m, bool of_rows) {
     const double step = double(n) / double(m);
     const float place = float(__dadd_rn(__dmul_rn(double(i) + 0.5, step), -0.5));
-    first = int(floorf(place));
-    float share = place - float(first);
-    if (first < 0 || first >= n - 1) {
-      first = first < 0 ? 0 : int(n - 1);
-      share = 0;
-    }
-    second = min(first + 1, int(n - 1));
+    const int before = int(floorf(place)), last = int(n - 1);
+    const float share = of_rows || (before >= 0 && before < last) ? place - float(before) : 0.0f;
+    first = min(max(before, 0), last);
+    second = of_rows ? min(max(before + 1, 0), last) : min(first + 1, last);
     a = __float2int_rn((1 - share) * 2048);
     b = __float2int_rn(share * 2048);
   }
@@ -90,7 +88,7 @@ __global__ void resize_images(const i64* images, unsigned char* y, i64 n, i64 ou
     const i64* image = images + k / plane * 4;
     const unsigned char* x = reinterpret_cast<const unsigned char*>(image[0]);
     const i64 h = image[1], w = image[2], i = k % plane / out_w, j = k % out_w;
-    const Tap row(i, h, out_h), column(j, w, out_w);
+    const Tap row(i, h, out_h, true), column(j, w, out_w, false);
     for (i64 c = 0; c < 3; ++c) {
       const auto along = [&](i64 r) {
         const unsigned char* line = x + (c * h + r) * w;
