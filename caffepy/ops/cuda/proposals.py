@@ -15,8 +15,8 @@ MOST = 5120
 LEAST, EACH = 1280, 2
 """Boxes that are looked at before the others: LEAST, or if more EACH for each that is wanted."""
 
-DEVICE, WARPS, LINE = 132, 32, 32
-"""Multiprocessors of a large device, warps of a block and boxes of one, as in proposals.cu."""
+BLOCKS, WARPS, LINE = 128, 32, 32
+"""Most blocks of an image, warps of a block and boxes of one, as in proposals.cu."""
 
 AHEAD = 64
 """Least entries of the list of a block, as in proposals.cu."""
@@ -57,7 +57,7 @@ def suppress_overlaps(
     ends = [begin, *(begin + (count - begin) * k // rest for k in range(1, rest + 1))]
     lines = -(-max(b - a for a, b in zip([0, *ends], ends, strict=False)) // LINE)
     units = lines * (lines + 1) // 2
-    blocks = min(DEVICE, units)
+    blocks = min(BLOCKS, units)
     # A box beside a word has at most one entry; AHEAD are read before their number is known.
     room = max(AHEAD, LINE * -(-units // blocks))
     lists = context().array("overlaps", (images, blocks, room), np.uint64)

@@ -111,14 +111,26 @@ __device__ unsigned near(const Near& own, const Near* others) {
 
 constexpr int WARPS = 32, LINE = 32;           // of a block; boxes of a warp, beside 32 others
 constexpr int MOST = 5120, WORDS = MOST / 32;  // boxes that are looked at, and words of them, a bit each
-constexpr int GROUPS = 5;                      // lists that a warp looks at, at most
-constexpr int BATCH = 4;                       // entries that a thread looks at at a time
+constexpr int GROUPS = 4;                      // lists that a warp looks at, at most
+constexpr int HEADS = 2;                       // words of entries of each list that are read before it is known how long it is
+constexpr int BATCH = 4;                       // entries that a thread reads at a time
 
 // What the last block is told of the others: bits of the boxes that one kept before overlaps; the blocks that are done; all 0
 // before and after.
 struct Notes {
   u64 done;
   unsigned gone[WORDS];
+};
+
+struct alignas(16) Corners { float v[4]; };
+
+// What warps know of 32 boxes while they compare; then of each box the entries that it waits for.
+union Shared {
+  struct {
+    Near near[WARPS][32];
+    Corners corners[WARPS][32];
+  } of;
+  unsigned waits[MOST];
 };
 
 // `size` boxes of an image from `first` on. Lists (blocks, room) hold entries: a box, in the lowest 16 bits, overlaps those of
@@ -131,32 +143,38 @@ template <typename T> struct Segment {
   int* lengths;  // of the lists
   i64 room;
   Limit limit;
+  Shared* shared;
   __device__ Area area(int p) const { return {boxes + 4ll * p, limit.unit}; }
 
   // By a warp: LINE boxes of the segment from `row` on, one a lane, beside 32 others, of which this lane knows the place of one,
-  // below 0: none. They are those of a word, or below 0 such as were kept before. `length`: of the list of this block.
-  __device__ void compare(int row, int place, int word, int* length) const {
-    struct alignas(16) Ends { float v[4]; };
-    __shared__ Near all_near[WARPS][32];
-    __shared__ Ends all_ends[WARPS][32];
-    const int lane = threadIdx.x % 32, k = row + lane;
-    Near* near_of = all_near[threadIdx.x / 32];
-    Ends* ends_of = all_ends[threadIdx.x / 32];
-    const Area here = area(max(place, 0)), own = area(first + min(k, size - 1));
-    const unsigned there = __ballot_sync(0xffffffffu, place >= 0);
-    ends_of[lane] = {here.v[0], here.v[1], here.v[2], here.v[3]};
-    near_of[lane] = Near(here, limit);
+  // below 0: none. They are those of a word, or below 0 such as were kept before.
+  struct Unit {
+    int row, word, place;
+    Area own, other;
+  };
+  __device__ Unit unit(int row, int word, int place) const {
+    return {row, word, place, area(first + min(row + int(threadIdx.x % 32), size - 1)), area(max(place, 0))};
+  }
+
+  // `length`: of the list of this block.
+  __device__ void compare(const Unit& unit, int* length) const {
+    const int lane = threadIdx.x % 32, word = unit.word, k = unit.row + lane;
+    Near* near_of = shared->of.near[threadIdx.x / 32];
+    Corners* corners_of = shared->of.corners[threadIdx.x / 32];
+    const unsigned there = __ballot_sync(0xffffffffu, unit.place >= 0);
+    corners_of[lane] = {unit.other.v[0], unit.other.v[1], unit.other.v[2], unit.other.v[3]};
+    near_of[lane] = Near(unit.other, limit);
     __syncwarp();
     unsigned over = 0;
-    for (unsigned may = k < size ? near(Near(own, limit), near_of) & there : 0; may; may &= may - 1) {
+    for (unsigned may = k < size ? near(Near(unit.own, limit), near_of) & there : 0; may; may &= may - 1) {
       const int b = __ffs(may) - 1;
-      if (limit.passes(own, Area(ends_of[b].v, limit.unit))) over |= 1u << b;
+      if (limit.passes(unit.own, Area(corners_of[b].v, limit.unit))) over |= 1u << b;
     }
     if (word >= 0 && k < 32 * word + 32) over &= (1u << max(k - 32 * word, 0)) - 1;  // those before this one
     const unsigned some = __ballot_sync(0xffffffffu, over != 0);
     if (!some) return;
     if (word < 0) {
-      if (lane == 0) atomicOr(notes->gone + row / 32, some);
+      if (lane == 0) atomicOr(notes->gone + unit.row / 32, some);
       return;
     }
     int start = 0;
@@ -165,115 +183,131 @@ template <typename T> struct Segment {
     if (over) lists[blockIdx.x * room + start] = u64(over) << 32 | unsigned(word << 16 | k);
   }
 
-  // By the last block: the boxes that no earlier one of the kept overlaps, up to `most` with those found before. Round by
-  // round those stay that wait for none before them; those that one which stays overlaps go at once. Each warp has entries of
-  // its own: up to `own` of them in shared memory, where those are kept that may still tell something, the others where they
-  // are. `waits` are 0. Returns how many boxes are kept.
-  __device__ int decide(int* kept, int found, int most, unsigned* waits, u64* entries, int own) const {
-    struct alignas(8) State { unsigned open, stays; };
+  // By the last block: the boxes that no earlier one of the kept overlaps, up to `most` with those found before. A box goes as
+  // soon as one that overlaps it is known to stay, and stays as soon as all its entries are known to tell nothing. Nothing that
+  // is known changes any more, so that no warp waits for another: each looks at its own entries again and again, up to `own`
+  // of them in shared memory, where those are kept that may still tell something, the others where they are, with 0 for one
+  // that cannot. Returns how many boxes are kept.
+  __device__ int decide(int* kept, int found, int most, u64* entries, int own) const {
+    struct alignas(8) State { unsigned stay, gone; };
     __shared__ State states[WORDS];
     __shared__ int before[WORDS], shared_found;
+    unsigned* waits = shared->waits;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = int(gridDim.x);
     const unsigned gone = threadIdx.x < WORDS ? __ldcg(notes->gone + threadIdx.x) : 0;
-    u64 begins[GROUPS][2];  // of the lists of this warp, read before it is known how long they are
-    int ends[GROUPS], total = 0;  // one list behind the other
+    u64 begins[GROUPS][HEADS];  // of the lists of this warp
+    int heads[GROUPS], tails[GROUPS], all_heads = 0, total = 0;  // where they end if all beginnings come first, then the rest
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
       const int block = warp + WARPS * g;
 #pragma unroll
-      for (int c = 0; c < 2; ++c) begins[g][c] = block < blocks ? __ldcg(lists + block * room + 32 * c + lane) : 0;
-      ends[g] = block < blocks ? __ldcg(lengths + block) : 0;
+      for (int c = 0; c < HEADS; ++c) begins[g][c] = block < blocks ? __ldcg(lists + block * room + 32 * c + lane) : 0;
+      tails[g] = block < blocks ? __ldcg(lengths + block) : 0;
     }
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) ends[g] = total += ends[g];
-    const auto entry = [&](int i) {
-      int block = warp, start = 0;
-#pragma unroll
-      for (int g = 0; g + 1 < GROUPS; ++g)
-        if (i >= ends[g]) {
-          block = warp + WARPS * (g + 1);
-          start = ends[g];
-        }
-      return i < total ? __ldcg(lists + block * room + i - start) : 0;
-    };
-    const auto wait = [&](u64 entry) { atomicOr(waits + (unsigned(entry) & 0xffff) / 32, 1u << entry % 32); };
-    entries += own * warp;
-    const int apart = own = min(total, own);
-    // All of them wait, since none has been decided about.
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
-      const int start = g ? ends[g - 1] : 0;
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int i = start + 32 * c + lane;
-        if (i >= ends[g]) continue;
-        if (i < own) entries[i] = begins[g][c];
-        wait(begins[g][c]);
-      }
-#pragma unroll 4
-      for (int i = start + 64 + lane; i < ends[g]; i += 32) {
-        const u64 more = __ldcg(lists + (warp + WARPS * g) * room + i - start);
-        if (i < own) entries[i] = more;
-        wait(more);
-      }
-    }
+    for (int k = threadIdx.x; k < MOST; k += 32 * WARPS) waits[k] = 0;
     if (threadIdx.x < WORDS) {
       const int word = threadIdx.x, whole = size / 32;
       const unsigned there = word < whole ? 0xffffffffu : word > whole ? 0u : (1u << size % 32) - 1;
-      states[word] = {~gone & there, 0};
+      states[word] = {0, gone | ~there};
       notes->gone[word] = 0;
     }
-    // Looks at an entry: whether it may still tell something.
-    const auto look = [&](u64 entry) {
-      const unsigned k = unsigned(entry) & 0xffff, word = unsigned(entry) >> 16, over = unsigned(entry >> 32), bit = 1u << k % 32;
-      const State state = states[word];
-      if (!(states[k / 32].open & bit)) return false;
-      if (state.stays & over) {
-        atomicAnd(&states[k / 32].open, ~bit);
+    __syncthreads();
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) heads[g] = all_heads += min(tails[g], 32 * HEADS);
+    total = all_heads;
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) tails[g] = total += max(tails[g] - 32 * HEADS, 0);
+    // Where entry i lies.
+    const auto place_of = [&](int i) {
+      const bool head = i < all_heads;
+      int block = warp, start = head ? 0 : all_heads;
+#pragma unroll
+      for (int g = 0; g + 1 < GROUPS; ++g) {
+        const int end = head ? heads[g] : tails[g];
+        if (i < end) continue;
+        block = warp + WARPS * (g + 1);
+        start = end;
+      }
+      return lists + block * room + (head ? 0 : 32 * HEADS) + i - start;
+    };
+    const auto box_of = [](u64 entry) { return unsigned(entry) & 0xffff; };
+    entries += own * warp;
+    const int apart = own = min(total, own);
+    const auto keep = [&](int i, u64 entry) {
+      if (i < own) entries[i] = entry;
+      atomicAdd(waits + box_of(entry), 1u);
+    };
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+      for (int c = 0; c < HEADS; ++c) {
+        const int i = (g ? heads[g - 1] : 0) + 32 * c + lane;
+        if (i < heads[g]) keep(i, begins[g][c]);
+      }
+#pragma unroll 1
+    for (int start = all_heads + lane; start < total; start += 32 * BATCH) {
+      u64 more[BATCH];
+#pragma unroll
+      for (int s = 0; s < BATCH; ++s) more[s] = start + 32 * s < total ? __ldcg(place_of(start + 32 * s)) : 0;
+#pragma unroll
+      for (int s = 0; s < BATCH; ++s)
+        if (more[s]) keep(start + 32 * s, more[s]);
+    }
+    __syncthreads();
+    for (int word = warp; word < WORDS; word += WARPS) {
+      const unsigned free = __ballot_sync(0xffffffffu, !waits[32 * word + lane]);
+      if (lane == 0) states[word].stay = free & ~states[word].gone;
+    }
+    __syncthreads();
+    const auto read = [&](unsigned word) {
+      const u64 both = *reinterpret_cast<const volatile u64*>(states + word);
+      return State{unsigned(both), unsigned(both >> 32)};
+    };
+    // Looks at an entry, with what is known of the boxes that it tells of and of its own: whether it may still tell something.
+    const auto look = [&](u64 entry, const State& of, const State& of_own) {
+      const unsigned k = box_of(entry), over = unsigned(entry >> 32), bit = 1u << k % 32;
+      if (of_own.gone & bit) return false;
+      if (of.stay & over) {
+        atomicOr(&states[k / 32].gone, bit);
         return false;
       }
-      if (!(state.open & over)) return false;
-      wait(entry);
-      return true;
+      if (over & ~of.gone) return true;
+      if (atomicSub(waits + k, 1u) == 1) atomicOr(&states[k / 32].stay, bit);
+      return false;
     };
-    // Lets those stay that wait for none: whether any box is left.
-    const auto go_on = [&] {
-      __syncthreads();
-      bool left = false;
-      if (threadIdx.x < WORDS) {
-        const State state = states[threadIdx.x];
-        const unsigned still = state.open & waits[threadIdx.x];
-        states[threadIdx.x] = {still, state.stays | (state.open & ~still)};
-        waits[threadIdx.x] = 0;
-        left = still != 0;
-      }
-      return __syncthreads_or(left);
-    };
-    while (go_on()) {
+    const auto word_of = [](u64 entry) { return unsigned(entry) >> 16; };
+    // Few instructions, since all warps take turns with them.
+    for (bool more = true; more;) {
       int telling = 0;
 #pragma unroll 1
-      for (int start = 0; start < own; start += 32 * BATCH) {
-        u64 some[BATCH];
-#pragma unroll
-        for (int s = 0; s < BATCH; ++s) some[s] = start + 32 * s + lane < own ? entries[start + 32 * s + lane] : 0;
-        __syncwarp();
-#pragma unroll
-        for (int s = 0; s < BATCH; ++s) {
-          const bool tells = some[s] && look(some[s]);
-          const unsigned votes = __ballot_sync(0xffffffffu, tells);
-          if (tells) entries[telling + __popc(votes & ((1u << lane) - 1))] = some[s];
-          telling += __popc(votes);
-        }
+      for (int start = 0; start < own; start += 32) {
+        const bool is = start + lane < own;
+        const u64 some = is ? entries[start + lane] : 0;
+        const bool tells = is && look(some, read(word_of(some)), read(box_of(some) / 32));
+        const unsigned votes = __ballot_sync(0xffffffffu, tells);
+        if (tells) entries[telling + __popc(votes & ((1u << lane) - 1))] = some;
+        telling += __popc(votes);
         __syncwarp();
       }
       own = telling;
+      bool tells = false;
 #pragma unroll 1
-      for (int i = apart + lane; i < total; i += 32) look(entry(i));
+      for (int i = apart + lane; i < total; i += 32) {
+        u64* at = place_of(i);
+        const u64 entry = __ldcg(at);
+        if (!entry) continue;
+        if (look(entry, read(word_of(entry)), read(box_of(entry) / 32)))
+          tells = true;
+        else
+          *at = 0;
+      }
+      more = own || __any_sync(0xffffffffu, tells);
     }
+    __syncthreads();
     if (warp == 0) {
       constexpr int EACH = WORDS / 32;
       int own = 0;
-      for (int e = 0; e < EACH; ++e) own += __popc(states[EACH * lane + e].stays);
+      for (int e = 0; e < EACH; ++e) own += __popc(states[EACH * lane + e].stay);
       int all = own;
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
@@ -283,13 +317,13 @@ template <typename T> struct Segment {
       int rank = found + all - own;
       for (int e = 0; e < EACH; ++e) {
         before[EACH * lane + e] = rank;
-        rank += __popc(states[EACH * lane + e].stays);
+        rank += __popc(states[EACH * lane + e].stay);
       }
       if (lane == 31) shared_found = min(rank, most);
     }
     __syncthreads();
     for (int word = warp; word < WORDS; word += WARPS) {
-      const unsigned stay = states[word].stays;
+      const unsigned stay = states[word].stay;
       const int rank = before[word] + __popc(stay & ((1u << lane) - 1));
       if (stay >> lane & 1 && rank < most) kept[rank] = first + 32 * word + lane;
     }
@@ -304,7 +338,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
 suppress_overlaps(const T* boxes, int* kept, int* counts, Notes* notes, u64* lists, int* lengths, i64 count, i64 first,
                   i64 size, i64 most, i64 room, i64 entries_of_warp, double threshold, double unit) {
   extern __shared__ u64 entries[];  // of the last block
-  __shared__ unsigned waits[WORDS];
+  __shared__ Shared shared;
   __shared__ bool last;
   __shared__ int length;
   const i64 n = blockIdx.y;
@@ -313,22 +347,29 @@ suppress_overlaps(const T* boxes, int* kept, int* counts, Notes* notes, u64* lis
   kept += n * most;
   lengths += n * gridDim.x;
   const Segment<T> segment{boxes + 4 * n * count, int(first), int(size), notes + n, lists + n * gridDim.x * room,
-                           lengths,               room,       Limit(threshold, unit)};
+                           lengths,               room,       Limit(threshold, unit), &shared};
   if (threadIdx.x == 0) length = 0;
-  if (threadIdx.x < WORDS) waits[threadIdx.x] = 0;
   __syncthreads();
   const int own = lines * (lines + 1) / 2, all = own + lines * words;
-  for (int u = blockIdx.x + gridDim.x * (threadIdx.x / 32); u < all; u += gridDim.x * WARPS) {
+  const auto unit_of = [&](int u) {
     if (u < own) {  // line k has k + 1 words
       int k = int((sqrtf(8.0f * float(u) + 1.0f) - 1.0f) * 0.5f);
       while (k * (k + 1) / 2 > u) --k;
       while ((k + 1) * (k + 2) / 2 <= u) ++k;
       const int word = u - k * (k + 1) / 2, b = 32 * word + lane;
-      segment.compare(LINE * k, b < size ? int(first) + b : -1, word, &length);
-    } else {
-      const int k = (u - own) / words, b = 32 * (u - own - k * words) + lane;
-      segment.compare(LINE * k, b < found ? kept[b] : -1, -1, &length);
+      return segment.unit(LINE * k, word, b < size ? int(first) + b : -1);
     }
+    const int k = (u - own) / words, b = 32 * (u - own - k * words) + lane;
+    return segment.unit(LINE * k, -1, b < found ? kept[b] : -1);
+  };
+  const int step = gridDim.x * WARPS;
+  int u = blockIdx.x + gridDim.x * (threadIdx.x / 32);
+  typename Segment<T>::Unit next;
+  if (u < all) next = unit_of(u);
+  for (; u < all; u += step) {
+    const typename Segment<T>::Unit now = next;
+    if (u + step < all) next = unit_of(u + step);  // on its way meanwhile
+    segment.compare(now, &length);
     __syncwarp();
   }
   __syncthreads();
@@ -338,7 +379,7 @@ suppress_overlaps(const T* boxes, int* kept, int* counts, Notes* notes, u64* lis
   }
   __syncthreads();
   if (!last) return;
-  const int now = segment.decide(kept, found, int(most), waits, entries, int(entries_of_warp));
+  const int now = segment.decide(kept, found, int(most), entries, int(entries_of_warp));
   if (threadIdx.x > 0) return;
   counts[n] = now;
   notes[n].done = 0;
