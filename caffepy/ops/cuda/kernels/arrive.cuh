@@ -15,7 +15,10 @@ __device__ inline void order_memory() {
 __device__ inline unsigned long long arrive(unsigned long long* counter, unsigned long long by) {
 #if __CUDA_ARCH__ >= 700
   unsigned long long before;
-  asm volatile("atom.acq_rel.gpu.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(counter), "l"(by) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(__cvta_generic_to_global(counter)), "l"(by)
+               : "memory");
   return before;
 #else
   __threadfence();
