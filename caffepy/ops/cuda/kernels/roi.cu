@@ -281,23 +281,33 @@ template <typename A> struct Band {
   int first, cells;
   __device__ Band(A* shared, i64 plane, i64 band, i64 bands)
       : sums(shared + threadIdx.x / 32 * band),
-        channel(blockIdx.x / bands),
+        channel(blockIdx.x / unsigned(bands)),
         band(band),
-        first(int(blockIdx.x % bands * band)),
+        first(int(blockIdx.x % unsigned(bands) * band)),
         cells(int(min(band, plane - first))) {
     for (int p = threadIdx.x % 32; p < cells; p += 32) sums[p] = 0;
     __syncwarp();
   }
   __device__ bool has(int place) const { return unsigned(place - first) < unsigned(cells); }
-  // Adds the values of the lanes at their cells, below 0: none, those at one cell in the order of lanes.
-  __device__ void add(int cell, A value) {
-    const int lane = threadIdx.x % 32;
-    const unsigned peers = __match_any_sync(0xffffffffu, cell >= 0 ? cell : -1 - lane);
-    const int rank = __popc(peers & ((1u << lane) - 1));
-    for (int turn = 0; __any_sync(0xffffffffu, rank >= turn); ++turn) {
-      if (cell >= 0 && rank == turn) sums[cell] += value;
-      __syncwarp();
-    }
+  // Adds the values of the lanes at their cells, below 0: none, those at one cell in the order of lanes: the first of these
+  // lanes takes the values of the others, whose bits are in `peers`.
+  __device__ static unsigned peers_of(int cell) {
+    return __match_any_sync(0xffffffffu, cell >= 0 ? cell : -1 - int(threadIdx.x % 32));
+  }
+  __device__ void add(int cell, A value, unsigned peers) {
+    const unsigned lane = threadIdx.x % 32;
+    const bool first = cell >= 0 && !(peers & ((1u << lane) - 1));
+    A sum = first ? sums[cell] : A(0);
+    do {
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        const A other = __shfl_sync(0xffffffffu, value, __ffs(peers) - 1);
+        if (peers) sum += other;
+        peers &= peers - 1;
+      }
+    } while (__any_sync(0xffffffffu, peers));
+    if (first) sums[cell] = sum;
+    __syncwarp();
   }
   template <typename T> __device__ void write(T* dx, i64 channels, i64 plane) const {
     __syncthreads();
@@ -320,16 +330,16 @@ template <typename T>
 __global__ void __launch_bounds__(32 * WARPS)
 roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 channels, i64 plane, i64 rows, i64 columns,
                   i64 boxes, double scale, i64 band, i64 bands, i64 by_columns) {
-  constexpr int U = 4, E = 2;  // boxes on their way while as many are added, elements of a lane
+  constexpr int U = 8, E = 2;  // boxes on their way while as many are added, elements of a lane
   constexpr unsigned ALL = 0xffffffffu;
   extern __shared__ __align__(16) double shared[];
   using A = Wide<T>;
   Band<A> sums(reinterpret_cast<A*>(shared), plane, band, bands);
   const Divisor over_columns(by_columns);
   const int lane = threadIdx.x % 32, bins = int(rows * columns), parts = (bins + 32 * E - 1) / (32 * E);
-  const unsigned of_box = unsigned(channels * bins);  // elements: a product of 32 bits
-  const int* of_index = index + sums.channel * bins;
-  const T* of_dy = dy + sums.channel * bins;
+  const unsigned of_box = unsigned(channels * bins);  // elements: bytes are a product of 32 bits
+  const char* of_index = reinterpret_cast<const char*>(index + sums.channel * bins + lane * E);
+  const char* of_dy = reinterpret_cast<const char*>(dy + sums.channel * bins + lane * E);
   const auto entry = [=](i64 r) {  // ~r where bins are smaller than a cell
     const T* roi = rois + 5 * r;
     const float high = Span(float(roi[2]), float(roi[4]), float(scale), rows).bin;
@@ -340,18 +350,22 @@ roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 chann
     const int total = int(known) * parts;
     int place[U][E];
     T value[U][E];
+    bool tiny[U];
     const auto load = [&](int start) {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        const int item = start + WARPS * u, b = parts == 1 ? item : item / parts, bin = ((item - b * parts) * 32 + lane) * E;
+        const int item = start + WARPS * u, b = parts == 1 ? item : item / parts, before = (item - b * parts) * 32 * E;
         const int r = item < total ? list[b] : 0;
-        const i64 at = i64(unsigned(r < 0 ? ~r : r)) * of_box + bin;
+        const unsigned long long box = unsigned(r < 0 ? ~r : r);
+        const int* places = reinterpret_cast<const int*>(of_index + box * (of_box * 4)) + before;
+        const T* values = reinterpret_cast<const T*>(of_dy + box * (of_box * unsigned(sizeof(T)))) + before;
+        tiny[u] = r < 0;
 #pragma unroll
         for (int e = 0; e < E; ++e) {
           place[u][e] = -1;
-          if (item < total && bin + e < bins) {
-            place[u][e] = of_index[at + e];
-            value[u][e] = of_dy[at + e];
+          if (item < total && before + lane * E + e < bins) {
+            place[u][e] = places[e];
+            value[u][e] = values[e];
           }
         }
       }
@@ -378,24 +392,28 @@ roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 chann
     for (; start < total; start += WARPS * U) {
       int here[U][E];
       A by[U][E];
+      bool small[U];
 #pragma unroll
-      for (int u = 0; u < U; ++u)
+      for (int u = 0; u < U; ++u) {
+        small[u] = tiny[u];
 #pragma unroll
         for (int e = 0; e < E; ++e) {
           here[u][e] = sums.has(place[u][e]) ? place[u][e] - sums.first : -1;
           by[u][e] = A(value[u][e]);
         }
+      }
       load(start + WARPS * U);
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        const int item = start + WARPS * u, b = parts == 1 ? item : item / parts;
+        const int item = start + WARPS * u;
         if (item >= total) break;
-        if (list[b] < 0) {
-#pragma unroll
-          for (int e = 0; e < E; ++e) sums.add(here[u][e], by[u][e]);
+        if (small[u]) {
+          const unsigned of_first = sums.peers_of(here[u][0]), of_second = sums.peers_of(here[u][1]);
+          sums.add(here[u][0], by[u][0], of_first);
+          sums.add(here[u][1], by[u][1], of_second);
           continue;
         }
-        if (parts > 1) find(item - b * parts);
+        if (parts > 1) find(item % parts);
         int first = here[u][0], second = here[u][1];
         A by_first = by[u][0], by_second = by[u][1];
         const int before = __shfl_up_sync(ALL, second, 1), behind = __shfl_down_sync(ALL, first, 1);
@@ -408,8 +426,10 @@ roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 chann
         if (continues && first == before) first = -1;
 #pragma unroll
         for (int turn = 0; turn < 2; ++turn) {
-          if (odd[0] == bool(turn) && first >= 0) sums.sums[first] += by_first;
-          if (odd[1] == bool(turn) && second >= 0) sums.sums[second] += by_second;
+          const bool one = odd[0] == bool(turn) && first >= 0, other = odd[1] == bool(turn) && second >= 0;
+          const A of_first = one ? sums.sums[first] : A(0), of_second = other ? sums.sums[second] : A(0);
+          if (one) sums.sums[first] = of_first + by_first;
+          if (other) sums.sums[second] = of_second + by_second;
           __syncwarp();
         }
       }
