@@ -445,7 +445,8 @@ psroi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad
                    i64 w, double scale, i64 count) {
   extern __shared__ __align__(16) double shared[];
   const Boxes<T> boxes(given, gridDim.y, pad);
-  const i64 j = blockIdx.x % bins, i = blockIdx.x / bins % bins;
+  const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
+  const int side = int(bins), i = int(blockIdx.x) / side % side, j = int(blockIdx.x) % side;
   struct Part_of_box {
     bool here = false;
     Cells down, across;
@@ -458,7 +459,6 @@ psroi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad
     found.here = boxes.image(r) == blockIdx.y;  // read at the same time
     return found;
   };
-  const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
   Part_of_box part = find(threadIdx.x);  // while the plane is on its way
   if (first_block()) boxes.take(taken, bad_image, count);
   plane.wait();
@@ -864,6 +864,10 @@ psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 channels, i64 h, i64 
   const T* of_bin = dy + first * square + bin;
   T* to = dx + (blockIdx.y * channels + first * square + bin) * h * w;
   const int output = square * lines * width;  // from a cell to that of the next output
+  const auto forget = [&] {
+    for (int k = threadIdx.x; k < (lines + width) * WORDS; k += blockDim.x) reinterpret_cast<unsigned*>(shared)[k] = 0;
+  };
+  forget();
   bool again = false;
   for (i64 start = 0; start == 0 || start < boxes; start += blockDim.x) {
     const i64 r = start + threadIdx.x;
@@ -880,8 +884,6 @@ psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 channels, i64 h, i64 
     const bool here = own_image && down.begin < down.end && across.begin < across.end;
     const Rank rank(here);
     for (int done = 0; done == 0 ? rank.all || !again : done < int(rank.all); done += ROOM) {
-      for (int k = threadIdx.x; k < (lines + width) * WORDS; k += blockDim.x) reinterpret_cast<unsigned*>(shared)[k] = 0;
-      __syncthreads();
       const int known = min(int(rank.all) - done, ROOM), k = int(rank.before) - done;
       if (here && unsigned(k) < ROOM) {
         const unsigned bit = 1u << k % 32;
@@ -920,6 +922,9 @@ psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 channels, i64 h, i64 
         }
       }
       again = true;
+      if (done + ROOM >= int(rank.all) && start + blockDim.x >= boxes) return;
+      __syncthreads();
+      forget();
       __syncthreads();
     }
   }
