@@ -30,7 +30,7 @@ SHARED = 1024
 EACH = 2
 """Boxes of a thread that matches them, as in boxes.cu."""
 
-FOUR = 4
+SHARE = 16
 """Rows of a thread whose gradients are written by one block more, as in boxes.cu."""
 
 LOSSES = 512
@@ -338,7 +338,7 @@ def box_gradients(
         return
     arrays = x, locations, priors, truths, matches, labels, dloss, norm, dlocations, dx
     sizes = float(weight), scores.shape[1], *_numbers(rule)
-    _each_row("box_gradients", x, *arrays, None, *sizes, rows_each=FOUR, blocks=1 + FOUR)
+    _each_row("box_gradients", x, *arrays, None, *sizes, rows_each=SHARE, blocks=1 + SHARE)
 
 
 def detect(

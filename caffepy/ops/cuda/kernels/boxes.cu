@@ -46,12 +46,8 @@ __device__ float share(float both, float area, float other) {
 
 __device__ float overlap(const Box& a, const Box& b) { return share(shared_area(a, b), a.area(), b.area()); }
 
-template <typename T> __device__ Box variances(const T* row, bool scaled) {
-  return scaled ? Box(row) : Box(1, 1, 1, 1);
-}
-
-template <typename T> __device__ Box decoded(const T* locations, const T* prior, const T* variance, i64 kind, bool scaled) {
-  const Box x(locations), p(prior), v = variances(variance, scaled);
+// A box from its four locations x and its prior p, scaled by v.
+__device__ Box decoded(const Box& x, const Box& p, const Box& v, i64 kind) {
   float d[4];
   for (int k = 0; k < 4; ++k) d[k] = __fmul_rn(v.v[k], x.v[k]);
   const float wide = p.wide(), high = p.high();
@@ -65,9 +61,8 @@ template <typename T> __device__ Box decoded(const T* locations, const T* prior,
   return {__fadd_rn(p.v[0], d[0]), __fadd_rn(p.v[1], d[1]), __fadd_rn(p.v[2], d[2]), __fadd_rn(p.v[3], d[3])};
 }
 
-// The four locations of a true box.
-template <typename T> __device__ Box encoded(const T* truth, const T* prior, const T* variance, i64 kind, bool scaled) {
-  const Box g(truth), p(prior), v = variances(variance, scaled);
+// The four locations of a true box g.
+__device__ Box encoded(const Box& g, const Box& p, const Box& v, i64 kind) {
   const float wide = p.wide(), high = p.high();
   float d[4];
   if (kind == CENTER_SIZE) {
@@ -118,7 +113,8 @@ __global__ void decode_boxes(const T* locations, const T* priors, T* boxes, i64 
     const Place at(i, classes, count);
     const T* x = locations + ((at.outer * count + at.inner) * classes + at.middle) * 4;
     const i64 p = at.inner;
-    write_four(boxes + 4 * i, decoded(x, priors + 4 * p, priors + 4 * (count + p), kind, scaled).v);
+    const Box by = scaled ? Box(priors + 4 * (count + p)) : Box(1, 1, 1, 1);
+    write_four(boxes + 4 * i, decoded(Box(x), Box(priors + 4 * p), by, kind).v);
   }
 }
 
@@ -148,6 +144,25 @@ template <typename T> struct Truths {
     boxes.put_down(bad_box);
   }
 };
+
+// Larger floats have larger keys, none of them 0; -0 has that of 0.
+__device__ unsigned ordered(float x) {
+  const unsigned bits = __float_as_uint(__fadd_rn(x, 0.0f));
+  return max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
+}
+
+// The float of a key.
+__device__ float value_of(unsigned key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
+// The sum over a block of up to 1024 threads, for all of them; calls take turns with `odd`.
+__device__ unsigned block_total(unsigned x, int odd) {
+  __shared__ unsigned parts[2][32];
+  const int lane = threadIdx.x % 32;
+  x = warp_sum(x);
+  if (lane == 0) parts[odd][threadIdx.x / 32] = x;
+  __syncthreads();
+  return warp_sum(lane < blockDim.x / 32 ? parts[odd][lane] : 0);
+}
 
 // The larger of two pairs: overlap, then the earlier box, in one word; 0 is none.
 __device__ u64 pair(unsigned both, i64 place) { return u64(both) << 32 | (0xffffffffu - unsigned(place)); }
@@ -393,19 +408,6 @@ match_boxes(const T* boxes, const T* rows, int* matches, T* overlaps, int* count
              bad_box);
 }
 
-// How far four locations are from those of the true box; 0 where that costs nothing.
-template <typename T>
-__device__ void differences(const T* locations, const T* prior, const T* variance, const T* truth, i64 kind, bool scaled,
-                            i64 crossing, float (&d)[4]) {
-  const Box target = encoded(truth, prior, variance, kind, scaled);
-  const Box box = crossing == PREDICTIONS ? decoded(locations, prior, variance, kind, scaled) : Box(prior);
-  for (int k = 0; k < 4; ++k) {
-    d[k] = float(locations[k]) - target.v[k];
-    if (!scaled) d[k] /= float(variance[k]);
-    if (crossing != NOWHERE && (box.v[k] < 0 || box.v[k] > 1)) d[k] = 0;
-  }
-}
-
 struct LocationRule {
   i64 kind;
   bool scaled, square;
@@ -414,25 +416,39 @@ struct LocationRule {
       : kind(kind), scaled(scaled), square(square), crossing(crossing) {}
 };
 
-// The loss of the four locations of a box whose true box is that of row `match`; its prior is that at place p of `count`.
-template <typename T>
-__device__ float location_loss(const T* locations, const T* priors, const T* truths, i64 match, i64 p, i64 count,
-                               const LocationRule& rule) {
+// The four locations of a box, its prior with variances and its true box: all are read at once.
+struct Met {
+  Box locations, prior, variance, truth;
+  Met() = default;
+  template <typename T>
+  __device__ Met(const T* locations, const T* priors, const T* truths, i64 match, i64 p, i64 count)
+      : locations(read_four(locations)),
+        prior(read_four(priors + 4 * p)),
+        variance(read_four(priors + 4 * (count + p))),
+        truth(truths + 8 * match + 3) {}
+};
+
+// How far four locations are from those of the true box; 0 where that costs nothing.
+__device__ void differences(const Met& box, const LocationRule& rule, float (&d)[4]) {
+  const Box by = rule.scaled ? box.variance : Box(1, 1, 1, 1), target = encoded(box.truth, box.prior, by, rule.kind);
+  const Box at = rule.crossing == PREDICTIONS ? decoded(box.locations, box.prior, by, rule.kind) : box.prior;
+  for (int k = 0; k < 4; ++k) {
+    d[k] = box.locations.v[k] - target.v[k];
+    if (!rule.scaled) d[k] /= box.variance.v[k];
+    if (rule.crossing != NOWHERE && (at.v[k] < 0 || at.v[k] > 1)) d[k] = 0;
+  }
+}
+
+__device__ float location_loss(const Met& box, const LocationRule& rule) {
   float loss = 0, d[4];
-  const T* truth = truths + 8 * match + 3;
-  differences(locations, priors + 4 * p, priors + 4 * (count + p), truth, rule.kind, rule.scaled, rule.crossing, d);
+  differences(box, rule, d);
   for (float v : d) loss += rule.square || fabsf(v) < 1 ? 0.5f * v * v : fabsf(v) - 0.5f;
   return loss;
 }
 
-// Its gradient, `by` times the slope; 0 without a match.
-template <typename T>
-__device__ void location_gradient(const T* locations, const T* priors, const T* truths, i64 match, i64 p, i64 count,
-                                  const LocationRule& rule, float by, float (&d)[4]) {
-  for (float& v : d) v = 0;
-  if (match < 0) return;
-  const T* truth = truths + 8 * match + 3;
-  differences(locations, priors + 4 * p, priors + 4 * (count + p), truth, rule.kind, rule.scaled, rule.crossing, d);
+// The gradient, `by` times the slope.
+__device__ void location_gradient(const Met& box, const LocationRule& rule, float by, float (&d)[4]) {
+  differences(box, rule, d);
   for (float& v : d) v = by * (rule.square ? v : fmaxf(-1.0f, fminf(v, 1.0f)));
 }
 
@@ -445,7 +461,7 @@ __global__ void location_losses(const T* locations, const T* priors, const T* tr
     if (matches[i] >= 0) {
       const Place at(i, classes, count);
       const T* x = locations + ((at.outer * count + at.inner) * classes + at.middle) * 4;
-      loss = location_loss(x, priors, truths, matches[i], at.inner, count, rule);
+      loss = location_loss({x, priors, truths, matches[i], at.inner, count}, rule);
     }
     losses[i] = T(loss);
   }
@@ -459,30 +475,11 @@ __global__ void location_gradients(const T* locations, const T* priors, const T*
   const float by = float(*factor);
   FOR_EACH(i, images * count * classes) {
     const Place at(i, count, classes);
-    float d[4];
+    float d[4] = {};
     const i64 match = matches[(at.outer * classes + at.inner) * count + at.middle];
-    location_gradient(locations + 4 * i, priors, truths, match, at.middle, count, rule, by, d);
+    if (match >= 0) location_gradient({locations + 4 * i, priors, truths, match, at.middle, count}, rule, by, d);
     write_four(gradients + 4 * i, d);
   }
-}
-
-// Larger floats have larger keys, none of them 0; -0 has that of 0.
-__device__ unsigned ordered(float x) {
-  const unsigned bits = __float_as_uint(__fadd_rn(x, 0.0f));
-  return max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
-}
-
-// The float of a key.
-__device__ float value_of(unsigned key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
-
-// The sum over a block of up to 1024 threads, for all of them; calls take turns with `odd`.
-__device__ unsigned block_total(unsigned x, int odd) {
-  __shared__ unsigned parts[2][32];
-  const int lane = threadIdx.x % 32;
-  x = warp_sum(x);
-  if (lane == 0) parts[odd][threadIdx.x / 32] = x;
-  __syncthreads();
-  return warp_sum(lane < blockDim.x / 32 ? parts[odd][lane] : 0);
 }
 
 // The sum over the threads of a block before this one.
@@ -738,7 +735,7 @@ __global__ void box_losses(const T* x, const T* locations, const T* priors, cons
     labels[i] = label;
     of_class[i] = T(class_loss(row, scores.count, label, float(least)));
     const i64 p = i - Place::quotient(i, boxes) * boxes;
-    of_location[i] = T(match < 0 ? 0.0f : location_loss(locations + 4 * i, priors, truths, match, p, boxes, rule));
+    of_location[i] = T(match < 0 ? 0.0f : location_loss({locations + 4 * i, priors, truths, match, p, boxes}, rule));
   });
 }
 
@@ -772,7 +769,7 @@ match_with_losses(const T* x, const T* locations, const T* priors, const T* trut
     const i64 i = n * count + p;
     const int label = label_of(truths, match, background, any_class);
     labels[i] = label;
-    of_location[i] = T(match < 0 ? 0.0f : location_loss(locations + 4 * i, priors, truths, match, p, count, rule));
+    of_location[i] = T(match < 0 ? 0.0f : location_loss({locations + 4 * i, priors, truths, match, p, count}, rule));
     of_class[i] = T(class_loss(scores.row(row), scores.count, label, float(least)));
   };
   u64 done = 1;
@@ -832,15 +829,12 @@ template <typename T> struct ShortRows {
   }
   __device__ void write(T* gradients, int label, unsigned count, float by) {
     const unsigned lane = threadIdx.x % 32;
-    float most[4], sum[4];
-#pragma unroll
-    for (int r = 0; r < 4; ++r) most[r] = warp_max(score[r]);
-#pragma unroll
-    for (int r = 0; r < 4; ++r) sum[r] = warp_sum(lane < count ? score[r] = expf(score[r] - most[r]) : 0.0f);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const int own = __shfl_sync(0xffffffffu, label, max(rows[r], 0));
-      if (rows[r] >= 0 && lane < count) gradients[rows[r] * count + lane] = T(by * (score[r] / sum[r] - float(int(lane) == own)));
+      if (rows[r] < 0) return;
+      const float most = warp_max(score[r]), share = lane < count ? expf(score[r] - most) : 0.0f, sum = warp_sum(share);
+      const int own = __shfl_sync(0xffffffffu, label, rows[r]);
+      if (lane < count) gradients[rows[r] * count + lane] = T(by * (share / sum - float(int(lane) == own)));
     }
   }
 };
@@ -931,44 +925,58 @@ __global__ void class_gradients(const T* x, const int* labels, const T* factor, 
   }
 }
 
-// location_gradients and class_gradients of boxes whose images share `boxes` priors, by five blocks for FOUR rows of a thread: one
-// writes those of the locations, for which it waits for one read after the other, each of the others those of a quarter of the
-// scores. The factors are dloss / norm, that of locations `weight` times as large.
-constexpr int FOUR = 4;
+// location_gradients and class_gradients of boxes whose images share `boxes` priors, by a block for SHARE rows of a thread that writes
+// those of the locations, and one for each row of a thread that writes those of the scores. The former come first, since they
+// wait for one read after the other, and are few, since the others could not begin in their place. The factors are dloss / norm, that of locations `weight` times as large.
+constexpr int SHARE = 16, PART = 8;  // PART: rows on their way at once
 
 template <typename T>
-__global__ void __launch_bounds__(128, 12)
+__global__ void __launch_bounds__(128, 10)
 box_gradients(const T* x, const T* locations, const T* priors, const T* truths, const int* matches, const int* labels,
               const T* dloss, const T* norm, T* to_locations, T* gradients, i64 rows, i64 count, i64 ready, double weight,
               i64 boxes, i64 kind, i64 scaled, i64 square, i64 crossing) {
   extern __shared__ float words[];
   const Rows scores(words, count, ready);
   const LocationRule rule(kind, scaled, square, crossing);
-  const float by = float(*dloss) / float(*norm);
+  // A quotient taken ahead of a loop would be waited for before the first rows are on their way.
+  const auto stay = [] { asm volatile("" ::: "memory"); };
   const i64 threads = blockDim.x;
-  const int part = int(blockIdx.x % (1 + FOUR)) - 1;
-  for (i64 group = blockIdx.x / (1 + FOUR); group * FOUR * threads < rows; group += gridDim.x / (1 + FOUR)) {
-    const i64 start = group * FOUR * threads + threadIdx.x;
-    if (part >= 0) {
-      const i64 first = start - threadIdx.x + part * threads;
-      if (first >= rows) continue;
+  const int groups = int(gridDim.x) / (1 + SHARE), behind = int(blockIdx.x) - groups;
+  if (behind >= 0) {
+    for (i64 k = behind; k * threads < rows; k += groups * SHARE) {
+      stay();
+      const i64 first = k * threads;
       const unsigned here = unsigned(min(rows - first, threads));
       const int label = threadIdx.x < here ? labels[first + threadIdx.x] : -1;
-      row_gradients(x + first * count, gradients + first * count, here, label, scores, by);
-      continue;
+      row_gradients(x + first * count, gradients + first * count, here, label, scores, float(*dloss) / float(*norm));
     }
-    int match[FOUR];
-#pragma unroll
-    for (int e = 0; e < FOUR; ++e) match[e] = start + e * threads < rows ? matches[start + e * threads] : 0;
-#pragma unroll
-    for (int e = 0; e < FOUR; ++e)
-      if (match[e] < 0) write_four(to_locations + 4 * (start + e * threads), {0, 0, 0, 0});
+    return;
+  }
+  for (i64 start = blockIdx.x * SHARE * threads + threadIdx.x; start - threadIdx.x < rows; start += groups * SHARE * threads) {
+    stay();
+    const float of_loss = float(*dloss), of_norm = float(*norm);
+    unsigned matched = 0;  // a bit for each of the rows
 #pragma unroll 1
-    for (i64 i = start; i < min(rows, start + FOUR * threads); i += threads) {
-      if (matches[i] < 0) continue;
+    for (int first = 0; first < SHARE; first += PART) {
+      int match[PART];
+#pragma unroll
+      for (int e = 0; e < PART; ++e) {
+        const i64 i = start + (first + e) * threads;
+        match[e] = i < rows ? matches[i] : -1;
+      }
+#pragma unroll
+      for (int e = 0; e < PART; ++e) {
+        const i64 i = start + (first + e) * threads;
+        if (match[e] >= 0)
+          matched |= 1u << (first + e);
+        else if (i < rows)
+          write_four(to_locations + 4 * i, {0, 0, 0, 0});
+      }
+    }
+    for (; matched; matched &= matched - 1) {
+      const i64 i = start + (__ffs(matched) - 1) * threads, p = i - Place::quotient(i, boxes) * boxes;
       float d[4];
-      const i64 p = i - Place::quotient(i, boxes) * boxes;
-      location_gradient(locations + 4 * i, priors, truths, matches[i], p, boxes, rule, by * float(weight), d);
+      location_gradient({locations + 4 * i, priors, truths, matches[i], p, boxes}, rule, of_loss / of_norm * float(weight), d);
       write_four(to_locations + 4 * i, d);
     }
   }
