@@ -27,7 +27,7 @@ WIDE = 1024
 SHARED = 1024
 """Most best boxes of a class in shared memory, as in boxes.cu."""
 
-EACH = 2
+EACH = 4
 """Boxes of a thread that matches them, as in boxes.cu."""
 
 SHARE = 16

@@ -63,7 +63,7 @@ def test_matching(images, count, known, label, own):
         agree("match_boxes", boxes, truths, label, rule, *results, tolerance=EXACT)
 
 
-@pytest.mark.parametrize(("count", "known"), [(600, 90), (9000, 300), (40, 90)])
+@pytest.mark.parametrize(("count", "known"), [(600, 90), (9000, 300), (40, 90), (20000, 40)])
 def test_boxes_that_are_all_alike_are_matched_in_their_order(count, known):
     boxes = np.broadcast_to(np.array([0.25, 0.25, 0.5, 0.5], np.float32), (1, count, 4)).copy()
     truths = np.zeros((known, 8), np.float32)

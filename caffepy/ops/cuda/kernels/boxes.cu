@@ -154,6 +154,12 @@ __device__ unsigned ordered(float x) {
 // The float of a key.
 __device__ float value_of(unsigned key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
+// The largest float of a warp, none of which is NaN.
+__device__ float largest_of(float x) {
+  const unsigned key = warp_max(ordered(x));
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
 // The sum over a block of up to 1024 threads, for all of them; calls take turns with `odd`.
 __device__ unsigned block_total(unsigned x, int odd) {
   __shared__ unsigned parts[2][32];
@@ -164,12 +170,24 @@ __device__ unsigned block_total(unsigned x, int odd) {
   return warp_sum(lane < blockDim.x / 32 ? parts[odd][lane] : 0);
 }
 
+// Writes a pack to an array from p on, but for what would lie behind `count`.
+template <typename T, int V> __device__ void write_up_to(T* to, i64 p, i64 count, const Pack<T, V>& pack) {
+  if (p + V <= count && aligned(to + p, sizeof pack)) {
+    *reinterpret_cast<Pack<T, V>*>(to + p) = pack;
+    return;
+  }
+#pragma unroll
+  for (int v = 0; v < V; ++v)
+    if (p + v < count) to[p + v] = pack.v[v];
+}
+
 // The larger of two pairs: overlap, then the earlier box, in one word; 0 is none.
 __device__ u64 pair(unsigned both, i64 place) { return u64(both) << 32 | (0xffffffffu - unsigned(place)); }
 __device__ i64 place_of(u64 found) { return i64(0xffffffffu - unsigned(found)); }
 
-constexpr int TILE = 256, EACH = 2;  // threads of match_boxes, and true boxes that it takes at a time; boxes of a thread
+constexpr int TILE = 256, EACH = 4;  // threads of match_boxes, and true boxes that it takes at a time; boxes of a thread
 constexpr int LINE = 32 * EACH;       // boxes of a warp
+constexpr int AHEAD = 4;              // best pairs of lines on their way to a lane
 
 // The best pair of a true box with the boxes of a line, of those below `limit`, by a warp.
 template <typename T>
@@ -212,11 +230,26 @@ __device__ void settle(const T* boxes, const Truths<T>& truths, const u64* tops,
         any = true;
         found = 0;
         const Box truth = truths.box(row[k]);
-        for (i64 start = 0; start < lines; start += 32) {
-          const u64 top = start + lane < lines ? __ldcg(tops + row[k] * lines + start + lane) : 0;
-          if (top < own) found = max(found, top);
-          for (unsigned left = __ballot_sync(0xffffffffu, top >= own); left; left &= left - 1)
-            found = max(found, best_below(boxes, truth, start + __ffs(left) - 1, boxes_count, inside, own));
+        for (i64 start = 0; start < lines; start += 32 * AHEAD) {
+          u64 top[AHEAD];
+          unsigned lost_tops = 0;  // a bit for each of them that is not below
+#pragma unroll
+          for (int a = 0; a < AHEAD; ++a) {
+            const i64 of = start + 32 * a + lane;
+            top[a] = of < lines ? __ldcg(tops + row[k] * lines + of) : 0;
+          }
+#pragma unroll
+          for (int a = 0; a < AHEAD; ++a) {
+            if (top[a] < own)
+              found = max(found, top[a]);
+            else
+              lost_tops |= 1u << a;
+          }
+          while (const unsigned lanes = __ballot_sync(0xffffffffu, lost_tops)) {
+            const int of_lane = __ffs(lanes) - 1, a = __ffs(__shfl_sync(0xffffffffu, lost_tops, of_lane)) - 1;
+            found = max(found, best_below(boxes, truth, start + 32 * a + of_lane, boxes_count, inside, own));
+            if (lane == of_lane) lost_tops &= lost_tops - 1;
+          }
         }
         found = warp_max(found);
       }
@@ -272,6 +305,24 @@ __device__ bool match_tile(i64 n, i64 tile, i64 tiles, const Matched& list, cons
     largest[e] = LEAST;
     at[e] = -1;
   }
+  // Around all boxes of a warp, with the lower ends negated: a true box outside shares nothing with any of them.
+  float around[4];
+  bool known_all = true;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) around[k] = -__uint_as_float(0x7f800000u);
+#pragma unroll
+  for (int e = 0; e < EACH; ++e) {
+    if (!may[e]) continue;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      around[k] = fmaxf(around[k], k < 2 ? -a[e].v[k] : a[e].v[k]);
+      known_all &= a[e].v[k] == a[e].v[k];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < 4; ++k) around[k] = largest_of(around[k]);
+  const Box all(-around[0], -around[1], around[2], around[3]);
+  const bool everywhere = !__all_sync(0xffffffffu, known_all);
   int mine = 0;  // true boxes of this image that are wanted
   for (i64 start = 0; start < known; start += TILE) {
     const i64 t = start + threadIdx.x;
@@ -290,7 +341,14 @@ __device__ bool match_tile(i64 n, i64 tile, i64 tiles, const Matched& list, cons
     }
     __syncthreads();
     mine += int(rank.all);
-    for (unsigned k = 0; k < rank.all; ++k) {
+    // Of the 32 true boxes from `base` on those that may share something with boxes of this warp, a bit each.
+    const auto near_truths = [&](unsigned base) {
+      const unsigned k = base + lane;
+      const bool is = k < rank.all, near = is && (everywhere || shared_area(all, Box(corners[k])) > 0);
+      if (is && !near) tops[row_of[k] * lines + line] = 0;
+      return __ballot_sync(0xffffffffu, near);
+    };
+    const auto meet = [&](unsigned k) {
       const Box truth(corners[k]);
       u64* top = tops + row_of[k] * lines + line;
       float both[EACH];
@@ -302,7 +360,7 @@ __device__ bool match_tile(i64 n, i64 tile, i64 tiles, const Matched& list, cons
       }
       if (!__any_sync(0xffffffffu, any)) {
         if (lane == 0) *top = 0;
-        continue;
+        return;
       }
       unsigned bits = 0;
       i64 place = 0;
@@ -322,20 +380,25 @@ __device__ bool match_tile(i64 n, i64 tile, i64 tiles, const Matched& list, cons
       const unsigned most = warp_max(bits);
       const int best = __ffs(__ballot_sync(0xffffffffu, bits == most)) - 1;
       if (lane == best) *top = most ? pair(most, place) : 0;
-    }
+    };
+    for (unsigned base = 0; base < rank.all; base += 32)
+      for (unsigned near = near_truths(base); near; near &= near - 1) meet(base + __ffs(near) - 1);
     __syncthreads();
   }
+  Pack<int, EACH> match;
+  Pack<T, EACH> most;
   int found = 0;
 #pragma unroll
   for (int e = 0; e < EACH; ++e) {
     const bool is = every && at[e] >= 0 && largest[e] >= float(threshold);
-    if (first + e < count) {
-      matches[first + e] = crosses[e] && mine ? -2 : is ? at[e] : -1;
-      overlaps[first + e] = T(at[e] < 0 ? 0.0f : largest[e]);
-    }
+    match.v[e] = crosses[e] && mine ? -2 : is ? at[e] : -1;
+    most.v[e] = T(at[e] < 0 ? 0.0f : largest[e]);
     if (is) list.add(first + e);
-    found += __syncthreads_count(is);
+    found += is;
   }
+  write_up_to(matches, first, count, match);
+  write_up_to(overlaps, first, count, most);
+  found = int(block_total(unsigned(found), 0));
   if (threadIdx.x == 0) {
     matched[n * tiles + tile] = found;
     last = arrive(arrived + n, 1) == tiles - 1;
@@ -363,6 +426,8 @@ __device__ bool match_tile(i64 n, i64 tile, i64 tiles, const Matched& list, cons
     }
     __syncthreads();
   }
+  found = 0;
+  for (i64 t = lane; warp == 0 && t < tiles; t += 32) found += __ldcg(matched + n * tiles + t);
   for (int k = warp; k < mine; k += TILE / 32) {
     u64 most = 0;
 #pragma unroll 4
@@ -372,12 +437,7 @@ __device__ bool match_tile(i64 n, i64 tile, i64 tiles, const Matched& list, cons
   }
   __syncthreads();
   settle(boxes, truths, tops, lines, count, inside != 0, best, next, row, mine);
-  if (warp == 0) {
-    found = 0;
-    for (i64 t = lane; t < tiles; t += 32) found += __ldcg(matched + n * tiles + t);
-    found = int(warp_sum(unsigned(found)));
-  }
-  __syncthreads();
+  if (warp == 0) found = int(warp_sum(unsigned(found)));
   for (int start = 0; start < mine; start += TILE) {
     const int k = start + int(threadIdx.x);
     const u64 got = k < mine ? best[k] : 0;
@@ -756,7 +816,7 @@ match_with_losses(const T* x, const T* locations, const T* priors, const T* trut
   extern __shared__ float words[];
   __shared__ u64 before;
   __shared__ int places[TILE];
-  const int tiles = int((count + EACH * TILE - 1) / (EACH * TILE)), parts = int((count + tall - 1) / tall);
+  const int tiles = int((count + EACH * TILE - 1) / (EACH * TILE)), parts = int(count + tall - 1) / int(tall);
   const int all_tiles = tiles * int(images);
   const bool of_match = blockIdx.x < all_tiles;
   const int block = int(blockIdx.x) - (of_match ? 0 : all_tiles);
@@ -765,12 +825,13 @@ match_with_losses(const T* x, const T* locations, const T* priors, const T* trut
   u64* finished = numbers + 2 * images + n;
   const Rows scores(words, scores_of_row, ready);
   const LocationRule rule(kind, scaled, square, crossing);
-  const auto lose = [&](i64 p, int match, unsigned row) {
+  const auto met = [&](i64 p, int match) { return Met(locations + 4 * (n * count + p), priors, truths, match, p, count); };
+  const auto lose = [&](i64 p, int match, auto find) {
     const i64 i = n * count + p;
     const int label = label_of(truths, match, background, any_class);
     labels[i] = label;
-    of_location[i] = T(match < 0 ? 0.0f : location_loss({locations + 4 * i, priors, truths, match, p, count}, rule));
-    of_class[i] = T(class_loss(scores.row(row), scores.count, label, float(least)));
+    of_class[i] = T(class_loss(scores.row(threadIdx.x), scores.count, label, float(least)));
+    of_location[i] = T(match < 0 ? 0.0f : location_loss(find(), rule));
   };
   u64 done = 1;
   if (of_match) {
@@ -789,27 +850,34 @@ match_with_losses(const T* x, const T* locations, const T* priors, const T* trut
     }
     __syncthreads();
     const bool settled = before & SETTLED;
-    if (threadIdx.x < here) lose(p, settled ? __ldcg(matches + n * count + p) : -1, threadIdx.x);
+    const int match = settled && threadIdx.x < here ? __ldcg(matches + n * count + p) : -1;
+    if (threadIdx.x < here) lose(p, match, [&] { return met(p, match); });
     if (!settled) done += UNSETTLED;
   }
   __syncthreads();
   if (threadIdx.x == 0) before = arrive(finished, done);
   __syncthreads();
   if ((before & (SETTLED - 1)) != parts) return;
-  const int found = (before + done) / UNSETTLED ? int(__ldcg(list.number)) : 0;
-  for (int start = 0; start < found; start += int(tall)) {
-    const int here = min(found - start, int(tall));
-    if (threadIdx.x < here) places[threadIdx.x] = __ldcg(list.boxes + start + threadIdx.x);
-    __syncthreads();
+  if ((before + done) / UNSETTLED) {
+    int place = threadIdx.x < room ? __ldcg(list.boxes + threadIdx.x) : 0;  // on its way with the number of them
+    const int found = int(__ldcg(list.number));
+    for (int start = 0; start < found; start += int(tall)) {
+      const int here = min(found - start, int(tall));
+      const bool is = threadIdx.x < here;
+      if (is && start) place = __ldcg(list.boxes + start + threadIdx.x);
+      if (is) places[threadIdx.x] = place;
+      __syncthreads();
+      const int match = is ? __ldcg(matches + n * count + place) : 0;
 #pragma unroll 8
-    for (unsigned e = threadIdx.x; e < here * scores.count; e += TILE) {
-      const unsigned row = scores.by.quotient(e), k = e - row * scores.count;
-      scores.row(row)[k] = float(x[(n * count + places[row]) * scores_of_row + k]);
+      for (unsigned e = threadIdx.x; e < here * scores.count; e += TILE) {
+        const unsigned row = scores.by.quotient(e), k = e - row * scores.count;
+        scores.row(row)[k] = float(x[(n * count + places[row]) * scores_of_row + k]);
+      }
+      const Met box = is ? met(place, max(match, 0)) : Met();
+      __syncthreads();
+      if (is) lose(place, match, [&] { return box; });
+      __syncthreads();
     }
-    const int p = threadIdx.x < here ? places[threadIdx.x] : 0, match = __ldcg(matches + n * count + p);
-    __syncthreads();
-    if (threadIdx.x < here) lose(p, match, threadIdx.x);
-    __syncthreads();
   }
   if (threadIdx.x == 0) *list.number = *finished = 0;
 }
