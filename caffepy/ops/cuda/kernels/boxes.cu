@@ -151,9 +151,6 @@ __device__ unsigned ordered(float x) {
   return max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
 }
 
-// The float of a key.
-__device__ float value_of(unsigned key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
-
 // The largest float of a warp, none of which is NaN.
 __device__ float largest_of(float x) {
   const unsigned key = warp_max(ordered(x));
@@ -562,7 +559,7 @@ template <int HELD> struct Keys {
   static constexpr int UNROLL = HELD <= 64 ? HELD : 4;
   unsigned of[HELD];
   // The place of element i of this thread, which grows with i.
-  static __device__ i64 place(int i) { return (i / 4 * i64(blockDim.x) + threadIdx.x) * 4 + i % 4; }
+  static __device__ int place(int i) { return int(4 * threadIdx.x) + (i / 4 * 4 * int(blockDim.x) + i % 4); }
   Keys() = default;
   template <typename F> __device__ Keys(i64 count, F key) {
 #pragma unroll UNROLL
@@ -587,20 +584,15 @@ template <int HELD> struct Keys {
 };
 
 // The pair of key and place of the last of the `wanted` largest keys, where there are more keys than that; 0 if more than ROOM
-// keys are in its bin. A block of 1024 threads counts keys by how far they are below the largest one, 128 bins for a factor of
-// two, and compares those of one bin.
-template <int HELD> __device__ u64 last_pair(const Keys<HELD>& keys, unsigned wanted) {
-  constexpr int BINS = 2048, SHIFT = 16, ROOM = 1024;
-  __shared__ unsigned bins[BINS], most, number;
+// keys are in its bin. A block of 1024 threads counts keys by how far they are below the largest one, `most`, 128 bins for a
+// factor of two, and compares those of one bin. `bins` and `number` are 0.
+constexpr int BINS = 2048;
+
+template <int HELD> __device__ u64 last_pair(const Keys<HELD>& keys, unsigned wanted, unsigned most, unsigned* bins, unsigned& number) {
+  constexpr int SHIFT = 16, ROOM = 1024;
   __shared__ uint3 cut;  // a bin, the keys in bins before it, the keys in it
   __shared__ u64 pairs[ROOM], last;
-  for (int k = threadIdx.x; k < BINS; k += blockDim.x) bins[k] = 0;
-  if (threadIdx.x == 0) most = number = 0;
-  __syncthreads();
-  const unsigned own = warp_max(keys.largest());
-  if (threadIdx.x % 32 == 0) atomicMax(&most, own);
-  __syncthreads();
-  const auto bin_of = [top = most](unsigned key) { return min((top - key) >> SHIFT, BINS - 1u); };
+  const auto bin_of = [=](unsigned key) { return min((most - key) >> SHIFT, BINS - 1u); };
 #pragma unroll Keys<HELD>::UNROLL
   for (int i = 0; i < HELD; ++i)
     if (keys.of[i]) atomicAdd(bins + bin_of(keys.of[i]), 1u);
@@ -631,10 +623,21 @@ template <int HELD> __device__ u64 last_pair(const Keys<HELD>& keys, unsigned wa
 // f(element, whether it is one of the `number` largest, of equal ones the first). Where too many keys are alike: bit by bit the
 // largest key from which on there are as many; if there are more, only the first of those with this key count.
 template <int HELD, typename F> __device__ void largest(const Keys<HELD>& keys, i64 number, F f) {
-  unsigned found = block_total(keys.above(0), 0), least = 1;  // found: keys of `least` or more
+  __shared__ unsigned bins[BINS], in_bin, counts[32], mosts[32];
+  const int lane = threadIdx.x % 32;
+  for (int k = threadIdx.x; k < BINS; k += blockDim.x) bins[k] = 0;
+  if (threadIdx.x == 0) in_bin = 0;
+  const unsigned count = warp_sum(keys.above(0)), own_most = warp_max(keys.largest());
+  if (lane == 0) {
+    counts[threadIdx.x / 32] = count;
+    mosts[threadIdx.x / 32] = own_most;
+  }
+  __syncthreads();
+  const bool of_warp = lane < blockDim.x / 32;
+  unsigned found = warp_sum(of_warp ? counts[lane] : 0), least = 1;  // found: keys of `least` or more
   const unsigned wanted = number < 0 ? 0 : number < found ? unsigned(number) : found;
   if (found > wanted && wanted) {
-    if (const u64 last = last_pair(keys, wanted)) {
+    if (const u64 last = last_pair(keys, wanted, warp_max(of_warp ? mosts[lane] : 0), bins, in_bin)) {
 #pragma unroll Keys<HELD>::UNROLL
       for (int i = 0; i < HELD; ++i) f(i, keys.of[i] && keys.pair_of(i) >= last);
       return;
@@ -1115,7 +1118,7 @@ __global__ void label_matches(const T* rows, const int* matches, int* labels, i6
 }
 
 // Four elements of an array from p on, of which those behind `count` are not read; WHOLE: all are there or none, in one pack.
-template <bool WHOLE, typename T> __device__ Pack<T, 4> read_up_to(const T* from, i64 p, i64 count) {
+template <bool WHOLE, typename T> __device__ Pack<T, 4> read_up_to(const T* from, int p, int count) {
   Pack<T, 4> four;
   if constexpr (WHOLE) {
     if (p < count) four = *reinterpret_cast<const Pack<T, 4>*>(from + p);
@@ -1131,65 +1134,70 @@ template <bool V> struct Constant { static constexpr bool value = V; };
 
 // A block for each image: boxes without a match keep the label of the background if they are among those with the
 // largest losses, `ratio` as many as there are matches, of those that overlap less than `most`; else they get -1.
-// visit(whether it has a match, loss, location loss unless there are none) of every box, taken(loss) of those that keep it.
+// visit(place of a box) of every box with a match, then taken(loss) of those that keep the label.
 template <int HELD, typename T, typename V, typename F>
-__device__ void mine_image(const T* losses, const T* location, const int* matches, const T* overlaps, const int* counts,
-                           int* labels, i64 count, double ratio, double most, V visit, F taken) {
-  constexpr bool FEW = HELD <= 32;              // which boxes have a match is kept
+__device__ void mine_image(const T* losses, const int* matches, const T* overlaps, const int* counts, int* labels, i64 boxes,
+                           double ratio, double most, V visit, F taken) {
+  constexpr bool FEW = HELD <= 32;              // a bit for each box of a thread
   constexpr int AHEAD = HELD <= 12 ? HELD : 4;  // on their way at once
-  const i64 n = blockIdx.x, start = n * count;
-  unsigned matched = 0;
+  const i64 n = blockIdx.x;
+  const int count = int(boxes), any = counts[2 * n], known = counts[2 * n + 1];  // on their way with the boxes
+  losses += n * boxes;
+  matches += n * boxes;
+  overlaps += n * boxes;
+  labels += n * boxes;
+  const float below = float(most);
+  unsigned drops = 0, keeps = 0;  // boxes without a match, and those of them that keep the label
   Keys<HELD> keys;
   const auto fill = [&](auto whole) {
 #pragma unroll Keys<HELD>::UNROLL
     for (int i = 0; i < HELD; i += AHEAD) {
-      Pack<T, 4> loss[AHEAD / 4], overlap[AHEAD / 4], of_location[AHEAD / 4];
+      Pack<T, 4> loss[AHEAD / 4], overlap[AHEAD / 4];
       Pack<int, 4> match[AHEAD / 4];
+      unsigned matched = 0;  // a bit for each of these
 #pragma unroll
       for (int g = 0; g < AHEAD / 4; ++g) {
-        const i64 p = keys.place(i + 4 * g);
-        match[g] = read_up_to<whole.value>(matches + start, p, count);
-        loss[g] = read_up_to<whole.value>(losses + start, p, count);
-        overlap[g] = read_up_to<whole.value>(overlaps + start, p, count);
-        if (location) of_location[g] = read_up_to<whole.value>(location + start, p, count);
+        const int p = keys.place(i + 4 * g);
+        match[g] = read_up_to<whole.value>(matches, p, count);
+        loss[g] = read_up_to<whole.value>(losses, p, count);
+        overlap[g] = read_up_to<whole.value>(overlaps, p, count);
       }
 #pragma unroll
       for (int k = 0; k < AHEAD; ++k) {
         const int at = i + k, g = k / 4, e = k % 4;
-        const bool there = keys.place(at) < count, is = there && match[g].v[e] >= 0;
-        const float of_box = float(loss[g].v[e]);
-        if (location) visit(is, of_box, of_location[g].v[e]);
-        if (FEW) matched |= unsigned(is) << at % 32;
-        const bool may = there && match[g].v[e] == -1 && float(overlap[g].v[e]) < float(most);
-        keys.of[at] = may ? ordered(of_box) : 0u;
+        const bool there = keys.place(whole.value ? at - e : at) < count, is = there && match[g].v[e] >= 0;
+        const bool may = there && match[g].v[e] == -1 && float(overlap[g].v[e]) < below;
+        keys.of[at] = may ? ordered(float(loss[g].v[e])) : 0u;
+        if (is) matched |= 1u << k;
+        if (FEW && there && !is) drops |= 1u << at % 32;
       }
+      for (; matched; matched &= matched - 1) visit(keys.place(i + __ffs(matched) - 1));
     }
   };
-  const bool packs = aligned(losses, sizeof(Pack<T, 4>)) && aligned(overlaps, sizeof(Pack<T, 4>)) &&
-                     aligned(location, sizeof(Pack<T, 4>)) && aligned(matches, 16);
+  const bool packs = aligned(losses, sizeof(Pack<T, 4>)) && aligned(overlaps, sizeof(Pack<T, 4>)) && aligned(matches, 16);
   if (packs && count % 4 == 0)
     fill(Constant<true>());
   else
     fill(Constant<false>());
-  const i64 number = counts[2 * n] > 0 ? i64(__fmul_rn(float(counts[2 * n + 1]), float(ratio))) : 0;
-  unsigned dropped = 0;
+  const i64 number = any > 0 ? i64(__fmul_rn(float(known), float(ratio))) : 0;
   largest(keys, number, [&](int i, bool is) {
-    const i64 p = keys.place(i);
-    if (is)
-      taken(value_of(keys.of[i]));
-    else if (FEW)
-      dropped |= unsigned(p < count) << i % 32;
-    else if (p < count && matches[start + p] < 0)
-      labels[start + p] = -1;
+    const int p = keys.place(i);
+    if (FEW)
+      keeps |= unsigned(is) << i % 32;
+    else if (is)
+      taken(float(losses[p]));
+    else if (p < count && matches[p] < 0)
+      labels[p] = -1;
   });
-  dropped &= ~matched;
+  drops &= ~keeps;
+  for (; keeps; keeps &= keeps - 1) taken(float(losses[keys.place(__ffs(keeps) - 1)]));
 #pragma unroll
   for (int i = 0; FEW && i < HELD; i += 4) {
-    const unsigned four = dropped >> i % 32 & 15;
-    int* to = labels + start + keys.place(i);
+    const unsigned four = drops >> i % 32 & 15;
+    int* to = labels + keys.place(i);
     if (four == 15 && aligned(to, 16)) {
       *reinterpret_cast<Pack<int, 4>*>(to) = {-1, -1, -1, -1};
-    } else {
+    } else if (four) {
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         if (four >> k & 1) to[k] = -1;
@@ -1201,8 +1209,7 @@ template <typename T, int HELD>
 __global__ void __launch_bounds__(1024)
 mine_negatives(const T* losses, const int* matches, const T* overlaps, const int* counts, int* labels, i64 count,
                double ratio, double most) {
-  const T* none = nullptr;
-  mine_image<HELD>(losses, none, matches, overlaps, counts, labels, count, ratio, most, [](bool, float, T) {}, [](float) {});
+  mine_image<HELD>(losses, matches, overlaps, counts, labels, count, ratio, most, [](int) {}, [](float) {});
 }
 
 // loss = (by_location * sum of location losses of matches + by_class * sum of class losses of labels) / norm, the norm
@@ -1239,13 +1246,13 @@ mined_multibox_loss(const T* location, const int* matches, const T* of_class, in
   __shared__ unsigned numbers[32];
   double sum = 0;
   unsigned number = 0;
-  const auto visit = [&](bool matched, float of_box, T of_location) {
-    if (!matched) return;
-    sum += by_location * double(of_location) + by_class * double(of_box);
+  const i64 start = blockIdx.x * count;
+  const auto visit = [&](int p) {
+    sum += by_location * double(location[start + p]) + by_class * double(float(of_class[start + p]));
     ++number;
   };
   const auto taken = [&](float of_box) { sum += by_class * double(of_box); };
-  mine_image<HELD>(of_class, location, matches, overlaps, counts, labels, count, ratio, most, visit, taken);
+  mine_image<HELD>(of_class, matches, overlaps, counts, labels, count, ratio, most, visit, taken);
   const int lane = threadIdx.x % 32, images = gridDim.x;
   sum = warp_sum(sum);
   number = warp_sum(number);
