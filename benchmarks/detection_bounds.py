@@ -12,7 +12,6 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import cupy
@@ -22,11 +21,11 @@ from detection_ops import (
     CLASSES,
     COUNT,
     IMAGES,
+    TRUE,
     Work,
     time_of,
 )
 
-from caffepy import ops as backends
 from caffepy.device.cuda import CudaDevice
 
 PARTS = r"""
@@ -45,31 +44,35 @@ extern "C" __global__ void moves(const int4* from, int4* to, i64 reads, i64 writ
   if (sum.x == 0x12345678) to[0] = sum;
 }
 
-// Every number that a block found before reaches the last block to arrive, which takes turns: each waits for what the one
-// before wrote to shared memory.
-__device__ void hand_over(unsigned found, unsigned* to, unsigned* arrived, i64 turns) {
-  __shared__ unsigned words[1024];
+// Whether this is the last of a number of blocks to come here, which reads what the others wrote before.
+__device__ bool is_last(unsigned* arrived, unsigned blocks) {
   __shared__ bool last;
-  if (threadIdx.x % 32 == 0) to[blockIdx.x * 32 + threadIdx.x / 32] = found;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
+    last = before == blocks - 1;
+    if (last) *arrived = 0;
   }
   __syncthreads();
-  if (!last) return;
-  __threadfence();
+  return last;
+}
+
+// Every number that a block found before reaches the last block to arrive, a warp of which takes turns without barriers: each
+// waits for what it read from shared memory in the one before.
+__device__ void hand_over(unsigned found, unsigned* to, unsigned* arrived, i64 turns) {
+  __shared__ unsigned words[1024];
+  if (threadIdx.x % 32 == 0) to[blockIdx.x * 32 + threadIdx.x / 32] = found;
+  if (!is_last(arrived, gridDim.x)) return;
   for (unsigned i = threadIdx.x; i < gridDim.x * 32; i += 1024) found ^= __ldcg(to + i);
   words[threadIdx.x] = found;
   __syncthreads();
-  for (int t = 0; t < turns; ++t) {
-    const unsigned other = words[(found + t) % 1024];
-    __syncthreads();
-    words[threadIdx.x] = found ^= other;
-    __syncthreads();
+  for (int t = 0; threadIdx.x < 32 && t < turns; ++t) {
+    found ^= *reinterpret_cast<volatile unsigned*>(words + (found + t) % 1024);
+    atomicOr(words + found % 1024, found);
   }
-  to[threadIdx.x] = found;
-  if (threadIdx.x == 0) *arrived = 0;
+  __syncthreads();
+  to[threadIdx.x] = words[threadIdx.x];
 }
 
 // Pairs of boxes: whether their centres are as far apart as they reach, along both axes, from the signs of sums.
@@ -178,18 +181,64 @@ spreads(const float* dy, float* dx, i64 plane, i64 channels, i64 boxes, i64 squa
   }
 }
 
-// By a block for an image, 1024 threads: four arrays with a word for each box read, their words counted in bins of shared
+// What MultiBoxLoss does before it chooses boxes, without its arithmetic: blocks of 256 threads read priors and true boxes of an
+// image, and write a number for each warp and true box; the last of these of an image reads them, and writes a match for each.
+// Meanwhile others read 256 rows of scores each, and write three words a row; the last of all of an image reads `fixed` rows
+// again, and writes theirs.
+extern "C" __global__ void __launch_bounds__(256, 4)
+matches_and_rows(const float4* priors, const float4* truths, const float4* scores, unsigned long long* tops, unsigned* to,
+                 unsigned* arrived, i64 images, i64 boxes, i64 known, i64 classes, i64 fixed) {
+  const int tiles = int(boxes + 1023) / 1024, parts = int(boxes + 255) / 256, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bool of_match = blockIdx.x < tiles * images;
+  const int block = int(blockIdx.x) - (of_match ? 0 : tiles * int(images)), n = block / (of_match ? tiles : parts);
+  const int own = block - n * (of_match ? tiles : parts), each = int(known / images);
+  const float4* rows = scores + n * boxes * classes / 4;
+  unsigned* words = to + n * boxes;
+  if (of_match) {
+    float4 sum = {};
+    for (int e = 0; e < 4; ++e) {
+      const float4 x = priors[min(own * 1024 + int(threadIdx.x) * 4 + e, int(boxes) - 1)];
+      sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w;
+    }
+    for (int t = threadIdx.x; t < 2 * known; t += 256) sum.x += truths[t].x;
+    const unsigned long long found = __ballot_sync(0xffffffffu, sum.x + sum.y + sum.z + sum.w > 1);
+    if (lane < each) tops[(n * each + lane) * tiles * 8 + own * 8 + warp] = found;
+    if (!is_last(arrived + n, tiles)) return;
+    for (int t = warp; t < each; t += 8) {
+      unsigned long long most = 0;
+      for (int i = lane; i < tiles * 8; i += 32) most = max(most, __ldcg(tops + (n * each + t) * tiles * 8 + i));
+      words[t] = __reduce_max_sync(0xffffffffu, unsigned(most));
+    }
+  } else {
+    const int first = own * 256, here = min(256, int(boxes) - first);
+    float sum = 0;
+#pragma unroll 6
+    for (int p = threadIdx.x; p < here * classes / 4; p += 256) {
+      const float4 x = rows[first * classes / 4 + p];
+      sum += x.x + x.y + x.z + x.w;
+    }
+    if (threadIdx.x < here)
+      for (int a = 0; a < 3; ++a) words[a * images * boxes + first + threadIdx.x] = __float_as_uint(sum);
+  }
+  if (!is_last(arrived + images + n, parts + 1)) return;
+  float sum = 0;
+  const int start = int(__ldcg(words) & 1);
+  for (int p = threadIdx.x; p < fixed * classes / 4; p += 256) sum += rows[start + p].x;
+  if (threadIdx.x < fixed)
+    for (int a = 0; a < 3; ++a) words[a * images * boxes + threadIdx.x] = __float_as_uint(sum);
+}
+
+// By a block for an image, 1024 threads: three arrays with a word for each box read, one of them counted in bins of shared
 // memory, the bins added up, and a word for each box written; each step waits for all of the one before.
 extern "C" __global__ void __launch_bounds__(1024)
 counts(const int4* from, int4* to, unsigned* total, unsigned* arrived, i64 count, i64 size) {
   __shared__ unsigned bins[2048], parts[32];
-  __shared__ bool last;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int4 x[3] = {};
 #pragma unroll
   for (int i = 0; i < 3; ++i)
 #pragma unroll
-    for (int a = 0; a < 4; ++a) {
+    for (int a = 0; a < 3; ++a) {
       const int p = threadIdx.x + 1024 * i;
       if (p >= count) continue;
       const int4 other = from[a * size + blockIdx.x * count + p];
@@ -209,17 +258,36 @@ counts(const int4* from, int4* to, unsigned* total, unsigned* arrived, i64 count
 #pragma unroll
   for (int i = 0; i < 3; ++i)
     if (threadIdx.x + 1024 * i < count) to[blockIdx.x * count + threadIdx.x + 1024 * i] = {int(sum), x[i].y, x[i].z, x[i].w};
-  if (threadIdx.x == 0) {
-    total[blockIdx.x] = sum;
-    __threadfence();
-    last = atomicAdd(arrived, 1u) == gridDim.x - 1;
-    if (last) {
-      __threadfence();
-      for (int n = 0; n < gridDim.x; ++n) sum += __ldcg(total + n);
-      total[0] = sum;
-      *arrived = 0;
+  if (threadIdx.x == 0) total[blockIdx.x] = sum;
+  if (!is_last(arrived, gridDim.x)) return;
+  sum = warp == 0 && lane < gridDim.x ? __ldcg(total + lane) : 0;
+  sum = __reduce_add_sync(0xffffffffu, sum);
+  if (threadIdx.x == 0) total[0] = sum;
+}
+
+// The gradients of MultiBoxLoss without its arithmetic: a warp reads the labels of 32 rows, writes zeros to all rows, 16 bytes at
+// a time, and then reads and writes a row for which its labels ask; others read matches and write the locations' zeros.
+extern "C" __global__ void __launch_bounds__(128)
+zeros(const float* x, const int* labels, const int* matches, float4* to, float* dx, i64 rows, i64 classes) {
+  const int lane = threadIdx.x % 32, of_locations = int((rows + 511) / 512);
+  if (blockIdx.x < of_locations) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const i64 i = blockIdx.x * 512ll + e * 128 + threadIdx.x;
+      if (i < rows && matches[i] <= 0) to[i] = {};
     }
+    return;
   }
+  const i64 first = (blockIdx.x - of_locations) * 128ll + threadIdx.x / 32 * 32;
+  if (first >= rows) return;
+  const int label = first + lane < rows ? labels[first + lane] : -1;
+  const unsigned learn = __ballot_sync(0xffffffffu, label >= 0);
+  const int row = learn ? __ffs(learn) - 1 : 0;
+  const float own = lane < classes ? x[(first + row) * classes + lane] : 0;
+  const int packs = int(min(rows - first, 32ll) * classes / 4);
+  for (int p = lane; p < packs; p += 32) reinterpret_cast<float4*>(dx + first * classes)[p] = {};
+  __syncwarp();
+  if (lane < classes) dx[(first + row) * classes + lane] = own;
 }
 
 // What each bin gives, added to a sum in shared memory, as if no two of 32 were at one place; then the sums of four warps.
@@ -360,19 +428,31 @@ def spreads() -> Work:
     return lambda: run((343,), (512,), (dy, dx, 38 * 63, 1029, 128, 49))
 
 
-def softmax_then_counts(ops: Any) -> Work:
-    """The losses of all classes, and then, in a launch of its own, the choice of boxes."""
-    run = part("counts")
-    x, labels = cupy.zeros((IMAGES * COUNT, CLASSES), np.float32), cupy.zeros(IMAGES * COUNT, "i")
-    arrays, to = cupy.zeros((4, IMAGES, COUNT), np.float32), cupy.zeros((IMAGES, COUNT), np.int32)
-    total, arrived = cupy.zeros(IMAGES, np.uint32), cupy.zeros(1, np.uint32)
-    arguments = arrays, to, total, arrived, COUNT // 4, IMAGES * COUNT // 4
+def rows_then_counts() -> Work:
+    """Matches and losses, and then, in a launch of its own, the choice of boxes."""
+    first, second = part("matches_and_rows"), part("counts")
+    known, fixed = IMAGES * TRUE, 96
+    priors, truths = cupy.ones((COUNT, 4), np.float32), cupy.ones((known, 8), np.float32)
+    x, words = cupy.ones(IMAGES * COUNT * CLASSES, np.float32), cupy.zeros((3, IMAGES * COUNT), "i")
+    tiles, parts = -(-COUNT // 1024), -(-COUNT // 256)
+    tops, total = cupy.zeros(known * tiles * 8, np.uint64), cupy.zeros(IMAGES, np.uint32)
+    arrived, to = cupy.zeros(2 * IMAGES, np.uint32), cupy.zeros((IMAGES, COUNT), np.int32)
+    given = priors, truths, x, tops, words, arrived, IMAGES, COUNT, known, CLASSES, fixed
 
     def work() -> None:
-        ops.class_losses(x, labels, arrays[0].reshape(-1))
-        run((IMAGES,), (1024,), arguments)
+        first((IMAGES * (tiles + parts),), (256,), given)
+        second((IMAGES,), (1024,), (words, to, total, arrived, COUNT // 4, IMAGES * COUNT // 4))
 
     return work
+
+
+def zeros() -> Work:
+    run, rows = part("zeros"), IMAGES * COUNT
+    labels = np.where(np.random.default_rng(0).uniform(size=rows) < 0.04, 1, -1).astype(np.int32)
+    x, dx = (cupy.zeros((rows, CLASSES), np.float32) for _ in range(2))
+    matches, to = cupy.zeros(rows, np.int32), cupy.zeros((rows, 4), np.float32)
+    given = x, cupy.asarray(labels), matches, to, dx, rows, CLASSES
+    return lambda: run((-(-rows // 512) + -(-rows // 128),), (128,), given)
 
 
 def main() -> None:
@@ -388,10 +468,10 @@ def main() -> None:
         parts += [(f"pairs and turns of {n}", 0, looks(g)) for n, g in LOOKS.items()]
         parts += [("maxima of ROIPooling forward", X + 2 * Y, maxima)]
         parts += [("sums of ROIPooling backward", X + 2 * Y, adds)]
-        chain = partial(softmax_then_counts, backends.backend(device))
         parts += [("means of PSROIPooling forward", PARTS_X + PARTS_Y, means)]
         parts += [("shares of PSROIPooling backward", PARTS_X + PARTS_Y, spreads)]
-        parts += [("losses, then choice of MultiBoxLoss", SCORES, chain)]
+        parts += [("matches and rows, then choice of MultiBoxLoss", SCORES, rows_then_counts)]
+        parts += [("zeros and rows of MultiBoxLoss backward", SCORES, zeros)]
     sys.stdout.write("| part | us | MB |\n|---|---|---|\n")
     for name, size, make in parts:
         if not re.search(args.only, name):
