@@ -90,8 +90,8 @@ _READ_SEQUENCES = frozenset({"CTCGreedyDecoder", "CtcLoss", "WarpCTCLoss"})
 _COMPARE = frozenset({"EuclideanLoss", "L1Loss", "SigmoidCrossEntropyLoss", "SmoothL1Loss"})
 """Layers that say what a further top of data is: images, regions, or as many numbers as others."""
 
-_READ_MAPS = frozenset({"YoloSeg", "SegmentationEvaluate", "EuclideanLossHeatmap"})
-"""Those that compare maps with labels."""
+_READ_MAPS = frozenset({"YoloSeg", "SegmentationEvaluate", "EuclideanLossHeatmap", "GuidedDropout"})
+"""Those whose second bottom has the channels of the first."""
 
 _SHAPED = frozenset({*_DENSE, *_VOXELS, "CPMData", "BoxData", "DataHeatmap"})
 """Those whose tops have shapes of their own."""
@@ -198,6 +198,8 @@ def _dims(
                 dims = _read_as(net, layer, top, size, shape, compared)
         if not i and layer.type == "Data" and not layer.transform_param.crop_size:
             dims = _sliced(net, top, size, shape[0]) or dims
+            if any(x.type == "GuidedDropout" and top in x.bottom[1:] for x in net.layer):
+                dims = [size, _pixel_classes(net, top)]
     dims = dims or _top_shape(layer, i, size, shape, guess)
     if layer.type == "AnnotatedData" and i == 2:
         dims[1] = _pixel_classes(net, top)
@@ -435,18 +437,19 @@ def _reshaped(net: NetParameter, top: str, shape: list[int]) -> list[int] | None
 
 
 def _pixel_classes(net: NetParameter, label: str) -> int:
-    """The number of channels of MobileNet-YOLO's labels of pixels, or of maps of joints, by the
-    scores beside them.
+    """The number of channels of MobileNet-YOLO's labels of pixels, of maps of joints or of a
+    guidance, by the scores beside them.
     """
     scores = {
         layer.bottom[0]
         for layer in net.layer
         if layer.type in _READ_MAPS and label in layer.bottom[1:2]
     }
-    while True:  # through sigmoids and their like to a convolution
+    while True:  # through sigmoids and their like to a convolution, or an inner product
         for layer in net.layer:
-            if scores & set(layer.top) and layer.convolution_param.num_output:
-                return layer.convolution_param.num_output
+            outputs = layer.convolution_param.num_output or layer.inner_product_param.num_output
+            if scores & set(layer.top) and outputs:
+                return outputs
         more = {b for x in net.layer if scores & set(x.top) for b in x.bottom} - scores
         if not more:
             return 1

@@ -443,6 +443,18 @@ def test_records_of_labels_have_the_parts_of_a_slice() -> None:
     assert data_shapes(guessed)[0] == [5, 6, 8, 8]
 
 
+def test_a_guidance_has_the_channels_that_it_guides() -> None:
+    text = (
+        'layer { name: "g" type: "Data" top: "g" data_param { batch_size: 5 } }'
+        'layer { name: "f" type: "InnerProduct" bottom: "x" top: "f" '
+        "inner_product_param { num_output: 7 } }"
+        'layer { name: "r" type: "ReLU" bottom: "f" top: "r" }'
+        'layer { name: "d" type: "GuidedDropout" bottom: "r" bottom: "g" top: "r" }'
+    )
+    param = parse(text, NetParameter(), "net.prototxt")
+    assert data_shapes(synthetic(param, guess=Guess((3, 8, 8))))[0] == [5, 7]
+
+
 @pytest.mark.parametrize("case", FURTHER)
 def test_further_tops_by_the_layers_that_read_them(case: str) -> None:
     type_, data, readers, shape = FURTHER[case]
