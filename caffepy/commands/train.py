@@ -45,7 +45,7 @@ from caffepy.report.speed import BaselineRecorder, baseline_key, known_baseline
 from caffepy.solver import Monitor, Signals, Solver, StopError, Watch, newest_good
 from caffepy.solver.check import at_field, check_max_iter
 from caffepy.solver.monitor import GRACE
-from caffepy.solver.snapshot import check_models, clean, instead_of, under
+from caffepy.solver.snapshot import candidates, check_models, clean, instead_of
 
 if TYPE_CHECKING:
     from caffepy.parallel.parameter_server.attachment import Attachment
@@ -479,7 +479,7 @@ def _starting_point(options: TrainOptions, param: SolverParameter) -> str | None
     """
     snapshot = options.snapshot
     if snapshot == AUTO:
-        if not under(param.snapshot_prefix):
+        if not candidates(param.snapshot_prefix):
             check_models(param.snapshot_prefix, options.weights)
             snapshot = None
             log.info("No snapshot under %s; starting from scratch", param.snapshot_prefix)

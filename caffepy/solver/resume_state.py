@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -166,21 +165,11 @@ class ResumeState:
         """Write files that could not be written, as `error` says, to a new folder and add its name
         to the message; if that fails, too, there is none.
         """
-        name = os.path.basename(files.prefix)
-        for place in (self._folder, None):  # None: where temporary files are
-            folder = ""
-            try:
-                folder = mkdtemp(prefix=f"{name}_rescued_", dir=place)
-                rescued = files.of(os.path.join(folder, name), files.iteration, files.hdf5)
-                write(rescued)
-            except (CaffeError, OSError):
-                shutil.rmtree(folder, ignore_errors=True)
-            else:
-                error.message += (
-                    f". This one is in {folder}: move its files to where they belong, or go on "
-                    f"with --snapshot {rescued.state}"
-                )
-                break
+        if rescued := snapshot.write_elsewhere(files, write, self._folder):
+            error.message += (
+                f". This one is in {os.path.dirname(rescued.state)}: --snapshot {rescued.state}, "
+                "or --snapshot auto from here, goes on from it"
+            )
 
     def _content(
         self, files: snapshot.Files, statistics: list[list[Array]]

@@ -5,15 +5,18 @@ All three files are on the disk before the first gets its name; they get their n
 model, sidecar, state. If a process is killed in between, `clean` completes the snapshot.
 """
 
+import hashlib
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape as glob_escape
 from glob import glob
 from itertools import cycle, dropwhile
+from tempfile import gettempdir, mkdtemp
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -385,6 +388,44 @@ def under(prefix: str) -> list[Found]:
     return sorted(found, key=lambda snapshot: snapshot[:4], reverse=True)
 
 
+def write_elsewhere(
+    files: Files, write: Callable[[Files], object], folder: str = ""
+) -> Files | None:
+    """Write files in a new folder, in the working directory or where temporary files are, and
+    return their names; None if that fails, too. Names are relative to `folder`.
+    """
+    for place in (folder, None):
+        new = ""
+        try:
+            new = mkdtemp(prefix=_rescued(os.path.join(folder, files.prefix)), dir=place)
+            name = os.path.join(new, os.path.basename(files.prefix))
+            write(rescued := Files.of(name, files.iteration, files.hdf5))
+        except (CaffeError, OSError):
+            shutil.rmtree(new, ignore_errors=True)
+        else:
+            return rescued
+    return None
+
+
+def _rescued(prefix: str) -> str:
+    """Return how names of folders begin to which snapshots of this prefix are rescued."""
+    place = hashlib.sha256(os.fsencode(os.path.abspath(prefix))).hexdigest()[:8]
+    return f"{os.path.basename(prefix)[:40]}_rescued_{place}_"
+
+
+def candidates(prefix: str) -> list[Found]:
+    """Return the snapshots under a prefix, and those of `write_elsewhere` that are this user's, the
+    newest first.
+    """
+    found = under(prefix)
+    for place in ("", gettempdir()):
+        for folder in glob(os.path.join(glob_escape(place), f"{glob_escape(_rescued(prefix))}*")):
+            with suppress(OSError):
+                if os.stat(folder).st_uid == os.getuid():
+                    found += under(os.path.join(folder, os.path.basename(prefix)))
+    return sorted(found, key=lambda snapshot: snapshot[:4], reverse=True)
+
+
 def instead_of(path: str) -> str:
     """Return words on the snapshot that a user may want whose state file `path` is not there: the
     newest under its prefix, else the one whose name is nearest.
@@ -424,12 +465,12 @@ def check_models(prefix: str, weights: Sequence[str]) -> None:
 
 
 def newest_good(prefix: str, run: Mapping[str, Any] | None = None) -> str | None:
-    """Return the state file of the newest snapshot under the prefix that is of this run, if given,
-    and not damaged; None if there is no snapshot.
+    """Return the state file of the newest snapshot under the prefix, or rescued from there, that is
+    of this run, if given, and not damaged; None if there is no snapshot.
 
     Others are skipped, with a line in the log; ConfigError if there are only such.
     """
-    found = under(prefix)
+    found = candidates(prefix)
     others = []
     for snapshot in found:
         if run and snapshot.run and (differs := difference(run, snapshot.run)):

@@ -250,7 +250,7 @@ def test_the_last_snapshot_is_kept_where_there_is_room(
         with pytest.raises(DataError if how == "an error" else ConfigError) as caught:
             solver.solve()
     told = f"{caught.value}\n{caplog.text}"
-    state = re.search(r"\. This one is in (.*): move .* or go on with --snapshot (\1/.*)\n", told)
+    state = re.search(r"\. This one is in (.*): --snapshot (\1/\S*), or --snapshot auto", told)
     assert state, told
     assert "No snapshot of iteration 3: ../full/s_iter_3.caff" in told
     (kept,) = (tmp_path / free).iterdir()
@@ -259,7 +259,15 @@ def test_the_last_snapshot_is_kept_where_there_is_room(
     others = {"here", "temporary", "full"} - {free}
     assert not [path for name in others for path in (tmp_path / name).iterdir()]
     resumed = solver_of(settings)
-    resumed.restore(state[2])
+    for prefix, there in {"../full/s": True, str(tmp_path / "full/s"): True, "s": False}.items():
+        assert bool(newest_good(prefix, resumed.resume_state.run)) == there
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: -1)
+        assert not newest_good("../full/s"), "it is another user's"
+    newest = newest_good("../full/s")
+    assert newest
+    assert os.path.samefile(newest, state[2])
+    resumed.restore(newest)
     assert resumed.iter == (7 if how == "the last iteration" else 5)
     resumed.step(7 - resumed.iter)
     np.testing.assert_array_equal(resumed.params.data, whole.params.data)
