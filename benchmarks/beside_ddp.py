@@ -55,16 +55,16 @@ def lines(
         command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
     try:
-        told, _ = run.communicate(timeout=seconds)
+        output, _ = run.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         say(f"no end within {seconds:.0f} s: {shlex.join(command)}")
         run.terminate()  # torch.distributed.run ends its processes then
         try:
-            told, _ = run.communicate(timeout=GRACE)
+            output, _ = run.communicate(timeout=GRACE)
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)
-            told, _ = run.communicate()
-    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+            output, _ = run.communicate()
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def theirs(
@@ -161,8 +161,8 @@ def in_threads(arguments: argparse.Namespace, nets: dict[str, int]) -> None:
     while (ours_to_do or theirs_to_do) and time.monotonic() - begun < arguments.seconds:
         if ours_to_do:
             net, mode = ours_to_do.pop(0)
-            told = ours(net, nets[net], mode, on)
-            own[net, mode] = [point for one in told for point in one["points"]]
+            results = ours(net, nets[net], mode, on)
+            own[net, mode] = [point for one in results for point in one["points"]]
         if theirs_to_do and len(theirs_to_do) >= len(ours_to_do):
             way, count = theirs_to_do.pop(0)
             left = max(1.0, arguments.seconds - (time.monotonic() - begun))
@@ -210,8 +210,8 @@ def in_processes(arguments: argparse.Namespace, nets: dict[str, int]) -> None:
             break
         for net, batch in nets.items():
             for mode in modes:
-                for told in ours(net, batch, mode, on, launch):
-                    note("caffepy", net, mode, told["points"][-1]["images_per_s"])
+                for result in ours(net, batch, mode, on, launch):
+                    note("caffepy", net, mode, result["points"][-1]["images_per_s"])
         for way in compiled:
             for (net, mode, _), rate in theirs(
                 arguments.peer, nets, modes, count, way, arguments.device

@@ -167,13 +167,13 @@ def work(job: Answer) -> None:
     answers.write("{}\n")
     answers.flush()
     for line in sys.stdin:
-        told = memory() if line.strip() == "memory" else window(float(line))
-        answers.write(json.dumps(told) + "\n")
+        answer = memory() if line.strip() == "memory" else window(float(line))
+        answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
 class Contender:
-    """A process that trains when it is told to."""
+    """A process that trains on request."""
 
     def __init__(self, job: Answer, python: str) -> None:
         command = [python, __file__, "--work", json.dumps(job)]
@@ -236,7 +236,7 @@ def contest(args: argparse.Namespace, net: str, batch: int, mode: str) -> Answer
 
 
 def head_of(kinds: list[str]) -> str:
-    """The head of the table: images a second of each kind, then what is told of the best and of
+    """The head of the table: images a second of each kind, then the figures of the best and of
     caffepy.
     """
     cells = ["net", "batch", "mode", *kinds, OWN, "best peer", "ratio", "ms", "host ms", "spread"]
@@ -252,11 +252,11 @@ def line_of(result: Answer, kinds: list[str]) -> str:
     """A line of the table."""
 
     def rate(kind: str) -> str:
-        told = result[kind]
-        return f"{told['images_per_s']:,.0f}" if "ms" in told else "fails"
+        answer = result[kind]
+        return f"{answer['images_per_s']:,.0f}" if "ms" in answer else "fails"
 
-    def mebibytes(told: Answer) -> str:
-        return f"{told['memory'] / MIB:.0f}" if "memory" in told else ""
+    def mebibytes(answer: Answer) -> str:
+        return f"{answer['memory'] / MIB:.0f}" if "memory" in answer else ""
 
     cells = [result["net"], str(result["batch"]), result["mode"], *map(rate, (*kinds, OWN))]
     peers = {kind: result[kind]["images_per_s"] for kind in kinds if "ms" in result[kind]}

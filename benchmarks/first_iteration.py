@@ -95,8 +95,8 @@ def main() -> None:
             data = "synthetic" if given.synthetic else made(net, batch, folder)
             for state in ("cold", "warm"):
                 parts = seconds([net, batch, given.precision, data], found)
-                told = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
-                sys.stdout.write(f"{each}, {state}: {told}\n")
+                text = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
+                sys.stdout.write(f"{each}, {state}: {text}\n")
                 sys.stdout.flush()
 
 

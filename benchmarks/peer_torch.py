@@ -334,14 +334,14 @@ def main() -> None:
         torch.distributed.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
     for name, batch in zip(arguments.nets.split(","), arguments.batch.split(","), strict=True):
         for mode in arguments.modes.split(","):
-            told: dict[str, Any] = {"net": name, "mode": mode, "gpus": world}
+            result: dict[str, Any] = {"net": name, "mode": mode, "gpus": world}
             try:
                 how = mode, arguments.compile, arguments.seconds, arguments.device
-                told["images_s"] = world * case(name, int(batch), *how)
+                result["images_s"] = world * case(name, int(batch), *how)
             except Exception as error:  # the other cases go on, and this one says what it lacks
-                told["error"] = repr(error)[:300]
+                result["error"] = repr(error)[:300]
             if rank == 0:
-                sys.stdout.write(json.dumps(told) + "\n")
+                sys.stdout.write(json.dumps(result) + "\n")
                 sys.stdout.flush()
     if world > 1:
         torch.distributed.destroy_process_group()

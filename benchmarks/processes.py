@@ -190,9 +190,9 @@ def table(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
                 if losses
                 else float("nan")
             )
-            told = "the same" if alike else f"{apart:.1e} apart"
+            compared = "the same" if alike else f"{apart:.1e} apart"
             each = " and ".join(f"{rate:,.0f}" for rate in rates)
-            rows.append(f"| {net} | {way} | {each} | {rate / base:.3f} | {told} |")
+            rows.append(f"| {net} | {way} | {each} | {rate / base:.3f} | {compared} |")
     return "\n".join(rows)
 
 

@@ -57,8 +57,8 @@ def line(inputs: int, outputs: int, size: int, rounds: int) -> str:
         ],
     }
     work = 2.0 * y.size * inputs
-    told = [f"{name} {' '.join(rates(work, both, rounds))}" for name, both in pairs.items()]
-    return f"{inputs:5d} -> {outputs:4d} at {size:2d}: {', '.join(told)}\n"
+    figures = [f"{name} {' '.join(rates(work, both, rounds))}" for name, both in pairs.items()]
+    return f"{inputs:5d} -> {outputs:4d} at {size:2d}: {', '.join(figures)}\n"
 
 
 def main() -> None:

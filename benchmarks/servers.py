@@ -9,8 +9,8 @@ that died is replaced by one with the next number. `stops`: they are stopped (SI
 (SIGCONT) when the others have gone on without them for a while: then they must end.
 
 Each worker adds 1, and the number of its push, to two elements of each range, which are its own: so
-it can be told of each worker whether all its pushes counted once. A push on which its worker died
-may count or not. Also told: the longest time from one push of a worker to its next, but for those
+it is known of each worker whether all its pushes counted once. A push on which its worker died
+may count or not. Also printed: the longest time from one push of a worker to its next, but for those
 that were stopped; how soon the view was without who died or stopped; and the time from the start
 of a process to the first push of a worker that joined.
 """

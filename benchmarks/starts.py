@@ -51,11 +51,11 @@ def main() -> None:
             if i:
                 found[name].append(times)
     for name, all_times in found.items():
-        told = [
+        figures = [
             f"{what} {statistics.median(t):.2f} ({min(t):.2f} to {max(t):.2f}) s"
             for what, t in zip(("wall", "CPU"), zip(*all_times, strict=True), strict=True)
         ]
-        sys.stdout.write(f"{name}: {', '.join(told)}\n")
+        sys.stdout.write(f"{name}: {', '.join(figures)}\n")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ NODE = (
 LEAST_MESSAGE = 1e-6  # seconds
 
 
-def told(command: Sequence[str]) -> Any:
+def result_of(command: Sequence[str]) -> Any:
     """Return the JSON object that a command prints; end with what it says if it fails."""
     begun = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True)
@@ -103,14 +103,14 @@ def main() -> None:
     way = "flat" if arguments.cpu else "nccl"
     reduce = [*nodes, *bench, "allreduce", *on, "--sync", way, "--sizes", SIZES, "--json"]
 
-    reduced = told(reduce)
+    reduced = result_of(reduce)
     gpus, timings = reduced["ranks"] // 2, reduced["timings"]
     trained = {}
     for item in arguments.nets.split(","):
         net, batch = item.split(":")
         what = ["--model", net, "--batch", batch, *how, "--windows", "3", "--json"]
-        trained[net, batch] = told([*nodes, *bench, "scaling", *what, *on])
-    timings += told(reduce)["timings"]
+        trained[net, batch] = result_of([*nodes, *bench, "scaling", *what, *on])
+    timings += result_of(reduce)["timings"]
     bandwidth, message = wires(timings)
     cluster = (
         f"nodes=2 gpus={gpus} nic=1x{bandwidth * 8e-9:.4f}measured latency={message * 1e6:.1f}us"
@@ -121,7 +121,7 @@ def main() -> None:
     results = []
     for (net, batch), found in trained.items():
         what = ["--model", net, "--batch", batch, *how, "--windows", "3", "--json"]
-        model = told([*bench, "scaling", *what, *one, "--simulate", cluster])
+        model = result_of([*bench, "scaling", *what, *one, "--simulate", cluster])
         results.append({"net": net, "model": model, "trained": found})
         with open(os.path.join(arguments.out, "two_nodes.json"), "w") as file:
             json.dump({"cluster": cluster, "timings": timings, "nets": results}, file, indent=1)

@@ -422,7 +422,7 @@ def judge(ended: Ended, place: Path, fault: Fault, phase: str, victim: int) -> I
         if len(messages) != 1:
             yield f"{len(messages)} messages"
         if not any(re.search(says, message) for message in messages):
-            yield f"not told: {messages}"
+            yield f"not reported: {messages}"
     yield from check_files(place, fault)
     kept = sorted(place.glob(f"{fault.prefix}_iter_*.solverstate"))
     periodic = PERIODIC if phase == "snapshot" else fault.every
@@ -431,11 +431,11 @@ def judge(ended: Ended, place: Path, fault: Fault, phase: str, victim: int) -> I
         least = fault.snapshots if phase in ("iteration", "test") else 0
         if not least <= len(own) <= fault.snapshots or (started and len(kept) < fault.snapshots):
             yield f"{len(kept)} snapshots: {[path.name for path in kept]}"
-    told = re.search(r"iteration (\d+)", messages[0]) if messages else None
-    if told and kept and started and fault.codes == [7] and fault.snapshots == 1:
+    named = re.search(r"iteration (\d+)", messages[0]) if messages else None
+    if named and kept and started and fault.codes == [7] and fault.snapshots == 1:
         newest = max(map(iteration_of, kept))
-        if newest != int(told[1]):
-            yield f"iteration {told[1]} is named, {newest} is saved"
+        if newest != int(named[1]):
+            yield f"iteration {named[1]} is named, {newest} is saved"
 
 
 @contextmanager

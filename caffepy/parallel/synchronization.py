@@ -110,11 +110,12 @@ def choose_factored(
     exchange no factors if they come to different ends all the same.
     """
     own = {device.name for device in devices if isinstance(device, CudaDevice)}
-    told = world.gather((own, interfaces.bandwidth(), interfaces.host(world.hosts[world.node])))
-    names, hosts = set().union(*(names for names, _, _ in told)), len({host for *_, host in told})
+    of_nodes = world.gather((own, interfaces.bandwidth(), interfaces.host(world.hosts[world.node])))
+    names, hosts = set[str](), len({host for *_, host in of_nodes})
+    names.update(*(of_node for of_node, _, _ in of_nodes))
     ranks = factors.Ranks(world.size, width=2 if wire == BF16 else 4)
     if hosts > 1:
-        bandwidth = min(bandwidth for _, bandwidth, _ in told) * hosts / world.size
+        bandwidth = min(bandwidth for _, bandwidth, _ in of_nodes) * hosts / world.size
         ranks = ranks._replace(hosts=hosts, bandwidth=bandwidth)
         log.info("Between hosts each GPU is taken to have %.3g GB/s", bandwidth / 1e9)
     plain = root.param.iter_size == 1 and not root.param.debug_info

@@ -110,11 +110,11 @@ def check_param(param: SolverParameter, path: str | None) -> None:
 def check_max_iter(param: SolverParameter, path: str | None) -> None:
     """Raise ConfigError if max_iter is missing or negative; warn if it is 0."""
     if not param.HasField("max_iter"):
-        told = "max_iter is missing: give the number of iterations to train"
-        raise ConfigError(told, path)
+        message = "max_iter is missing: give the number of iterations to train"
+        raise ConfigError(message, path)
     if param.max_iter < 0:
-        told = f"max_iter must be 0 or more, not {param.max_iter}"
-        raise ConfigError(told, at_field(path, "max_iter"))
+        message = f"max_iter must be 0 or more, not {param.max_iter}"
+        raise ConfigError(message, at_field(path, "max_iter"))
     if not param.max_iter:
         log.warning("max_iter is 0: nothing will be trained")
 
@@ -152,19 +152,19 @@ def check_specs(param: SolverParameter, net: Net) -> None:
     for node in net.nodes:
         if node.layer.param.connectivity_mode:
             kind = LayerParameter.ConnectivityMode.Name(node.layer.param.connectivity_mode)
-            told = f"connectivity_mode: {kind}, a field of SSL, is not supported in training"
-            raise ConfigError(f'layer "{node.name}" ({node.layer.type}): {told}', net.path)
+            message = f"connectivity_mode: {kind}, a field of SSL, is not supported in training"
+            raise ConfigError(f'layer "{node.name}" ({node.layer.type}): {message}', net.path)
         for spec in node.layer.param.param:
             given = spec.regularization_type
             if (
                 given not in ("", param.regularization_type)
                 and param.weight_decay * spec.decay_mult
             ):
-                told = (
+                message = (
                     f'regularization_type "{given}" of one parameter, a field of SSL, is not '
                     f'supported beside the solver\'s "{param.regularization_type}"'
                 )
-                raise ConfigError(f'layer "{node.name}" ({node.layer.type}): {told}', net.path)
+                raise ConfigError(f'layer "{node.name}" ({node.layer.type}): {message}', net.path)
 
 
 def warn_without_loss(net: Net) -> None:

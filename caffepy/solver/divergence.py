@@ -141,10 +141,10 @@ def _blob_of(net: Net, step: Step) -> str | None:
     first = net.nodes[step.layers[0]] if step.group else node
     for name, top in zip(node.top_names, node.tops, strict=True):
         if not _is_finite(top):
-            told = f'"{node.name}" ({node.layer.type})'
+            layer = f'"{node.name}" ({node.layer.type})'
             if first is not node:
-                told += f', which is computed with "{first.name}" ({first.layer.type})'
-            return f'the first blob that is not finite is "{name}" of layer {told}'
+                layer += f', which is computed with "{first.name}" ({first.layer.type})'
+            return f'the first blob that is not finite is "{name}" of layer {layer}'
     return None
 
 

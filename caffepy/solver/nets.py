@@ -69,8 +69,10 @@ def finetune(net: Net, files: Iterable[str]) -> Net:
         verify_model(file)
         if not own & load_weights(net, file) and net.phase == TRAIN:
             names = ", ".join(f'"{name}"' for name in sorted(own))
-            told = "%s gives no weights to this net: none of its layers has the name of one of %s"
-            log.warning(told, file, names)
+            message = (
+                "%s gives no weights to this net: none of its layers has the name of one of %s"
+            )
+            log.warning(message, file, names)
     return net
 
 

@@ -258,8 +258,8 @@ class ResumeState:
             learning = {step.net.nodes[param.layer].name for param in step.net.learnable}
             warn_of_layers(f"{model} has no weights for", learning - filled, "they start anew")
             if iterations.rate_factor != 1:
-                told = "%s has a learning rate of %g times the solver's, after a divergence"
-                log.info(told, path, iterations.rate_factor)
+                message = "%s has a learning rate of %g times the solver's, after a divergence"
+                log.info(message, path, iterations.rate_factor)
             if not content:
                 iterations.display.reset()
                 self.workers_positions, self.statistics, self.images = [], [], 0

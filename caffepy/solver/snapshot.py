@@ -127,8 +127,8 @@ def write_files(
         raise error.at(at_hand) from None
     except (OSError, RuntimeError) as error:  # h5py raises both
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        told = f"this file of a snapshot cannot be written: {reason}"
-        raise ConfigError(told, at_hand) from error
+        message = f"this file of a snapshot cannot be written: {reason}"
+        raise ConfigError(message, at_hand) from error
 
 
 def clean(prefix: str) -> None:

@@ -312,8 +312,8 @@ define i64 @check(ptr %words, ptr %result) {
   %number = load ptr, ptr %words
   %bits = load i64, ptr %number
   %set = icmp ne i64 %bits, 0
-  %told = zext i1 %set to i64
-  ret i64 %told
+  %status = zext i1 %set to i64
+  ret i64 %status
 }
 """
 

@@ -262,8 +262,8 @@ define i64 @"{name}"(ptr %words, ptr %result) {{
   %what = load ptr, ptr %error
   %address = ptrtoint ptr %what to i64
   %failure = or i64 %address, 1
-  %told = select i1 %fine, i64 0, i64 %failure
-  ret i64 %told
+  %outcome = select i1 %fine, i64 0, i64 %failure
+  ret i64 %outcome
 }}
 """
 

@@ -75,8 +75,8 @@ class Attachment:
         with tempfile.TemporaryDirectory(prefix="caffepy-") as folder:
             path = write(held, os.path.join(folder, "servers"))
             solver.resume_state.restore(path, stays=False)
-        told = 'Going on with the servers "%s" from iteration %d, after %d pushes of each worker'
-        log.info(told, self.name, solver.iter, held.clock)
+        message = 'Going on with the servers "%s" from iteration %d, after %d pushes of each worker'
+        log.info(message, self.name, solver.iter, held.clock)
 
 
 def _told(rule: Rule) -> str:

@@ -94,7 +94,7 @@ class ClusterOptions:
     name: str = ""
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """Name of the servers for the log."""
         if self.name:
             return f'the servers "{self.name}"'
@@ -415,7 +415,7 @@ def served(
         )
         log.info(
             "%d workers of %d solver(s), %s, %s, a push every %d iterations",
-            *(most, solver.workers.size, options.told, worker.rule.name, worker.every),
+            *(most, solver.workers.size, options.label, worker.rule.name, worker.every),
         )
         _warn_of_few_pushes(solver, worker.rule, worker.every)
         begun = time.monotonic()
@@ -455,8 +455,8 @@ def _warn_of_few_pushes(solver: Solver, rule: Rule, every: int) -> None:
 def _waits_of(worker: int, waits: Mapping[tuple[int, int], float]) -> str:
     """Return for whom the pulls of a worker waited longest, the first three."""
     own = [(-s, other) for (w, other), s in waits.items() if w == worker and s >= LEAST_WAIT]
-    told = ", ".join(f"worker {other} {-seconds:.1f} s" for seconds, other in sorted(own)[:3])
-    return f"; its pulls waited for {told}" if told else ""
+    longest = ", ".join(f"worker {other} {-seconds:.1f} s" for seconds, other in sorted(own)[:3])
+    return f"; its pulls waited for {longest}" if longest else ""
 
 
 def options_of_worker(

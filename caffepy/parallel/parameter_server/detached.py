@@ -214,11 +214,11 @@ class DetachedCoordinator(Coordinator):
         """Ask who trains to stop, and who attends to finish."""
         self._stopping = True
 
-    async def refuse(self, told: str) -> None:
+    async def refuse(self, reason: str) -> None:
         """Count no more pushes; the trainer gets this as an error."""
         async with self._changing:
             await self._servers.freeze(self.view.servers)
-            self.lost = SyncError(told)
+            self.lost = SyncError(reason)
             self.view = replace(self.view, epoch=self.view.epoch + 1)  # beats tell it
 
     # inside

@@ -115,8 +115,8 @@ class EmbeddedRay:
             return line.decode().strip()
         with open(self._errors, errors="replace") as file:
             lines = file.read().strip().splitlines()
-        told = lines[-1].rstrip(".") if lines else f"nothing was heard of it for {START:g} s"
-        raise SyncError(f"Ray did not start on this machine: {told}")
+        reason = lines[-1].rstrip(".") if lines else f"nothing was heard of it for {START:g} s"
+        raise SyncError(f"Ray did not start on this machine: {reason}")
 
     def _end(self) -> None:
         with self._keeper as keeper:  # closes the pipes

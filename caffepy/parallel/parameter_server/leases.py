@@ -122,12 +122,12 @@ class Dealer:
 
     def recall(self, view: View) -> None:
         """Continue from what workers reported."""
-        told: dict[int, dict[int, Lease]] = {}
+        leased: dict[int, dict[int, Lease]] = {}
         for worker, taken in self._taken.items():
             self._read[worker] = max((lease[-1] + 1 for lease in taken.values()), default=0)
             for clock, lease in taken.items():
-                told.setdefault(clock, {})[worker] = lease
-        for clock, leases in sorted(told.items()):
+                leased.setdefault(clock, {})[worker] = lease
+        for clock, leases in sorted(leased.items()):
             shares = self._of_clock(view, clock)
             worker, lease = min(leases.items())
             fresh = _in_turn(0, shares)

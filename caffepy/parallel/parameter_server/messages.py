@@ -180,15 +180,15 @@ class Report(NamedTuple):
 
 def total(reports: Iterable[Report]) -> Report:
     """Return the report of several servers."""
-    told, clocks, waits = list(reports), dict[int, int](), dict[tuple[int, int], float]()
-    for each in told:
+    all_reports, clocks, waits = list(reports), dict[int, int](), dict[tuple[int, int], float]()
+    for each in all_reports:
         for worker, clock in each.clocks.items():
             clocks[worker] = min(clock, clocks.get(worker, clock))
         for pair, seconds in each.waits.items():  # a worker pulls from all at one time
             waits[pair] = max(seconds, waits.get(pair, 0.0))
-    staleness = sum((Counter(each.staleness) for each in told), Counter[int]())
+    staleness = sum((Counter(each.staleness) for each in all_reports), Counter[int]())
     behind, received, sent = (
-        sum(getattr(each, name) for each in told) for name in ("behind", "received", "sent")
+        sum(getattr(each, name) for each in all_reports) for name in ("behind", "received", "sent")
     )
     return Report(clocks, staleness, waits, behind, received, sent)
 

@@ -146,10 +146,10 @@ def _refusal(cluster: str, error: BaseException) -> CaffeError:
     ray = import_ray()
     if isinstance(error, ray.exceptions.AuthenticationError):
         return UsageError(f"--cluster {cluster}: Ray refuses this process's token: {TOKEN}")
-    told = " ".join(str(error.__cause__ or error).split())
+    reason = " ".join(str(error.__cause__ or error).split())
     if isinstance(error, TimeoutError):
-        told = f"no answer for {ANSWERS:g} s"
-    return SyncError(f"--cluster {cluster}: no cluster of Ray takes this process ({told})")
+        reason = f"no answer for {ANSWERS:g} s"
+    return SyncError(f"--cluster {cluster}: no cluster of Ray takes this process ({reason})")
 
 
 @contextlib.contextmanager

@@ -115,8 +115,8 @@ class RayEngine:
         placement_group = self._ray.util.placement_group
         here = placement_group([resources], bundle_label_selector=[{"ray.io/node-id": node}])
         if not here.wait(ANSWERS):
-            told = "Ray has not all of %s free on this host: other workers here may use the same"
-            log.warning(told, dict(resources))
+            message = "Ray has not all of %s free on this host: other workers here may use the same"
+            log.warning(message, dict(resources))
 
     def room(self, needs: Mapping[str, float]) -> tuple[int, float, float]:
         """Return the number of hosts of the cluster, how many workers with these needs they have

@@ -52,8 +52,8 @@ class StoreWatch:
                 store.internal_kv_get(b"caffepy", namespace=b"caffepy", timeout=ANSWERS)
             except ray.exceptions.RayError:
                 if not self.away:
-                    told = "Ray's head does not answer; the run goes on without it for %g s"
-                    log.warning(told, AWAY)
+                    message = "Ray's head does not answer; the run goes on without it for %g s"
+                    log.warning(message, AWAY)
                 self.away += min(time.monotonic() - begun, 3 * ANSWERS)
                 continue
             if self.away:

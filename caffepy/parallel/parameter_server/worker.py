@@ -95,7 +95,7 @@ class ServedWorkers(OuterGroup):
             self.solvers, filters, has_history=client.worker > 0 and not rule.gradients
         )
         self.reports = ServerReports(
-            client, filters, int(rule.slack > 0), lambda told: solver.reporter.served(told)
+            client, filters, int(rule.slack > 0), lambda report: solver.reporter.served(report)
         )
         self.waited = 0.0  # seconds for pushes and pulls in which the solver did not train
         self._beside: Beside | None = None
@@ -270,8 +270,10 @@ class ServedWorkers(OuterGroup):
         self._update_states = dict(group.get("servers", {}))
         states = list(group.get("workers", ()))
         if states and len(states) != self._workers:
-            told = "The snapshot is of %d workers, not %d: all begin with the momentum of worker 0"
-            log.warning(told, len(states), self._workers)
+            message = (
+                "The snapshot is of %d workers, not %d: all begin with the momentum of worker 0"
+            )
+            log.warning(message, len(states), self._workers)
             return []
         return states
 
