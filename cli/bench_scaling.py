@@ -67,8 +67,8 @@ def scaling(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Train a net with 1, 2, 4... devices; print images/s and what synchronization adds. The
-    processes that mpirun or srun started do that each by itself, then all together.
+    """Train a net with 1, 2, 4... devices; print images/s and what synchronization adds. Processes
+    that mpirun or srun started do that one by one, then all together.
 
     \b
     Examples:

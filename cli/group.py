@@ -1,6 +1,4 @@
-"""Commands that have commands of their own, or options in sections, and which of them several
-processes may run.
-"""
+"""Groups of commands, help in sections, and which commands several processes may run."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +13,7 @@ OVER_NODES = {"train", "test", "time", "bench allreduce", "bench scaling", "devi
 """Commands that the processes of mpirun or srun run as one."""
 
 WRITES_NOTHING = {"check", "summarize", "weights show", "device-query", "doctor"}
-"""Commands that each of them may run by itself. All others are for one process."""
+"""Commands that each of them may run separately. All others are for one process."""
 
 
 class Commands(click.Group):

@@ -64,7 +64,7 @@ class CudaGraph:
 
 
 class CudaDevice(Device):
-    """GPU `index`, with a main stream of its own on which its work runs in order.
+    """GPU `index`, with a main stream on which its work runs in order.
 
     DeviceError says what to install or to change if there is no CuPy, no driver or no such GPU. It
     has more than 25 methods: those of Device, and streams, graphs and errors, which share the
@@ -262,7 +262,7 @@ class CudaDevice(Device):
         return array
 
     def copy_beside(self, source: Any, target: Any) -> None:
-        """Copy between host and device on a stream of its own."""
+        """Copy between host and device on a separate stream."""
         with translate_errors(self._cupy, self.index), self._cupy.cuda.Device(self.index):
             stream = self._cupy.cuda.Stream(non_blocking=True)
             if isinstance(source, np.ndarray):

@@ -408,8 +408,8 @@ class LossLayer(Layer):
 class Drawing(Layer):
     """Base of layers that draw random numbers in forward.
 
-    On a device with a step counter all numbers come from one seed and the counter, else each pass
-    has a seed of its own.
+    On a device with a step counter all numbers come from one seed and the counter; else each pass
+    draws a new seed.
     """
 
     # Drawn by the first pass, so that fillers get the same numbers on any device.

@@ -5,7 +5,7 @@ from caffepy.layer.inner_product import InnerProduct
 from caffepy.net.net import Net
 
 LARGE = 8 << 20
-"""Bytes from which on a gradient gets work of its own."""
+"""Bytes from which on a gradient is handled separately."""
 
 
 def adders(net: Net) -> list[frozenset[int]]:

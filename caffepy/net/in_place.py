@@ -1,6 +1,6 @@
 """Layers in place that would destroy what the backward pass of an earlier layer reads.
 
-The top of such a layer gets memory of its own, as if the definition gave it another name; the name
+The top of such a layer gets separate memory, as if the definition gave it another name; the name
 then means the new blob. Nothing else of a net changes.
 """
 

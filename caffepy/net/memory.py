@@ -342,5 +342,5 @@ def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
         for step in usage.steps if usage.recompute else ():
             if isinstance(step.group, NormGroup):
                 step.group.reader = None  # what it gives may be all that is left of it
-    log.info("Blobs that take %.1f MiB each by itself share %.1f MiB", before / 2**20, size / 2**20)
+    log.info("Blobs of %.1f MiB share %.1f MiB", before / 2**20, size / 2**20)
     return size

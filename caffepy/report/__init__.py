@@ -34,7 +34,7 @@ def open_report(
     progress bar.
 
     `prefix` None writes no metrics; `progress` None draws the bar if stderr is a capable terminal.
-    `others` receive the same events. `beside`: a process of its own may draw the curve.
+    `others` receive the same events. `beside`: a separate process may draw the curve.
     """
     reporters: list[Reporter] = [LogReporter(), *others]
     if prefix is not None:

@@ -96,7 +96,7 @@ def _first_within(net: Net, step: Step) -> str | None:
 @contextmanager
 def _unchanged(net: Net) -> Iterator[None]:
     """Leave no trace of a block that runs layers again: in their states but for data layers, in
-    statistics, random numbers and files. Callbacks do not hear of it.
+    statistics, random numbers and files. Callbacks are not called.
     """
     device, own = net.device, [node.layer for _, node in net.own_nodes if node.bottoms]
     writes_files, random, debug_info = device.writes_files, device.random.state, net.debug_info

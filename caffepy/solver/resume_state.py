@@ -201,7 +201,7 @@ class ResumeState:
         }
 
     def try_to_save(self) -> None:
-        """Write a snapshot; if that fails, log it and let training go on.
+        """Write a snapshot; if that fails, log it and continue.
 
         DivergenceError is raised, and so is what has ended the run of the workers.
         """

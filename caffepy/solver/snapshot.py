@@ -1,5 +1,5 @@
-"""Snapshots: Caffe's model and state files in both formats, and the sidecar that makes a resumed
-run go on exactly.
+"""Snapshots: Caffe's model and state files in both formats, and the sidecar with which a resumed
+run continues exactly.
 
 All three files are on the disk before the first gets its name; they get their names in the order
 model, sidecar, state. If a process is killed in between, `clean` completes the snapshot.

@@ -1,4 +1,4 @@
-"""Columns of a convolution whose kernel reads an image at places of its own."""
+"""Columns of a deformable convolution, whose kernel reads an image at learned offsets."""
 
 from collections.abc import Sequence
 

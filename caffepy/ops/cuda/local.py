@@ -1,4 +1,4 @@
-"""Local connections: a convolution with weights of its own at each output position."""
+"""Local connections: a convolution with separate weights at each output position."""
 
 from caffepy.ops.cuda.launch import Array, launch
 

@@ -64,7 +64,7 @@ class NeuronOps(Protocol):
         and GPU; y = x * mask / (1 - ratio).
 
         `step_counter`, an int64 array without axes, is the number of a pass, read when the kernel
-        runs: each pass has a mask of its own.
+        runs: each pass has another mask.
         """
 
     def rrelu_forward(
