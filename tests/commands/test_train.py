@@ -261,7 +261,7 @@ def test_deterministic_runs_and_those_of_the_seed_that_was_drawn_are_the_same(
         train(TrainOptions("solver.prototxt", cpu=2))
     drawn = weights("digits_iter_3.caffemodel")
     assert (drawn != runs[0]).any()
-    seed = re.search(r"begin with (\d+): random_seed: \1 repeats the run", caplog.text)
+    seed = re.search(r"The random seed is (\d+); random_seed: \1 repeats the run", caplog.text)
     assert seed
     edit(digits / "solver.prototxt", f"random_seed: {seed[1]}")
     train(TrainOptions("solver.prototxt", cpu=2))
