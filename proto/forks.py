@@ -312,7 +312,8 @@ _LAYERS = {
     "appearance-flow": "Transformation",
     "LiteFlowNet": "Grid",
     "Visual concepts": "MILData",
-    "pose_action_caffe": "CropPatchFromMaxFeaturePosition ResizeWithMap ArgMaxC "
+    "CaffeMex": "Mask",
+    "pose_action_caffe": "CropPatchFromMaxFeaturePosition Resize ResizeWithMap ArgMaxC "
     "CoordsFromHeatMaps CoordsToBboxesMasks CrossBlobsSum ExtractPrimary "
     "HeatMapsFromCoordsOrigin LoadDataFromFile LoadImageData MultiSourcesImagesData "
     "PoseEuDistAccuracy PoseHeatMapLoss PosePDJAccuracy RandomImageData2 RescaledPoseCoords "
