@@ -246,7 +246,7 @@ windows: Decorator = click.option(
 iterations_of_window: Decorator = click.option(
     "--iterations",
     type=click.IntRange(min=1),
-    help="Iterations of a window. Default: as many as take 0.3 s.",
+    help="Iterations of a window. Default: as many as take 0.3 s, of bench scaling 1 s.",
 )
 measured_data: Decorator = click.option(
     "--data",

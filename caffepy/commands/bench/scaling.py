@@ -102,7 +102,7 @@ def bench_scaling(
     decode: str = THREADS,
 ) -> Scaling:
     """Train the net of the solver file with 1, 2, 4, ... and all of the devices, for windows of
-    `iterations` iterations, or of 0.3 s.
+    `iterations` iterations, or of 1 s.
 
     `gpu` names GPUs ("all" for every one), `cpu` is a number of solvers on the CPU, `batch` that of
     each device; `data` and `decode` are those of `bench_train`. The nodes that mpirun or srun
