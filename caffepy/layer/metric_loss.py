@@ -16,6 +16,7 @@ from caffepy.layer.base import Blobs, LossLayer, layer
 from caffepy.layer.flow import FlowL1Loss
 from caffepy.layer.loss import EuclideanLoss, bad_labels, items
 
+MOST_KERNELS = 1000  # of MMDLoss
 FEW = -1e30
 """The logarithm of a sum without terms."""
 
@@ -177,8 +178,13 @@ class MMDLoss(LossLayer):
     first_gamma: float | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        if self.param.mmd_param.kernel_mul <= 0:
-            raise ConfigError("mmd_param: kernel_mul must be above 0")
+        param = self.param.mmd_param
+        if not 0 < param.kernel_mul < np.inf:
+            raise ConfigError(f"mmd_param: kernel_mul must be above 0, not {param.kernel_mul:g}")
+        if param.kernel_num > MOST_KERNELS:
+            raise ConfigError(
+                f"mmd_param: kernel_num must be {MOST_KERNELS} or less, not {param.kernel_num}"
+            )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         sizes = [(items(b), b.count // max(items(b), 1)) for b in bottom]
