@@ -75,6 +75,12 @@ def params(solver: Solver) -> Array:
     return np.array(solver.device.on_host(solver.params.data))
 
 
+def all_params(manager: P2PManager) -> list[Array]:
+    """Copies of all solvers' parameters, after what the workers' threads were given."""
+    manager.raise_worker_error()
+    return [params(solver) for solver in (manager.root, *manager.workers)]
+
+
 def on_gpus(
     size: int,
     sync: str,
@@ -112,7 +118,7 @@ def on(
         root.step(iterations)
         root.test_all()
         manager.statistics.average()
-        data = [params(solver) for solver in (root, *manager.workers)]
+        data = all_params(manager)
     root.close()
     if options.sync == "tree":
         del data[1:]
@@ -336,7 +342,7 @@ def test_large_weights_are_updated_by_the_factors_of_all_solvers(
             root, devices, topology, SyncOptions("nccl", deadlines=DEADLINES)
         ) as manager:
             root.step(ITERATIONS)
-            data = [params(solver).tobytes() for solver in (root, *manager.workers)]
+            data = [each.tobytes() for each in all_params(manager)]
         root.close()
         assert len(set(data)) == 1
         ended.append([*data, np.array(recorder.losses).tobytes()])
@@ -371,12 +377,11 @@ def test_iterations_of_one_graph_are_those_that_are_enqueued_singly(
         options = SyncOptions(sync, deadlines=DEADLINES)
         with P2PManager(root, devices, topology, options) as manager:
             root.step(70)
-            solvers = [root, *manager.workers]
             manager.raise_worker_error()
-            for solver in solvers:
+            for solver in (root, *manager.workers):
                 part = solver.iterations.step.graphs._parts.get("8 iterations")
                 assert (part is not None and part.graph is not None) == several
-            data = [params(solver).tobytes() for solver in solvers]
+            data = [each.tobytes() for each in all_params(manager)]
         root.close()
         ended.append((recorder.losses, data))
     assert ended[0] == ended[1]
@@ -426,7 +431,7 @@ def test_layers_run_in_another_order_in_runs(
         if heard:
             root.add_callback(Heard())
         root.step(ITERATIONS)
-        data = [params(solver) for solver in (root, *manager.workers)]
+        data = all_params(manager)
     root.close()
     assert "the factors of the weight gradients of first, second" in caplog.text
     for other in data[1:]:
@@ -614,7 +619,7 @@ def test_stop_and_resume_changes_nothing(sync: str, size: int, tmp_path: Path) -
             ) as manager:
                 root.step(until - root.iter)
                 root.snapshot()
-                data = [params(solver) for solver in (root, *manager.workers)]
+                data = all_params(manager)
             state = root.resume_state.saved_now
             root.close()
             losses, tests = losses + recorder.losses, tests + recorder.tests
