@@ -20,16 +20,25 @@ CHUNK = 64
 DEPTH, LEAST = 512, 1 << 21
 """Most outer products of a sum and least number of sums for which these kernels are made."""
 
-TILES = {64: (64, 256), DEPTH: (128, 128)}
-"""Rows and columns of the sums of a block, by the most outer products of a sum."""
+DEEPEST = 1024
+"""Most outer products of an update by wgmma, which is worth more of them."""
+
+TILES = {64: (64, 256, 2), DEEPEST: (128, 128, 3)}
+"""Rows and columns of the sums of a block, and by wgmma the chunks in its shared memory; by the
+most outer products of a sum.
+"""
 
 
-def suits(depth: int, shape: Sequence[int], itemsize: int) -> bool:
-    """Return True if the kernels take such factors, and are made for them."""
+def _by_wgmma() -> bool:
+    return capability() == 90
+
+
+def suits(depth: int, shape: Sequence[int], itemsize: int, most: int) -> bool:
+    """Return True if the kernels take such factors, and are made for `most` or fewer of them."""
     rows, columns = shape
     return (
         itemsize == 2
-        and 0 < depth <= DEPTH
+        and 0 < depth <= most
         and rows % 8 == columns % 8 == 0
         and rows * columns >= LEAST
         and capability() >= 80
@@ -38,18 +47,19 @@ def suits(depth: int, shape: Sequence[int], itemsize: int) -> bool:
 
 def suits_product(a: Array, b: Array, out: Array) -> bool:
     """Return True if a @ b is such a sum, to be written as float32."""
-    takes = out.dtype == np.float32 and suits(len(b), out.shape, a.itemsize)
+    takes = out.dtype == np.float32 and suits(len(b), out.shape, a.itemsize, DEPTH)
     return takes and all(x.flags.c_contiguous for x in (a.T, b, out))
 
 
 def multiply(a: Array, b: Array, out: Array, accumulate: bool, scale: float) -> None:
     """out = scale * a @ b, or out += that."""
-    numbers = (*map(np.int32, (len(b), *out.shape, accumulate)), np.float32(scale))
-    _launch("outer_products", c_type(a), out.shape, len(b), a.T, b, out, *numbers)
+    how = np.int32(accumulate), np.float32(scale)
+    _launch("outer_products", c_type(a), (a.T, b, out), (len(b), *out.shape), how)
 
 
 def fuses_update(depth: int, shape: Sequence[int], dtype: DTypeLike) -> bool:
-    return suits(depth, shape, np.dtype(dtype).itemsize)
+    most = DEEPEST if _by_wgmma() else DEPTH
+    return suits(depth, shape, np.dtype(dtype).itemsize, most)
 
 
 def product_update(
@@ -63,15 +73,23 @@ def product_update(
     w, *histories = arrays
     types = f"{c_type(a)}, {rule.capitalize()}<float>"
     both = (*histories, *[None] * (2 - len(histories)))
-    sizes = map(np.int32, (len(a), *w.shape))
     how = *multipliers(segments, w.dtype), np.int32(segments.l1), *constants(segments, numbers)
-    _launch("outer_update", types, w.shape, len(a), a, b, w, *both, *sizes, *how)
+    _launch("outer_update", types, (a, b, w, *both), (len(a), *w.shape), how)
 
 
-def _launch(name: str, types: str, shape: Sequence[int], depth: int, *arguments: Any) -> None:
-    tile = rows, columns = next(TILES[most] for most in TILES if depth <= most)
-    shared = 2 * 2 * CHUNK * (rows + 8 + columns + 8)  # two pieces of both factors
-    found: Any = kernel("outer_products", f"{name}<{types}, {rows}, {columns}>")
+def _launch(
+    name: str, types: str, arrays: Sequence[Any], sizes: tuple[int, int, int], how: Sequence[Any]
+) -> None:
+    """`sizes` are depth, rows and columns."""
+    depth, *shape = sizes
+    rows, columns, stages = next(TILES[most] for most in TILES if depth <= most)
+    padding = 0
+    if not _by_wgmma():  # see Piece in outer_products.cu
+        padding, stages = 8, 2
+    of_factors = stages * 2 * CHUNK * (rows + columns + 2 * padding)
+    shared = max(of_factors, 4 * rows * (columns + 8))
+    found: Any = kernel("outer_products", f"{name}<{types}, {rows}, {columns}, {stages}>")
     found.max_dynamic_shared_size_bytes = shared
-    down, across = (-(-n // of_block) for n, of_block in zip(shape, tile, strict=True))
-    found((across, down), (rows // 64 * columns,), arguments, shared_mem=shared)
+    grid = -(-shape[1] // columns), -(-shape[0] // rows)
+    arguments = (*arrays, *map(np.int32, sizes), *how)
+    found(grid, (rows * columns // 64,), arguments, shared_mem=shared)

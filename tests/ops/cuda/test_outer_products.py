@@ -13,13 +13,21 @@ from caffepy.ops import cuda  # noqa: E402
 from caffepy.ops.cuda import blas, outer_products  # noqa: E402
 from tests.ops.cuda.stored import rounded, stored  # noqa: E402
 
-SHAPES = [(64, 128, 256), (1, 8, 8), (70, 200, 136), (256, 1000, 512), (33, 8, 1032)]
+SHAPES = [
+    (64, 128, 256),
+    (1, 8, 8),
+    (70, 200, 136),
+    (256, 1000, 512),
+    (33, 8, 1032),
+    (1000, 136, 264),
+]
 """Depth, rows, columns."""
 
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
     monkeypatch.setattr(outer_products, "LEAST", 1)
+    monkeypatch.setattr(outer_products, "DEPTH", outer_products.DEEPEST)
     with cupy.cuda.Stream(non_blocking=True):
         yield
 

@@ -2,38 +2,118 @@
 // than to make them. out (rows, columns) = sum over d of outer(a_d, b_d), with a (depth, rows) and b (depth, columns) in
 // numbers of 16 bits, C-contiguous, rows and columns multiples of 8.
 //
-// A block makes ROWS x COLUMNS sums by tensor cores, a warp 64 x 32 of them; lines of a and b come to shared memory by
-// cp.async, CHUNK of the depth at a time, the next ones while these are multiplied. Then the sums go there, so that a warp
-// takes whole lines of 512 bytes of what lies in device memory. The order of a sum is that of the depth.
+// A block makes ROWS x COLUMNS sums by tensor cores; lines of a and b come to shared memory by cp.async, CHUNK of the depth
+// at a time, those of the next STAGES - 1 chunks while one is multiplied. Then the sums go there, so that a warp takes whole
+// lines of 512 bytes of what lies in device memory. The order of a sum is that of the depth.
 
 #include "pack.cuh"
 #include "mma.cuh"
+#include "pointwise.cuh"
 #include "rules.cuh"
 
 constexpr int CHUNK = 64, LINES = 8, PART = 128;  // a warp takes LINES lines of PART numbers at a time
 
 template <int ROWS, int COLUMNS> struct Tile {
-  static constexpr int WARPS = ROWS / 64 * (COLUMNS / 32), THREADS = 32 * WARPS, RESIDENT = 512 / THREADS;
-  static constexpr int A_PITCH = ROWS + 8, PITCH = COLUMNS + 8;  // lines in shared memory begin in different banks
-  static constexpr int PIECES = CHUNK * (A_PITCH + PITCH);       // numbers of a piece of both factors
+  static constexpr int THREADS = ROWS * COLUMNS / 64, WARPS = THREADS / 32, RESIDENT = 512 / THREADS;
+  static constexpr int PITCH = COLUMNS + 8;  // of sums in shared memory
 };
 
 using Four = Pack<float, 4>;
 
-// 16 bytes to shared memory; zeros unless they are there
-__device__ inline void fetch(unsigned to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
+// A piece of LENGTH numbers of CHUNK lines of a factor in shared memory: its bytes, and where 8 numbers of a line lie.
+// Sums of a block's threads: add() those of a chunk, each(f) calls f(row, column, two sums side by side).
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// CHUNK lines of a factor, from `first` on, to shared memory: LENGTH numbers of each from `start` on.
+// Blocks of 64 numbers of each line, in the swizzle of 128 bytes. Four warps make 64 x 128 sums by wgmma.
+template <int LENGTH> struct Piece {
+  static constexpr int BYTES = CHUNK * LENGTH * 2;
+  __device__ static int at(int line, int eight) {
+    return eight / 8 * (CHUNK * 128) + line * 128 + (eight ^ line) % 8 * 16;
+  }
+};
+
+template <typename T, int ROWS, int COLUMNS> struct Sums {
+  float sums[16][4] = {};
+  __device__ static int down() { return threadIdx.x / 128 / (COLUMNS / 128) * 64; }
+  __device__ static int across() { return threadIdx.x / 128 % (COLUMNS / 128) * 128; }
+  __device__ static void arrived() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+  __device__ void add(unsigned a, unsigned b) {
+    a += down() / 64 * (CHUNK * 128);
+    b += across() / 64 * (CHUNK * 128);
+    before_products();
+#pragma unroll
+    for (int k = 0; k < CHUNK; k += 16)
+      multiply_16<T, true, true>(sums, matrix(a + k * 128, CHUNK * 128, 8 * 128, 1),
+                                 matrix(b + k * 128, CHUNK * 128, 8 * 128, 1));
+    begin_products();
+    end_products(sums);
+  }
+  template <typename F> __device__ void each(F f) const {
+    const int row = down() + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = across() + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < 16; ++n)
+#pragma unroll
+      for (int k = 0; k < 4; k += 2) f(row + k * 4, column + n * 8, Pack<float, 2>{sums[n][k], sums[n][k + 1]});
+  }
+};
+
+#else
+
+// Lines that begin in different banks. A warp makes 64 x 32 sums by mma.
+template <int LENGTH> struct Piece {
+  static constexpr int BYTES = CHUNK * (LENGTH + 8) * 2;
+  __device__ static int at(int line, int eight) { return line * (LENGTH + 8) * 2 + eight * 16; }
+};
+
+template <typename T, int ROWS, int COLUMNS> struct Sums {
+  float sums[4][4][4] = {};
+  __device__ static int down() { return threadIdx.x / 32 / (COLUMNS / 32) * 64; }
+  __device__ static int across() { return threadIdx.x / 32 % (COLUMNS / 32) * 32; }
+  __device__ static void arrived() {}
+  __device__ void add(unsigned a, unsigned b) {
+    const int lane_id = threadIdx.x % 32, near = lane_id % 8, half = lane_id / 8 % 2, far = lane_id / 16;
+    a += Piece<ROWS>::at(far * 8 + near, down() / 8 + half);
+    b += Piece<COLUMNS>::at(half * 8 + near, across() / 8 + far);
+#pragma unroll
+    for (int k = 0; k < CHUNK; k += 16) {
+      unsigned left_words[4][4], right_words[2][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) matrices<true>(left_words[i], a + Piece<ROWS>::at(k, i * 2));
+#pragma unroll
+      for (int j = 0; j < 2; ++j) matrices<true>(right_words[j], b + Piece<COLUMNS>::at(k, j * 2));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const unsigned words[2] = {right_words[j / 2][j % 2 * 2], right_words[j / 2][j % 2 * 2 + 1]};
+          multiply<T>(sums[i][j], left_words[i], words);
+        }
+    }
+  }
+  template <typename F> __device__ void each(F f) const {
+    const int row = down() + threadIdx.x % 32 / 4, column = across() + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; k += 2)
+          f(row + i * 16 + k * 4, column + j * 8, Pack<float, 2>{sums[i][j][k], sums[i][j][k + 1]});
+  }
+};
+
+#endif
+
+// CHUNK lines of a factor, from `first` on, to shared memory: LENGTH numbers of each from `start` on; zeros where there is
+// nothing.
 template <typename T, int LENGTH, int THREADS>
-__device__ void fetch_lines(T* to, const T* from, int first, int depth, int start, int length) {
+__device__ void fetch_lines(unsigned to, const T* from, int first, int depth, int start, int length) {
   constexpr int OF_LINE = LENGTH / 8;
 #pragma unroll
   for (int i = 0; i < CHUNK * OF_LINE / THREADS; ++i) {
-    const int p = i * THREADS + threadIdx.x, line = p / OF_LINE, at = p % OF_LINE * 8, d = first + line;
-    const bool there = d < depth && start + at < length;
-    fetch(shared_address(to + line * (LENGTH + 8) + at), there ? from + i64(d) * length + start + at : from, there);
+    const int p = i * THREADS + threadIdx.x, line = p / OF_LINE, eight = p % OF_LINE, d = first + line;
+    const bool there = d < depth && start + eight * 8 < length;
+    fetch(to + Piece<LENGTH>::at(line, eight), there ? from + i64(d) * length + start + eight * 8 : from, there);
   }
 }
 
@@ -53,62 +133,37 @@ struct Packs {
 };
 
 // Calls finish(packs) until all of out had its turn.
-template <typename T, int ROWS, int COLUMNS, typename F>
+template <typename T, int ROWS, int COLUMNS, int STAGES, typename F>
 __device__ void sum_products(const T* a, const T* b, int depth, int rows, int columns, F finish) {
   using Of = Tile<ROWS, COLUMNS>;
-  constexpr int A_PITCH = Of::A_PITCH, PITCH = Of::PITCH, PIECES = Of::PIECES, PARTS = COLUMNS / PART;
-  extern __shared__ __align__(16) unsigned char room[];
-  T* pieces = reinterpret_cast<T*>(room);  // two of each factor
-  static_assert(ROWS * PITCH * sizeof(float) <= 2 * PIECES * sizeof(T), "sums take no more than pieces");
-  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, near = lane_id % 8, half = lane_id / 8 % 2 * 8;
-  const int far = lane_id / 16 * 8, across = warp % (COLUMNS / 32) * 32, down = warp / (COLUMNS / 32) * 64;
-  const int top = blockIdx.y * ROWS, left = blockIdx.x * COLUMNS;
-  const auto load = [&](int first, int buffer) {
-    T* to = pieces + buffer * PIECES;
-    fetch_lines<T, ROWS, Of::THREADS>(to, a, first, depth, top, rows);
-    fetch_lines<T, COLUMNS, Of::THREADS>(to + CHUNK * A_PITCH, b, first, depth, left, columns);
+  constexpr int PITCH = Of::PITCH, STAGE = Piece<ROWS>::BYTES + Piece<COLUMNS>::BYTES, PARTS = COLUMNS / PART;
+  extern __shared__ __align__(1024) unsigned char room[];
+  const unsigned stages = shared_address(room);
+  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int top = blockIdx.y * ROWS, left = blockIdx.x * COLUMNS, chunks = (depth + CHUNK - 1) / CHUNK;
+  const auto load = [&](int chunk) {
+    if (chunk < chunks) {
+      const unsigned to = stages + chunk % STAGES * STAGE;
+      fetch_lines<T, ROWS, Of::THREADS>(to, a, chunk * CHUNK, depth, top, rows);
+      fetch_lines<T, COLUMNS, Of::THREADS>(to + Piece<ROWS>::BYTES, b, chunk * CHUNK, depth, left, columns);
+    }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
-  float sums[4][4][4] = {};
-  load(0, 0);
-  for (int first = 0, buffer = 0; first < depth; first += CHUNK, buffer ^= 1) {
-    if (first + CHUNK < depth) {
-      load(first + CHUNK, buffer ^ 1);
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-    } else {
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-    }
+  Sums<T, ROWS, COLUMNS> sums;
+  for (int chunk = 0; chunk < STAGES - 1; ++chunk) load(chunk);
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    sums.arrived();
     __syncthreads();
-    const T* piece = pieces + buffer * PIECES;
-    const unsigned from_a = shared_address(piece + (far + near) * A_PITCH + down + half);
-    const unsigned from_b = shared_address(piece + CHUNK * A_PITCH + (half + near) * PITCH + across + far);
-#pragma unroll
-    for (int k = 0; k < CHUNK; k += 16) {
-      unsigned left_words[4][4], right_words[2][4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) matrices<true>(left_words[i], from_a + unsigned(sizeof(T)) * (k * A_PITCH + i * 16));
-#pragma unroll
-      for (int j = 0; j < 2; ++j) matrices<true>(right_words[j], from_b + unsigned(sizeof(T)) * (k * PITCH + j * 16));
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const unsigned words[2] = {right_words[j / 2][j % 2 * 2], right_words[j / 2][j % 2 * 2 + 1]};
-          multiply<T>(sums[i][j], left_words[i], words);
-        }
-    }
-    __syncthreads();
+    load(chunk + STAGES - 1);  // to where the chunk before was, which all have multiplied
+    const unsigned stage = stages + chunk % STAGES * STAGE;
+    sums.add(stage, stage + Piece<ROWS>::BYTES);
   }
+  __syncthreads();
   float* tile = reinterpret_cast<float*>(room);
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int k = 0; k < 4; k += 2) {
-        const int row = down + i * 16 + lane_id / 4 + k * 4, column = across + j * 8 + lane_id % 4 * 2;
-        *reinterpret_cast<Pack<float, 2>*>(tile + row * PITCH + column) = {sums[i][j][k], sums[i][j][k + 1]};
-      }
+  sums.each([=](int row, int column, Pack<float, 2> pair) {
+    *reinterpret_cast<Pack<float, 2>*>(tile + row * PITCH + column) = pair;
+  });
   __syncthreads();
 #pragma unroll 1
   for (int unit = warp; unit < ROWS / LINES * PARTS; unit += Of::WARPS) {
@@ -119,10 +174,10 @@ __device__ void sum_products(const T* a, const T* b, int depth, int rows, int co
 }
 
 // out = scale * sums, added to what is there if `adds`
-template <typename T, int ROWS, int COLUMNS>
+template <typename T, int ROWS, int COLUMNS, int STAGES>
 __global__ void __launch_bounds__(Tile<ROWS, COLUMNS>::THREADS, Tile<ROWS, COLUMNS>::RESIDENT)
 outer_products(const T* a, const T* b, float* out, int depth, int rows, int columns, int adds, float scale) {
-  sum_products<T, ROWS, COLUMNS>(a, b, depth, rows, columns, [=](const Packs& packs) {
+  sum_products<T, ROWS, COLUMNS, STAGES>(a, b, depth, rows, columns, [=](const Packs& packs) {
     Four before[LINES] = {};
 #pragma unroll
     for (int i = 0; i < LINES; ++i)
@@ -140,7 +195,7 @@ outer_products(const T* a, const T* b, float* out, int depth, int rows, int colu
 
 // w and the histories h and u (nothing if the rule has one) are updated with the sums as gradient; rates and decays have
 // the factors of w. If `go` is 0 nothing is written.
-template <typename T, typename RULE, int ROWS, int COLUMNS>
+template <typename T, typename RULE, int ROWS, int COLUMNS, int STAGES>
 __global__ void __launch_bounds__(Tile<ROWS, COLUMNS>::THREADS, Tile<ROWS, COLUMNS>::RESIDENT)
 outer_update(const T* a, const T* b, float* w, float* h, float* u, int depth, int rows, int columns, const float* rates,
              const float* decays, int l1, NUMBER(scale), NUMBER(rate), NUMBER(decay), NUMBER(go), NUMBER(a_), NUMBER(b_),
@@ -149,31 +204,35 @@ outer_update(const T* a, const T* b, float* w, float* h, float* u, int depth, in
   constexpr bool TWO = RULE::HISTORIES == 2;
   const RULE rule(float(VALUE(a_)), float(VALUE(b_)), float(VALUE(c_)), float(VALUE(d_)));
   const float factor = float(VALUE(scale)), step = float(VALUE(rate)) * *rates, shrink = float(VALUE(decay)) * *decays;
-  sum_products<T, ROWS, COLUMNS>(a, b, depth, rows, columns, [=](const Packs& packs) {
-    Four weights[LINES], first[LINES], second[LINES];
+  sum_products<T, ROWS, COLUMNS, STAGES>(a, b, depth, rows, columns, [=](const Packs& packs) {
+    constexpr int MANY = TWO ? LINES / 2 : LINES;  // that registers hold
 #pragma unroll
-    for (int i = 0; i < LINES; ++i) {
-      if (!packs.there(i)) continue;
-      weights[i] = packs.load(w, i);
-      first[i] = packs.load(h, i);
-      if (TWO) second[i] = packs.load(u, i);
-    }
+    for (int begin = 0; begin < LINES; begin += MANY) {
+      Four weights[MANY], first[MANY], second[MANY];
 #pragma unroll
-    for (int i = 0; i < LINES; ++i) {
-      if (!packs.there(i)) continue;
-      const Four gradient = packs.sum(i);
-#pragma unroll
-      for (int v = 0; v < 4; ++v) {
-        float& x = weights[i].v[v];
-        const float r = regularized(factor, shrink, l1 != 0, x, gradient.v[v]);
-        if constexpr (TWO)
-          x -= rule(step, r, first[i].v[v], second[i].v[v]);
-        else
-          x -= rule(step, r, first[i].v[v]);
+      for (int i = 0; i < MANY; ++i) {
+        if (!packs.there(begin + i)) continue;
+        weights[i] = packs.load(w, begin + i);
+        first[i] = packs.load(h, begin + i);
+        if (TWO) second[i] = packs.load(u, begin + i);
       }
-      packs.store(w, i, weights[i]);
-      packs.store(h, i, first[i]);
-      if (TWO) packs.store(u, i, second[i]);
+#pragma unroll
+      for (int i = 0; i < MANY; ++i) {
+        if (!packs.there(begin + i)) continue;
+        const Four gradient = packs.sum(begin + i);
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+          float& x = weights[i].v[v];
+          const float r = regularized(factor, shrink, l1 != 0, x, gradient.v[v]);
+          if constexpr (TWO)
+            x -= rule(step, r, first[i].v[v], second[i].v[v]);
+          else
+            x -= rule(step, r, first[i].v[v]);
+        }
+        packs.store(w, begin + i, weights[i]);
+        packs.store(h, begin + i, first[i]);
+        if (TWO) packs.store(u, begin + i, second[i]);
+      }
     }
   });
 }
