@@ -98,7 +98,8 @@ def pays(rows: int, outputs: int, inputs: int, itemsize: int, ranks: Ranks, prec
 class Factors:
     """One rank's factors of these layers, which all ranks have in the same order.
 
-    `gather` is an all-gather in place, of arrays of which this rank has written its own part.
+    `gather` begins an all-gather in place, of arrays of which this rank has written its own part;
+    after `arrive` the others' are there.
     """
 
     def __init__(
@@ -107,8 +108,10 @@ class Factors:
         rank: int,
         size: int,
         gather: Callable[[Sequence[Array]], None],
+        arrive: Callable[[], None],
     ) -> None:
-        self._layers, self._rank, self._size, self._gather = layers, rank, size, gather
+        self._layers, self._rank, self._size = layers, rank, size
+        self._gather, self._arrive = gather, arrive
         self._all: dict[InnerProduct, tuple[Blob, Blob]] = {}  # dy and x of all ranks
         for layer in layers:
             layer.factors = partial(self._take, layer)
@@ -143,6 +146,7 @@ class Factors:
         with device.side_stream("sync", "layer"):
             self._gather([blob.data for layer in self._layers for blob in self._all[layer]])
         with device.side_stream(STREAM, "sync"):
+            self._arrive()
             for layer in self._layers:
                 if layer.update is None:
                     layer.weight_gradient(*self._of_all(layer), False, 1 / self._size)

@@ -30,6 +30,7 @@ from caffepy.collectives.factors import STREAM, Factors
 from caffepy.collectives.gpu import AbortFlag
 from caffepy.collectives.interfaces import NcclLog
 from caffepy.collectives.one_shot import OneShot, small
+from caffepy.collectives.peer_copies import MOST_RANKS, PeerCopies, copied
 from caffepy.collectives.rank_group import PATIENCE, RankGroup
 from caffepy.collectives.synchronizer import BF16, FLOAT32, FlatParams, Synchronizer
 from caffepy.collectives.world import LONGEST_SLEEP
@@ -64,8 +65,8 @@ class NcclSync(Synchronizer):
     first iteration all is reduced after the backward pass and each collective is bracketed by
     barriers, since what is loaded at first use may block on a GPU that waits for others. Weight
     gradients that are smaller as factors are not reduced; all ranks compute them from all factors.
-    Ranks that are `joined`, as GPUs of one process that reach each other's memory, reduce the last
-    buckets without NCCL if they are small (`one_shot`).
+    Ranks that are `joined`, as GPUs of one process that reach each other's memory, do all that
+    without NCCL: the last buckets, if they are small, by `one_shot`, the rest by `peer_copies`.
 
     With `wire` "bf16" each bucket is rounded to bfloat16, summed as that by NCCL, in a node and
     between nodes alike, and widened again: each sum of two is rounded, and all ranks get the same.
@@ -114,7 +115,8 @@ class NcclSync(Synchronizer):
             if self._hosts > 1 and network.warning:
                 log.warning("%s", network.warning)
         self.has_factors = bool(factored)
-        self._factors = Factors(factored, self.universal_rank, self.size, self._gather)
+        ways = self._gather, self._wait_gathered
+        self._factors = Factors(factored, self.universal_rank, self.size, *ways)
         self._all_gather = all_gather
         group.on_abort(self._abort)
         self._small = small(parts, self.size) if joined and wire == FLOAT32 else []
@@ -123,6 +125,12 @@ class NcclSync(Synchronizer):
         if self._small:
             own = self._device, self._diff, self._small
             self._one_shot = OneShot(rank, self.size, all_gather, *own, self.abort_flag)
+        alone = joined and wire == FLOAT32 and 1 < self.size <= MOST_RANKS
+        self._copied = copied(parts, self._small, self.size) if alone else []
+        self._copies: PeerCopies | None = None
+        if alone and (self._copied or factored):
+            own = self._device, self._diff, self._copied
+            self._copies = PeerCopies(rank, self.size, all_gather, *own, self.abort_flag)
 
     def _connect(self, unique_id: bytes) -> Any:
         """Return a new communicator. All ranks meet in here, see the head of this file."""
@@ -191,6 +199,8 @@ class NcclSync(Synchronizer):
         self._progress.restart()
         if self._one_shot:
             self._one_shot.restart()
+        if self._copies:
+            self._copies.restart()
 
     def after_backward(self, layer: int) -> None:
         if self._warm:
@@ -207,6 +217,9 @@ class NcclSync(Synchronizer):
         for bucket in self._progress.rest():
             if bucket not in self._small:
                 self._send(bucket)
+        if self._copies and self._copied:
+            with self._device.side_stream(STREAM, "sync"), self._together("copies"):
+                self._copies.finish()
         self._device.wait_stream("sync")  # a wait for other ranks must not keep NCCL from a GPU
         self._finish()
         self._warm = True
@@ -226,6 +239,11 @@ class NcclSync(Synchronizer):
     def _send(self, bucket: Bucket) -> None:
         if not bucket.ranges:
             self._factors.exchange()
+        elif self._copies and bucket in self._copied:
+            with self._after_gradients(), self._together("copies"):
+                self._copies.send(bucket)
+            with self._device.side_stream(STREAM, "sync"), self._together("copies"):
+                self._copies.add(bucket)
         elif not (self._one_shot and bucket in self._small):
             self._reduce(bucket)
         elif bucket != self._small[-1]:  # which `finish` writes
@@ -275,11 +293,20 @@ class NcclSync(Synchronizer):
                 self._ops.scaled(1 / self.size, gradients, gradients)
 
     def _gather(self, wholes: Sequence[Array]) -> None:
+        if self._copies:
+            with self._together("copies"):
+                self._copies.gather(wholes)
+            return
         with self._collective():
             for whole in wholes:
                 start, count = _address(whole), whole.nbytes // self.size
                 mine, stream = start + self.universal_rank * count, get_current_stream().ptr
                 self._communicator.allGather(mine, start, count, nccl.NCCL_CHAR, stream)
+
+    def _wait_gathered(self) -> None:
+        if self._copies:
+            with self._together("copies"):
+                self._copies.wait_gathered()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ computes its weight gradients itself.
 | `update` | updates of large weights with their gradients | layers, in backward |
 | `weights` | large weights in 16 bits | the solver's step |
 | `sync` | all-reduce of a bucket of gradients | the NCCL synchronizer |
-| `factors` | weight gradients from gathered factors | the NCCL synchronizer |
+| `factors` | products of factors, sums of what others copied | the NCCL synchronizer |
 | `control` | loss check | the solver's step |
 | `phase timer` | time stamps | the phase timer |
 """

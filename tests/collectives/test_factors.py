@@ -165,7 +165,7 @@ def test_the_gradients_are_the_means_of_the_ranks(size: int, fused: bool, transp
             for whole, part in zip(wholes, parts, strict=True):
                 whole[rank] = part
 
-    made = [Factors(layers[rank], rank, size, gather) for rank in range(size)]
+    made = [Factors(layers[rank], rank, size, gather, lambda: None) for rank in range(size)]
     for _ in range(3):
         for net in (*alone, *together):
             net.clear_param_diffs()
@@ -199,7 +199,7 @@ def products(net: Net) -> list[InnerProduct]:
 def test_batches_of_another_size_are_refused() -> None:
     net = net_of(DATA % RANDOM, PRODUCT % ("ip", "x", "b", "", ""), LOSS)
     (layer,) = products(net)
-    made = Factors([layer], 0, 2, lambda wholes: None)
+    made = Factors([layer], 0, 2, lambda wholes: None, lambda: None)
     net.forward()
     net.backward()
     with pytest.raises(

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caffepy.collectives import buckets
+from caffepy.collectives import buckets, one_shot
+from caffepy.collectives.buckets import Bucket
+from caffepy.collectives.peer_copies import PeerCopies
 from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.synchronizer import BF16, FLOAT32
 from caffepy.collectives.world import World
@@ -27,7 +29,7 @@ from caffepy.net import gradients
 from caffepy.net.gradients import large_products
 from caffepy.parallel.synchronization import flat_params
 from caffepy.solver import Solver
-from tests.collectives.test_one_shot import Run, in_numpy
+from tests.collectives import test_one_shot, test_peer_copies
 from tests.collectives.test_rank_group import together
 from tests.collectives.threads_world import ThreadsTransport, Wires
 from tests.nets import library
@@ -244,8 +246,11 @@ def test_gradients_go_as_bf16_and_metrics_do_not(
 def test_small_buckets_go_without_nccl(
     factors: bool, nccl_sync: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are sent during the backward pass but for the last, and the mean is the same."""
-    in_numpy(monkeypatch)
+    """They are sent during the backward pass but for the last, and the mean is the same; so are
+    factors, which copy engines take.
+    """
+    test_one_shot.in_numpy(monkeypatch)
+    test_peer_copies.in_numpy(monkeypatch)
     monkeypatch.setattr(gradients, "LARGE", 300)
     monkeypatch.setattr(buckets, "LEAST", 400)
     by_nccl = trained(nccl_sync, factors)
@@ -253,10 +258,38 @@ def test_small_buckets_go_without_nccl(
     made = trained(nccl_sync, factors, joined=True)
     for calls in Communicator.calls:
         rest = [call for call in calls if call != "wait"]
-        assert rest == ["broadcast", *(["gather"] * 16 if factors else []), "destroy"]
+        assert rest == ["broadcast", "destroy"]
     later = [(0, 1, False), (1, 2, True)] if not factors else [(0, 2, True)]
-    for launches in Run.launches.values():
+    for launches in test_one_shot.Run.launches.values():
         assert launches == [(0, 2, True), *later, *later, *later]
+    for solver in made:
+        np.testing.assert_array_equal(solver.params.data, made[0].params.data)
+        np.testing.assert_allclose(solver.params.data, by_nccl[0].params.data, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("factors", [False, True])
+def test_other_buckets_go_by_copies(
+    factors: bool, nccl_sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_one_shot.in_numpy(monkeypatch)
+    test_peer_copies.in_numpy(monkeypatch)
+    monkeypatch.setattr(gradients, "LARGE", 300)
+    monkeypatch.setattr(buckets, "LEAST", 400)
+    monkeypatch.setattr(one_shot, "MOST", 0)
+    sent, send = list[Bucket](), PeerCopies.send
+    monkeypatch.setattr(
+        PeerCopies, "send", lambda self, part: [sent.append(part), send(self, part)]
+    )
+    made = trained(nccl_sync, factors, joined=True)
+    for calls in Communicator.calls:
+        assert [call for call in calls if call != "wait"] == ["broadcast", "destroy"]
+    ranges = [r for part in set(sent) for r in part.ranges]
+    left_out = 2 * 8 * 12 if factors else 0
+    assert (
+        sum(stop - start for start, stop in ranges) == made[0].params.reduced_diff.size - left_out
+    )
+    assert len(sent) == 4 * SIZE * len(set(sent))
+    by_nccl = trained(nccl_sync, factors)
     for solver in made:
         np.testing.assert_array_equal(solver.params.data, made[0].params.data)
         np.testing.assert_allclose(solver.params.data, by_nccl[0].params.data, rtol=1e-5, atol=1e-7)

@@ -16,7 +16,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy import models, ops
-from caffepy.collectives import one_shot, peers
+from caffepy.collectives import one_shot, peer_copies, peers
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import DataError
 from caffepy.data.write import array_to_datum, write_database
@@ -139,15 +139,17 @@ def alone(
 
 
 @pytest.mark.parametrize("size", [*SIZES, pytest.param(3, marks=pytest.mark.gpus(3))])
-@pytest.mark.parametrize("sync", [*SYNCS, "nccl alone"])
+@pytest.mark.parametrize("sync", [*SYNCS, "nccl, copied", "nccl alone"])
 @pytest.mark.parametrize("how", ["replayed", "two passes", "layer by layer"])
 def test_solvers_follow_one_on_the_cpu(
     how: str, sync: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sync == "muji" and size == 3:
         pytest.skip("muji has no schedule for 3")
-    if sync == "nccl alone":
+    if sync not in SYNCS:
         monkeypatch.setattr(one_shot, "MOST", 0)
+        if sync == "nccl alone":
+            monkeypatch.setattr(peer_copies, "MOST", 0)
         sync = "nccl"
     settings = SETTINGS if how == "two passes" else ONCE
     ran = on_gpus(size, sync, settings, capture=how != "layer by layer")

@@ -104,7 +104,7 @@ class TwoAlike(Synchronizer):
 
     def __init__(self, layer: InnerProduct) -> None:
         super().__init__(RankGroup(2), 0)
-        self.factors = Factors([layer], 0, 2, self.gather)
+        self.factors = Factors([layer], 0, 2, self.gather, lambda: None)
 
     def gather(self, wholes: Sequence[Array]) -> None:
         for whole in wholes:
