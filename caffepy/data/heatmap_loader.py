@@ -4,7 +4,7 @@ mirrored, cropped, turned and resized.
 
 from collections.abc import Sequence
 from functools import partial
-from math import pi, sqrt
+from math import isfinite, pi, sqrt
 from typing import Any
 
 import cv2
@@ -46,12 +46,15 @@ def read_joints(path: str, kept: Sequence[int]) -> list[tuple[str, str]]:
             if len(words) < WORDS:
                 raise ValueError
             values = [float(value) for value in words[1].split(",")]
+            if not all(map(isfinite, values)):
+                raise ValueError
         except ValueError:
             wanted = "an image, numbers between commas, a crop and a cluster"
             raise DataError(f'{path}:{number}: "{line[:80]}" is not {wanted}') from None
         chosen = [v for place, v in enumerate(values, 1) if not kept or place in kept]
         if not chosen or len(chosen) % 2:
-            raise DataError(f"{path}:{number}: {len(chosen)} numbers are no x and y of joints")
+            numbers = f"{len(chosen)} numbers" + f" of {len(values)}, by labelinds," * bool(kept)
+            raise DataError(f"{path}:{number}: {numbers} are no x and y of joints")
         first = len(entries[0][1].split(",")) if entries else len(chosen)
         if len(chosen) != first:
             raise DataError(f"{path}:{number}: {len(chosen)} numbers, not {first} as before")
@@ -122,12 +125,12 @@ class HeatmapLoader(JointLoader):
         mirrored and turned.
         """
         param, side = self._param, self._param.cropsize
+        if image.shape[0] < side:
+            raise DataError(f"an image of {image.shape[0]} rows, from which {side} are to be cut")
         lacking = max(0, side - image.shape[1])  # right of it
         if lacking:
             image = cv2.copyMakeBorder(image, 0, 0, 0, lacking, cv2.BORDER_CONSTANT, value=0)
         below, right = image.shape[0] - side, image.shape[1] - side
-        if below < 0:
-            raise DataError(f"an image of {image.shape[0]} rows, from which {side} are to be cut")
         top, left = below // 2, right // 2
         if param.random_crop:
             mirrored, *places, turn = draws[-DRAWS:]
@@ -178,7 +181,7 @@ def check(param: HeatmapDataParameter) -> None:
     """ConfigError for settings that cannot work, or that only the fork has."""
     for name in ("batchsize", "cropsize", "outsize", "label_width", "label_height", "multfact"):
         if not getattr(param, name):
-            raise ConfigError(f"heatmap_data_param needs a {name} of 1 or more")
+            raise ConfigError(f"heatmap_data_param: {name} must be 1 or more")
     for name in ("segmentation", "sample_per_cluster", "meanfile"):
         if getattr(param, name):
             raise ConfigError(f"heatmap_data_param: {name} is not there in caffepy")
@@ -188,7 +191,7 @@ def read_places(text: str) -> list[int]:
     """The places of numbers, from 1 on, that are `text` between commas; none for all."""
     try:
         return [int(float(place)) for place in text.split(",") if place.strip()]
-    except ValueError:
+    except (ValueError, OverflowError):  # an infinite one is no integer
         raise ConfigError(
             f'heatmap_data_param: labelinds "{text}" are no numbers between commas'
         ) from None

@@ -139,6 +139,9 @@ def test_narrow_images_are_widened_by_zeros(listed):
         ("meanfile: 'm'", None, "meanfile is not there in caffepy"),
         ("sample_per_cluster: true", None, "sample_per_cluster is not there"),
         ('labelinds: "one"', None, 'labelinds "one" are no numbers'),
+        ('labelinds: "1,1e400"', None, 'labelinds "1,1e400" are no numbers'),
+        ('labelinds: "7"', "0.png 1,2 1 0", "list.txt:1: 0 numbers of 2, by labelinds, are no x"),
+        ("", "0.png 1,nan 1 0", r'list.txt:1: "0.png 1,nan 1 0" is not an image, numbers'),
         ("", "0.png 1,2,3 1 0", r"list.txt:1: 3 numbers are no x and y"),
         ("", "0.png 1,2", r'list.txt:1: "0.png 1,2" is not an image, numbers'),
         ("", "0.png a,b 1 0", r'list.txt:1: "0.png a,b 1 0" is not an image'),
@@ -154,11 +157,11 @@ def test_what_does_not_fit_is_refused(listed, settings, lines, message):
 
 
 def test_images_that_do_not_fit_are_named(listed):
-    text = layer(listed, "", CROP.replace("cropsize: 16", "cropsize: 21"))
-    with pytest.raises(
-        DataError, match=r"0.png.* an image of 20 rows, from which 21 are to be cut"
-    ):
-        batch(text)
+    for side in (21, 4294967295):  # no border is made for the second
+        text = layer(listed, "", CROP.replace("cropsize: 16", f"cropsize: {side}"))
+        message = rf"0.png.* an image of 20 rows, from which {side} are to be cut"
+        with pytest.raises(DataError, match=message):
+            batch(text)
     (listed / "list.txt").write_text("0.png 1,2,3,4 1 0\n")
     text = layer(listed, "random_crop: true")
     single = Single(text.replace("batchsize: 2", "batchsize: 8"), tops=2)
@@ -168,7 +171,7 @@ def test_images_that_do_not_fit_are_named(listed):
 
 
 def test_sizes_are_needed(listed):
-    with pytest.raises(ConfigError, match="needs a cropsize of 1 or more"):
+    with pytest.raises(ConfigError, match="cropsize must be 1 or more"):
         Single(layer(listed, "", "batchsize: 1 outsize: 8"), tops=2)
     with pytest.raises(ConfigError, match="transforms by heatmap_data_param"):
         Single(layer(listed) + " transform_param { mirror: true }", tops=2)
