@@ -14,7 +14,7 @@ from caffepy.commands.nodes import nodes
 from caffepy.core.errors import INTERRUPTED, DataError, DeviceError, SyncError, UsageError
 from caffepy.proto.text import read_solver
 from caffepy.solver import Action
-from caffepy.solver.snapshot import under
+from caffepy.solver.snapshot import candidates
 
 log = logging.getLogger(__name__)
 
@@ -129,5 +129,5 @@ def end_with_supervisor() -> None:
 
 
 def _newest(prefix: str) -> object:
-    """Return what identifies the newest snapshot under the prefix."""
-    return [snapshot.state for snapshot in under(prefix)]
+    """Return what identifies the newest snapshot under the prefix, or rescued from there."""
+    return [snapshot.state for snapshot in candidates(prefix)]

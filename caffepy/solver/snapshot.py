@@ -417,11 +417,13 @@ def candidates(prefix: str) -> list[Found]:
     """Return the snapshots under a prefix, and those of `write_elsewhere` that are this user's, the
     newest first.
     """
-    found = under(prefix)
-    for place in ("", gettempdir()):
+    found, places = under(prefix), [""]
+    with suppress(OSError):  # there is no such folder where nothing can be written
+        places.append(gettempdir())
+    for place in places:
         for folder in glob(os.path.join(glob_escape(place), f"{glob_escape(_rescued(prefix))}*")):
             with suppress(OSError):
-                if os.stat(folder).st_uid == os.getuid():
+                if os.lstat(folder).st_uid == os.getuid():
                     found += under(os.path.join(folder, os.path.basename(prefix)))
     return sorted(found, key=lambda snapshot: snapshot[:4], reverse=True)
 

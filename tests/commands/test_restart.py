@@ -1,6 +1,7 @@
 """A run that is killed goes on from its newest snapshot, and is not started for ever."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from caffepy.commands import restart
 from caffepy.commands.restart import supervise
 from caffepy.core.errors import INTERRUPTED
 from caffepy.solver import Signals
+from caffepy.solver.snapshot import Files, write_elsewhere
 from tests.parallel.faults import caffepy, write
 from tests.solver.cases import ENVIRONMENT
 
@@ -105,6 +107,23 @@ def test_a_signal_that_asks_for_a_snapshot_leaves_the_restarts(
     ignoring = "trap : HUP; kill -HUP $PPID; sleep 0.5; exit"
     assert run_as(f"{ignoring} 7", monkeypatch, most=1) == 7
     assert Path("starts").read_text() == "\n" * 2
+
+
+def test_a_snapshot_that_was_rescued_from_a_full_disk_is_a_new_one(
+    folder: Path,
+    handlers: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def write(files: Files) -> None:
+        Path(files.state).touch()
+
+    rescued = write_elsewhere(Files.of("s", 4, False), write, str(folder))
+    assert rescued
+    begins = f"mkdir -p {Path(rescued.state).parent}; touch {rescued.state}; exit 7"
+    shutil.rmtree(Path(rescued.state).parent)
+    assert run_as(begins, monkeypatch, most=1) == 7
+    assert "restart 1 of 1, from its newest snapshot" in caplog.text
 
 
 def test_a_signal_while_a_process_starts_reaches_it(

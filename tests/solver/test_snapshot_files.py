@@ -264,6 +264,10 @@ def test_the_last_snapshot_is_kept_where_there_is_room(
     with monkeypatch.context() as patch:
         patch.setattr(os, "getuid", lambda: -1)
         assert not newest_good("../full/s"), "it is another user's"
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", None)
+        patch.setattr(tempfile, "_candidate_tempdir_list", list)
+        assert bool(newest_good("../full/s")) == (free == "here"), "no file can be written anywhere"
     newest = newest_good("../full/s")
     assert newest
     assert os.path.samefile(newest, state[2])
