@@ -168,15 +168,16 @@ class RankGroup:
                 self.world.tell(named(self.world, found[0] if found else 0, error))
 
     def _waits_of(self, ranks: list[int]) -> str:
-        """Tell for whom these ranks wait in turn: if that is a rank that waits for them, none of
-        them ever goes on.
+        """Return, as text, for which ranks these ranks wait: if one of those waits for one of
+        these, none of them ever continues.
         """
-        told = ""
+        text = ""
         for rank in ranks:
-            if others := self.waiting.get(rank):
-                names = " and ".join(rank_name(self.world, other) for other in others())
-                told += f"; {rank_name(self.world, rank)} waited for {names}"
-        return told
+            others = self.waiting.get(rank, list)()
+            if others:
+                names = " and ".join(rank_name(self.world, other) for other in others)
+                text += f"; {rank_name(self.world, rank)} waited for {names}"
+        return text
 
     def _no_progress(self, names: str, seconds: float, more: str = "") -> SyncError:
         return SyncError(

@@ -144,6 +144,22 @@ def test_ranks_that_wait_for_each_other_are_named_and_their_stacks_come_first(
     assert told.groups() in [("2", "0", "2", "0", "2"), ("2", "1", "2", "0", "2"), tuple("02020")]
 
 
+def test_a_rank_whose_wait_is_over_is_not_said_to_wait(caplog: pytest.LogCaptureFixture) -> None:
+    """It has not woken yet: nothing is missing any more."""
+    group = RankGroup(2, {"step": 0.3})
+    group.phase = "step"
+
+    def work(rank: int) -> None:
+        if rank:
+            time.sleep(0.1)
+        group.until(rank, lambda: False, list if rank else lambda: [1])
+
+    with caplog.at_level(logging.ERROR, "caffepy"):
+        together(2, work, group)
+    message = caplog.messages[0].splitlines()[0]
+    assert message == "rank 1 made no progress for 0.3 s (step); rank 0 waited for it"
+
+
 def test_a_process_that_was_stopped_has_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     group, looks, stopped_for = RankGroup(2, {"set-up": 60.0}), [], 0.0
     monkeypatch.setattr(
