@@ -33,9 +33,9 @@ WORDS = 4  # of a line: an image, numbers between commas, its crop and its clust
 
 
 def read_joints(path: str, kept: Sequence[int]) -> list[tuple[str, str]]:
-    """The image and the numbers x, y, x, y, ... of each line, those of the places `kept`, counted
-    from 1, or all. DataError: no such file, a line of other words, other numbers than in the first
-    line, no lines.
+    """Return the image and the numbers x, y, x, y, ... of each line, those of the places `kept`,
+    counted from 1, or all. DataError: no such file, a line of other words, numbers that are not
+    finite or not as many as in the first line, no lines.
     """
     entries: list[tuple[str, str]] = []
     for number, line in enumerate(lines_of(path), 1):
@@ -76,7 +76,7 @@ class JointImages(ImagePairs):
         super(ImagePairs, self).__init__(path, read, root_folder, beside, None, None)
 
     def joints(self, item: int) -> Array:
-        """x and y of each joint, (J, 2)."""
+        """Return x and y of each joint, (J, 2)."""
         return np.array([float(v) for v in self.label(item).split(",")]).reshape(-1, 2)
 
 
@@ -121,8 +121,8 @@ class HeatmapLoader(JointLoader):
         return planes, self._maps(joints * self._factor)
 
     def _cut(self, image: Array, joints: Array, draws: Array) -> tuple[Array, Array]:
-        """The square of cropsize pixels, and the joints (J, 2) in it; in the middle, or anywhere,
-        mirrored and turned.
+        """Return the square of cropsize pixels in the middle, and the joints (J, 2) in it; with
+        random_crop one anywhere, mirrored and turned.
         """
         param, side = self._param, self._param.cropsize
         if image.shape[0] < side:
@@ -149,8 +149,8 @@ class HeatmapLoader(JointLoader):
         return turned, joints @ matrix[:, :2].T + matrix[:, 2]
 
     def _mirrored(self, image: Array, joints: Array) -> tuple[Array, Array]:
-        """Both as a mirror shows them: with flip_joint_labels left and right joints, which follow
-        each other behind the first one or two, change places.
+        """Return both mirrored. With flip_joint_labels left and right joints are exchanged: pairs
+        from the first joint on, or with dont_flip_first from the second.
         """
         joints = joints * (-1, 1) + (image.shape[1], 0)
         if self._param.flip_joint_labels:
@@ -166,7 +166,7 @@ class HeatmapLoader(JointLoader):
         return np.ascontiguousarray(image[:, ::-1]), joints
 
     def _maps(self, joints: Array) -> Array:
-        """A peak at each joint (J, 2) of an image of outsize pixels."""
+        """Return maps with a peak at each joint (J, 2) of an image of outsize pixels."""
         height, width = self._param.label_height, self._param.label_width
         x, y = (joints * (height / self._param.outsize)).T[:, :, None, None]
         down, right = np.arange(height)[:, None] - y, np.arange(width) - x
@@ -178,20 +178,20 @@ class HeatmapLoader(JointLoader):
 
 
 def check(param: HeatmapDataParameter) -> None:
-    """ConfigError for settings that cannot work, or that only the fork has."""
+    """Raise ConfigError for settings that cannot work, or that only the fork has."""
     for name in ("batchsize", "cropsize", "outsize", "label_width", "label_height", "multfact"):
         if not getattr(param, name):
             raise ConfigError(f"heatmap_data_param: {name} must be 1 or more")
     for name in ("segmentation", "sample_per_cluster", "meanfile"):
         if getattr(param, name):
-            raise ConfigError(f"heatmap_data_param: {name} is not there in caffepy")
+            raise ConfigError(f"heatmap_data_param: {name} is not supported")
 
 
 def read_places(text: str) -> list[int]:
-    """The places of numbers, from 1 on, that are `text` between commas; none for all."""
+    """Return the places of numbers, from 1 on, that `text` lists between commas; none for all."""
     try:
         return [int(float(place)) for place in text.split(",") if place.strip()]
-    except (ValueError, OverflowError):  # an infinite one is no integer
+    except (ValueError, OverflowError):
         raise ConfigError(
             f'heatmap_data_param: labelinds "{text}" are no numbers between commas'
         ) from None

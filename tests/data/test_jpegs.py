@@ -439,14 +439,14 @@ def test_an_opencv_of_other_pixels_decodes_by_itself(monkeypatch):
         jpeg_kernels.load()
 
 
-def test_an_opencv_that_resizes_otherwise_does_so_by_itself(monkeypatch, caplog):
+def test_an_opencv_that_resizes_otherwise_decodes_such_files(monkeypatch, caplog):
     monkeypatch.setattr(decode, "_resizes", True)
     resize = cv2.resize
     monkeypatch.setattr(cv2, "resize", lambda *given: resize(*given) ^ (given[1] == (13, 77)))
     with caplog.at_level(logging.WARNING, "caffepy"):
         jpeg_kernels.load()
     assert [record.getMessage() for record in caplog.records] == [
-        "OpenCV resizes JPEG files otherwise than on most machines, and so by itself"
+        "OpenCV here resizes to other pixels than the kernels; it decodes such JPEGs"
     ]
     assert decoded([PLAIN], (3, 40, 48))[1].all()
     assert not decoded([PLAIN], (3, 20, 30), resizes=True)[1].any()

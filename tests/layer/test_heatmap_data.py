@@ -136,8 +136,8 @@ def test_narrow_images_are_widened_by_zeros(listed):
 @pytest.mark.parametrize(
     ("settings", "lines", "message"),
     [
-        ("meanfile: 'm'", None, "meanfile is not there in caffepy"),
-        ("sample_per_cluster: true", None, "sample_per_cluster is not there"),
+        ("meanfile: 'm'", None, "meanfile is not supported"),
+        ("sample_per_cluster: true", None, "sample_per_cluster is not supported"),
         ('labelinds: "one"', None, 'labelinds "one" are no numbers'),
         ('labelinds: "1,1e400"', None, 'labelinds "1,1e400" are no numbers'),
         ('labelinds: "7"', "0.png 1,2 1 0", "list.txt:1: 0 numbers of 2, by labelinds, are no x"),
@@ -145,6 +145,7 @@ def test_narrow_images_are_widened_by_zeros(listed):
         ("", "0.png 1,2,3 1 0", r"list.txt:1: 3 numbers are no x and y"),
         ("", "0.png 1,2", r'list.txt:1: "0.png 1,2" is not an image, numbers'),
         ("", "0.png a,b 1 0", r'list.txt:1: "0.png a,b 1 0" is not an image'),
+        ("", "0.png 1,nan 1 0", r'list.txt:1: "0.png 1,nan 1 0" is not an image'),
         ("", "0.png 1,2 1 0\n1.png 1,2,3,4 1 0", "list.txt:2: 4 numbers, not 2 as before"),
         ("", "\n", "lists no images"),
     ],

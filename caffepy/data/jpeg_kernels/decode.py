@@ -63,7 +63,7 @@ def load() -> None:
         raise RuntimeError("its JPEG library computes other pixels than libjpeg-turbo")
     _resizes = all(is_alike(*size) for size in ((24, 32), (31, 90), (77, 13)))
     if not _resizes:
-        log.warning("OpenCV resizes JPEG files otherwise than on most machines, and so by itself")
+        log.warning("OpenCV here resizes to other pixels than the kernels; it decodes such JPEGs")
 
 
 def decode_files(

@@ -35,6 +35,9 @@ def decode_windows(
     A pixel p becomes (p - `mean`) * `scale`, the mean (3, H, W) where it is put.
     """
     room, count = room_of_thread(), len(paths)
+    done = np.zeros(count, np.bool_)
+    if not takes(images, True):
+        return done
     spans, sizes = np.zeros((count, 2), np.int64), np.zeros((count, 2), np.int64)
     if contents is None:
         read(*joined_names(paths), room.files, spans, 0, count)
@@ -43,10 +46,8 @@ def decode_windows(
         content = np.frombuffer(b"".join(contents), np.uint8)
         spans[:, 1] = list(map(len, contents))
         spans[:, 0] = np.cumsum(spans[:, 1]) - spans[:, 1]
-    done, windows = np.zeros(count, np.bool_), np.zeros((count, SIDES), np.int64)
+    windows = np.zeros((count, SIDES), np.int64)
     resized = np.empty((count, *images.shape[1:]), np.uint8)
-    if not takes(images, True):
-        return done
     given = content, spans, np.arange(count), COLOR, True
     decode(*given, NONE, sizes, room, resized, done, 0, count)
     for i, (height, width) in enumerate(sizes.tolist()):

@@ -75,8 +75,8 @@ def find_root(folder: str, first: str, path: str, beside: str | None) -> str:
 
 
 def unreadable(name: str, error: OSError, folder: str) -> DataError:
-    """The error for an image that cannot be read, with a hint if its root folder is missing, lacks
-    the "/", or is not there.
+    """Return the error for an image that cannot be read, with a hint if root_folder is not given,
+    does not end in "/", or does not exist.
     """
     hint = ""
     if not folder:
@@ -86,8 +86,9 @@ def unreadable(name: str, error: OSError, folder: str) -> DataError:
         hint = f'; root_folder "{folder}" does not end in "/"'
     elif not os.path.isdir(folder):
         hint = f'; there is no root_folder "{folder}"'
-    told = (error.strerror or str(error)).lower()  # one of many images is missing: which is near?
-    return DataError(f"{name} cannot be read: {told}{hint}")
+    # without the nearest name (`reason`): of a list of images all are near
+    problem = (error.strerror or str(error)).lower()
+    return DataError(f"{name} cannot be read: {problem}{hint}")
 
 
 class ListedImages(NumberedSource, Generic[Listed]):
