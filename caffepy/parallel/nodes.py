@@ -122,6 +122,7 @@ def follow_first(root: Solver, group: RankGroup) -> None:
                     root.iterations.current_step,
                     root.iterations.plateau.state(),
                 ),
+                "rescued": state.rescued,
                 "rate_factor": root.iterations.rate_factor,
                 "control": root.update_state.state(),
                 "shared": [
@@ -137,7 +138,7 @@ def follow_first(root: Solver, group: RankGroup) -> None:
             return
     root.iterations.move_to(*news["iteration"])
     root.iterations.rate_factor = news["rate_factor"]
-    state.started_at, *_ = news["iteration"]
+    (state.started_at, *_), state.rescued = news["iteration"], news["rescued"]
     root.update_state.set_state(news["control"])
     state.workers_positions, state.statistics = news["workers"], news["statistics"]
     restored = restored_positions(root, world.size)[world.first_rank - 1]

@@ -47,6 +47,7 @@ class ResumeState:
         self._begun = self._started  # the same of its first part
         self.keep: int | None = None  # number of snapshots of this run to keep; None: all
         self.started_at = 0  # the iteration of the state that was restored
+        self.rescued = False  # it lies in a folder of `snapshot.write_elsewhere`
         self.workers_positions: list[dict[str, Any]] = []  # of the workers in that state
         self.images = 0  # in an iteration of all solvers that wrote that state, 0 if unknown
         self.statistics: list[list[Array]] = []  # of each solver in that state, if of several
@@ -65,6 +66,11 @@ class ResumeState:
     def failed_now(self) -> bool:
         """True if writing a snapshot at this iteration failed."""
         return self._failed_at == self.iterations.iter
+
+    @property
+    def rescued_now(self) -> bool:
+        """True if the state that was restored is of this iteration and one that was rescued."""
+        return self.rescued and self.started_at == self.iterations.iter
 
     @property
     def last_file(self) -> str | None:
@@ -254,6 +260,7 @@ class ResumeState:
                 plateau = dict((content or {}).get("plateau", {}))
                 iterations.move_to(state.iteration, state.current_step, plateau)
             self.started_at = state.iteration
+            self.rescued = snapshot.is_rescued(path, step.param.snapshot_prefix)
             self._saved, self._restored_from = None, path if stays else None
             learning = {step.net.nodes[param.layer].name for param in step.net.learnable}
             warn_of_layers(f"{model} has no weights for", learning - filled, "they start anew")

@@ -413,6 +413,11 @@ def _rescued(prefix: str) -> str:
     return f"{os.path.basename(prefix)[:40]}_rescued_{place}_"
 
 
+def is_rescued(path: str, prefix: str) -> bool:
+    """True if this state file lies in a folder of `write_elsewhere` of this prefix."""
+    return os.path.basename(os.path.dirname(path)).startswith(_rescued(prefix))
+
+
 def candidates(prefix: str) -> list[Found]:
     """Return the snapshots under a prefix, and those of `write_elsewhere` that are this user's, the
     newest first.

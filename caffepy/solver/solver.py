@@ -377,7 +377,8 @@ class Solver:
             warn_of_earlier(param.snapshot_prefix)
         with saving_what_was_learned(state):
             self.step(param.max_iter - self.iter)
-        unsaved = param.snapshot_after_train and not due(self.iter, param.snapshot)
+        saved = due(self.iter, param.snapshot) and not state.rescued_now
+        unsaved = param.snapshot_after_train and not saved
         if not state.saved_now and (unsaved or state.failed_now):
             state.save(last=True)
         if not self.stopped:

@@ -277,6 +277,35 @@ def test_the_last_snapshot_is_kept_where_there_is_room(
     np.testing.assert_array_equal(resumed.params.data, whole.params.data)
 
 
+def test_the_last_snapshot_comes_back_under_its_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once there is room, a run that was rescued after its last iteration writes its files."""
+    for name in ("here", "full"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    settings = 'max_iter: 6 snapshot: 3 snapshot_prefix: "../full/s" '
+    write_sidecar = sidecar.write
+
+    def write(path: str, content: dict[str, Any]) -> None:
+        if "full" in os.path.realpath(path):
+            raise OSError(28, "No space left on device")
+        write_sidecar(path, content)
+
+    solver = solver_of(settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(sidecar, "write", write)
+        with pytest.raises(ConfigError, match="This one is in"):
+            solver.solve()
+    assert not list((tmp_path / "full").iterdir())
+    for _ in range(2):  # the second goes on from what the first wrote, and writes nothing
+        solver_of(settings).solve(newest_good("../full/s"))
+        assert len(list((tmp_path / "full").iterdir())) == 3
+    assert newest_good("../full/s") == "../full/s_iter_6.solverstate"
+    (back := solver_of(settings)).restore("../full/s_iter_6.solverstate")
+    np.testing.assert_array_equal(back.params.data, solver.params.data)
+
+
 FULL = """
 import resource, signal, sys
 from tests.solver.cases import solver_of
