@@ -487,7 +487,13 @@ def _starting_point(options: TrainOptions, param: SolverParameter) -> str | None
             log.info("The snapshot replaces the weights %s", ", ".join(options.weights))
     if not snapshot:
         if options.weights:
-            param.weights[:] = list(options.weights)
+            try:
+                param.weights[:] = list(options.weights)
+            except UnicodeEncodeError as error:
+                raise ConfigError(
+                    f'--weights "{error.object}": this name is not UTF-8, as those in a solver '
+                    "are; rename the file, or the folder"
+                ) from None
         return None
     if snapshot != AUTO:
         snapshot = locate(snapshot, options.solver)

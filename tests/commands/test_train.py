@@ -129,6 +129,12 @@ def test_missing_weights_are_told_before_nets_are_built(
     assert not any("Creating training net" in message for message in caplog.messages)
 
 
+def test_weights_whose_name_is_not_utf8_are_told(digits: Path) -> None:
+    name = os.fsdecode(b"\xff.caffemodel")
+    with pytest.raises(ConfigError, match=r'^--weights ".*\.caffemodel": this name is not UTF-8'):
+        train(TrainOptions("solver.prototxt", weights=[name]))
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
