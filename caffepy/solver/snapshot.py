@@ -132,9 +132,17 @@ def write_files(
 
 
 def clean(prefix: str) -> None:
-    """Complete the snapshots under a prefix whose process was killed while it renamed their files;
-    remove other unfinished files that killed processes left there.
+    """Complete the snapshots under a prefix, or rescued from there, whose process was killed while
+    it renamed their files; remove other unfinished files that killed processes left there.
     """
+    _clean(prefix)
+    for rescued in _rescued_prefixes(prefix):
+        _clean(rescued)
+        with suppress(OSError):  # there are snapshots in it
+            os.rmdir(os.path.dirname(rescued))
+
+
+def _clean(prefix: str) -> None:
     folder, name = os.path.split(prefix)
     numbered = r"_iter_\d+\.(?:caffemodel|solverstate|caffepystate)(?:\.h5)?"
     ours = rf"{re.escape(name)}(?:{numbered}|_metrics\.csv|_curve\.png)"
@@ -422,15 +430,23 @@ def candidates(prefix: str) -> list[Found]:
     """Return the snapshots under a prefix, and those of `write_elsewhere` that are this user's, the
     newest first.
     """
-    found, places = under(prefix), [""]
+    found = under(prefix)
+    for rescued in _rescued_prefixes(prefix):
+        found += under(rescued)
+    return sorted(found, key=lambda snapshot: snapshot[:4], reverse=True)
+
+
+def _rescued_prefixes(prefix: str) -> list[str]:
+    """Return the prefixes of snapshots in this user's folders of `write_elsewhere`."""
+    found, places = list[str](), [""]
     with suppress(OSError):  # there is no such folder where nothing can be written
         places.append(gettempdir())
     for place in places:
         for folder in glob(os.path.join(glob_escape(place), f"{glob_escape(_rescued(prefix))}*")):
             with suppress(OSError):
                 if os.lstat(folder).st_uid == os.getuid():
-                    found += under(os.path.join(folder, os.path.basename(prefix)))
-    return sorted(found, key=lambda snapshot: snapshot[:4], reverse=True)
+                    found.append(os.path.join(folder, os.path.basename(prefix)))
+    return found
 
 
 def instead_of(path: str) -> str:

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -304,6 +305,32 @@ def test_the_last_snapshot_comes_back_under_its_prefix(
     assert newest_good("../full/s") == "../full/s_iter_6.solverstate"
     (back := solver_of(settings)).restore("../full/s_iter_6.solverstate")
     np.testing.assert_array_equal(back.params.data, solver.params.data)
+
+
+def test_what_killed_processes_left_of_rescued_snapshots_is_completed_or_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("whole", "full"):
+        (tmp_path / name).mkdir()
+    solver_of('snapshot_prefix: "whole/s" ').snapshot()
+    whole, lost = (snapshot.Files.of(f"{name}/s", 0, hdf5=False) for name in ("whole", "full"))
+
+    def unfinished(path: str) -> Path:
+        return Path(path).with_name(f".{os.path.basename(path)}.0123456789abcdef.tmp")
+
+    def killed_at_the_last_name(files: snapshot.Files) -> None:
+        shutil.copy(whole.model, files.model)
+        shutil.copy(whole.sidecar, files.sidecar)
+        shutil.copy(whole.state, unfinished(files.state))
+
+    assert snapshot.write_elsewhere(lost, killed_at_the_last_name)
+    assert snapshot.write_elsewhere(lost, lambda files: unfinished(files.model).touch())
+    assert len(list(tmp_path.glob("s_rescued_*"))) == 2
+    assert not newest_good("full/s")
+    snapshot.clean("full/s")
+    (kept,) = tmp_path.glob("s_rescued_*")
+    assert newest_good("full/s") == f"{kept.name}/s_iter_0.solverstate"
 
 
 FULL = """
