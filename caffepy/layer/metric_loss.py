@@ -185,6 +185,8 @@ class MMDLoss(LossLayer):
             raise ConfigError(
                 f"mmd_param: kernel_num must be {MOST_KERNELS} or less, not {param.kernel_num}"
             )
+        self.draws = 0
+        self.pairs: list[tuple[Array, Array, float]] = []  # two items of each draw, and its sign
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         sizes = [(items(b), b.count // max(items(b), 1)) for b in bottom]
@@ -219,7 +221,7 @@ class MMDLoss(LossLayer):
         both = np.concatenate([source, target]).astype(np.float64)
         n, m = len(source), len(target)
         self.draws = max(n, m)
-        self.pairs: list[tuple[Array, Array, float]] = []
+        self.pairs = []
         top[0].data[...] = 0
         if min(n, m) < 2:
             return

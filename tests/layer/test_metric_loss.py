@@ -163,6 +163,11 @@ def test_mmd_loss_of_one_item_is_0():
     assert single.layer.state() == {}
 
 
+def test_mmd_loss_has_no_gradient_before_its_first_forward():
+    diffs, _ = Single(MMD, random(3, 4), random(5, 4)).backward([np.array(1.0)])
+    assert not any(diff.any() for diff in diffs)
+
+
 @pytest.mark.parametrize("weight", [1, 0.25])
 def test_center_loss_against_a_loop(weight):
     """The centres' gradient does not depend on the loss weight."""
