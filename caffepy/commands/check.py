@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -27,6 +27,7 @@ from caffepy.ops.shapes_only import ShapesOnlyDevice
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, NetState, SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net, read_solver, read_text
+from caffepy.report.glog import quiet
 from caffepy.report.text import columns
 from caffepy.solver.capture import GraphRunner
 from caffepy.solver.check import check_max_iter, check_param, check_prefix
@@ -290,7 +291,7 @@ def _find_largest(
         return largest_batch(need, room, given=next(filter(None, shapes), (1,))[0])
 
     with ExitStack() as stack:
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())  # nets are built that were built before
         # The test nets of a solver share the memory of its train net.
         others = [build(one, None) for one in defined[1:]] if solver else []
         tests = [_usage(stack.enter_context(closing(net))) for net in others]
@@ -300,18 +301,6 @@ def _find_largest(
                 saving = largest(i, tests, recompute=True) if trains[i] else None
                 on_gpu = replace(info.gpu, largest=plain, largest_recomputing=saving)
                 infos[i] = replace(info, gpu=on_gpu)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Log nothing: nets are built that were built before."""
-    logger = logging.getLogger("caffepy")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class ImaginedGpu(ShapesOnlyDevice):

@@ -23,6 +23,7 @@ from caffepy.proto.text import locate_layer, read_net
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.classifier import ImageNet
 from caffepy.pycaffe.io import Transformer, load_image
+from caffepy.report.glog import quiet
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Preparation:
         for path in (os.path.join(os.path.dirname(model), name) for name in TRAINING_NETS):
             layers: Sequence[LayerParameter] = ()
             if os.path.exists(path):
-                with suppress(CaffeError):  # this net is not what is to be run
+                with suppress(CaffeError), quiet():  # this net is not what is to be run
                     layers = read_net(path).layer
             for layer in layers:
                 if missing := self._missing(layer.transform_param):

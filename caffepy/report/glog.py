@@ -158,3 +158,15 @@ def logging_to(
             handler.close()
         logger.setLevel(before[0])
         logger.propagate = before[1]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Return a block in which nothing is logged."""
+    logger = logging.getLogger("caffepy")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

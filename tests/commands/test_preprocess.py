@@ -1,3 +1,4 @@
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -201,3 +202,15 @@ def test_a_mean_file_of_the_training_net_is_missed(
     (tmp_path / "train_val.prototxt").write_text(layer)
     Preparation().warn_of_missing(str(tmp_path / "deploy.prototxt"))
     assert caplog.messages[0].endswith("give --mean-file m.binaryproto")
+
+
+def test_the_old_format_of_the_training_net_is_not_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user asked for another net."""
+    layer = 'layers { name: "d" type: DATA data_param { scale: 0.5 } }'
+    (tmp_path / "train_val.prototxt").write_text(layer)
+    with caplog.at_level(logging.INFO, "caffepy"):
+        Preparation().warn_of_missing(str(tmp_path / "deploy.prototxt"))
+    (message,) = caplog.messages
+    assert message.endswith("give --input-scale 0.5")
