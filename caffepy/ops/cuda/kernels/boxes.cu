@@ -996,9 +996,10 @@ __global__ void class_gradients(const T* x, const int* labels, const T* factor, 
   }
 }
 
-// location_gradients and class_gradients of boxes whose images share `boxes` priors, by a block for SHARE rows of a thread that writes
-// those of the locations, and one for each row of a thread that writes those of the scores. The former come first, since they
-// wait for one read after the other, and are few, since the others could not begin in their place. The factors are dloss / norm, that of locations `weight` times as large.
+// location_gradients and class_gradients of boxes whose images share `boxes` priors. One block writes the gradients of the
+// locations of SHARE rows a thread, SHARE blocks those of the scores of one row a thread. The former come first, since they wait
+// for one read after the other, and are few, since each takes the place of one of the others. The factors are dloss / norm, that
+// of locations `weight` times as large.
 constexpr int SHARE = 16, PART = 8;  // PART: rows on their way at once
 
 template <typename T>
