@@ -10,8 +10,9 @@ Each rank adds up a share of a bucket, which comes from all others and goes back
             "sync"        copy share 0 -> 0, signal
             "factors"                        wait, add share 1, copy it -> 0, signal
 
-The memory of others is free once they have begun the iteration: before its first copy a rank tells
-so, and waits until all have told. `ops/cuda/kernels/peer_copies.cu` has the signals and the sums.
+Others no longer read what is copied over once they have begun the iteration: before its first copy
+a rank signals that, and waits for the signals of all. `ops/cuda/kernels/peer_copies.cu` has the
+signals and the sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +39,8 @@ Gather = Callable[[Any], list[Any]]
 
 
 class Piece(NamedTuple):
-    """A range of the flat gradients, and where it lies in the inbox of who adds it up: as far from
-    a multiple of 4 as its start.
+    """A range of the flat gradients, and its place in the inbox of the rank that adds it up: place
+    and start are alike modulo 4.
     """
 
     start: int
@@ -63,7 +64,9 @@ def shares(bucket: Bucket, ranks: int, room: int) -> list[list[Piece]]:
 
 
 def room_of(parts: Sequence[Bucket], ranks: int) -> list[int]:
-    """Return where each bucket begins in the inbox for another rank, and the elements of that."""
+    """Return where each bucket begins in the part of an inbox that is for one rank, and the number
+    of elements of that part.
+    """
     rooms = [0]
     for bucket in parts:
         sizes = (-(-(stop - start) // (4 * ranks)) * 4 + 4 for start, stop in bucket.ranges)
@@ -72,7 +75,9 @@ def room_of(parts: Sequence[Bucket], ranks: int) -> list[int]:
 
 
 def copied(parts: Sequence[Bucket], without: Sequence[Bucket], ranks: int) -> list[Bucket]:
-    """Return the buckets that copy engines take: all but those `without`, if there is room."""
+    """Return the buckets that copy engines exchange: all but those in `without`, or none if their
+    inboxes take more than MOST.
+    """
     found = [bucket for bucket in parts if bucket.ranges and bucket not in without]
     *_, room = room_of(found, ranks)
     return found if 4 * room * (ranks - 1) <= MOST else []

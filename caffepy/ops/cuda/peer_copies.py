@@ -35,17 +35,17 @@ class PeerCopiesRun:
         """Set `arrived` of all ranks."""
         self._arrived = pointers(arrived)
 
-    def _told(self, which: int) -> tuple[object, ...]:
+    def _counters(self, which: int) -> tuple[object, ...]:
         return self._arrived, self._given, self._signals, np.int32(which)
 
     def signal(self, which: int) -> None:
         """Give the others a signal, after what the current stream was given before."""
-        arguments = (*self._rank, *self._told(which))
+        arguments = (*self._rank, *self._counters(which))
         self._signal((1,), (WARP,), arguments)
 
     def wait(self, which: int) -> None:
         """Wait until all others have given this signal as often as this rank has."""
-        arguments = (*self._rank, *self._told(which), self._flag, np.uint64(PATIENCE))
+        arguments = (*self._rank, *self._counters(which), self._flag, np.uint64(PATIENCE))
         self._wait((1,), (WARP,), arguments)
 
     def add(self, own: Array, first: int, count: int, place: int) -> None:

@@ -1,8 +1,8 @@
-// What ranks tell each other of copies into each other's memory that copy engines make: all have begun, an array has come.
+// Signals between ranks that copy engines copy into each other's memory: an iteration has begun, an array has come.
 //
 // arrived[r]: (ranks, signals), how often each rank has given each signal, in the memory of r. given: (signals + 1), how
-// often this rank has; the last is 1 if a wait was ended by an abort: then no signal is given any more, as what it would
-// tell of is nothing. All give the same signals equally often.
+// often this rank has; the last is 1 if an abort has ended a wait: then no signal is given any more, since what it stands
+// for has not happened. All give the same signals equally often.
 
 #include "progress.cuh"
 
