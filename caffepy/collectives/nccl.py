@@ -217,7 +217,7 @@ class NcclSync(Synchronizer):
         for bucket in self._progress.rest():
             if bucket not in self._small:
                 self._send(bucket)
-        if self._copies and self._copied:
+        if self._copies:
             with self._device.side_stream(STREAM, "sync"), self._together("copies"):
                 self._copies.finish()
         self._device.wait_stream("sync")  # a wait for other ranks must not keep NCCL from a GPU

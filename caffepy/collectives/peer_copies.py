@@ -162,9 +162,12 @@ class PeerCopies:
         self._kernels.signal(self._back)
 
     def finish(self) -> None:
-        """Wait until all buckets are the mean of all ranks'."""
+        """Wait until all buckets are the mean of all ranks'. The iteration has ended: the next one
+        may begin with a graph, which calls no `restart`.
+        """
         if self._back:
             self._kernels.wait(self._back)
+        self.restart()
 
     def gather(self, wholes: Sequence[Array]) -> None:
         """Copy this rank's part of each array into those of the others; `wait_gathered` waits for
