@@ -68,7 +68,7 @@ def scaling(
     **values: Any,
 ) -> None:
     """Train a net with 1, 2, 4... devices; print images/s and what synchronization adds. Processes
-    that mpirun or srun started do that one by one, then all together.
+    that mpirun or srun started each do that at the same time, then all together.
 
     \b
     Examples:
