@@ -150,7 +150,7 @@ WRONG = {
         "sgd_step_iter_10.solverstate",
         "Incorrect length of history blobs: 4 in the file, 2 in this solver",
     ),
-    "nothing": ("gone.solverstate", "no such file, did you mean"),
+    "nothing": ("sgd_stp_iter_10.solverstate", "no such file, did you mean"),
     "foreign": ("adam.npz", "adam.npz"),
 }
 
