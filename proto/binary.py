@@ -63,8 +63,8 @@ def _net(data: bytes, fork: str, path: str) -> NetParameter:
     if fork != CAFFE:
         data, found = to_own(data, fork)
         if found.strange:
-            told = "%s: fields that %s does not have are left out: %s"
-            log.warning(told, path, fork, ", ".join(dict.fromkeys(found.strange)))
+            message = "%s: fields that %s does not have are left out: %s"
+            log.warning(message, path, fork, ", ".join(dict.fromkeys(found.strange)))
     return _merge(NetParameter(), data, path, "a caffemodel", ConfigError)
 
 

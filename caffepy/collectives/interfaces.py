@@ -89,16 +89,16 @@ class Network(NamedTuple):
 
 
 def network(log: str) -> Network | None:
-    """Return what NCCL's log tells of the network that it took; None if it tells nothing."""
+    """Return the network that NCCL took, by its log; None if that names none."""
     named = re.search(r"NCCL INFO Using network (.+)", log)
     if not named:
         return None
     name = named[1].strip()
     kind = "IB" if name.startswith("IB") else re.escape(name)
     using = re.search(rf"NCCL INFO NET/{kind} ?: Using (.+)", log)
-    told = using[1] if using else ""
-    sockets = re.findall(r"([^\s\]]+?):(\S+)<\d+>", told)
-    devices = re.findall(r"[\w.-]+:\d+/[\w/]+", told)
+    names = using[1] if using else ""
+    sockets = re.findall(r"([^\s\]]+?):(\S+)<\d+>", names)
+    devices = re.findall(r"[\w.-]+:\d+/[\w/]+", names)
     used = devices or [f"{interface} {address}" for interface, address in sockets]
     return Network(name, ", ".join(used), tuple(interface for interface, _ in sockets))
 
@@ -128,7 +128,7 @@ class NcclLog:
 
     @property
     def network(self) -> Network | None:
-        """The network that NCCL took, if the log has told it."""
+        """The network that NCCL took, if the log names it."""
         if self._path and not self._network:
             with suppress(OSError):
                 self._network = network(self._path.read_text(errors="replace"))
@@ -144,8 +144,8 @@ class NcclLog:
             self._path = None
 
 
-def told(environment: Mapping[str, str] = os.environ) -> str:
-    """Return what NCCL chooses from, in words, until it is known what it took."""
+def choices(environment: Mapping[str, str] = os.environ) -> str:
+    """Return, as text, the interfaces that NCCL chooses from, until it is known which it took."""
     if chosen := environment.get(VARIABLE):
         return f"{VARIABLE} is {chosen}"
     names = up()

@@ -322,7 +322,7 @@ class NcclSync(Synchronizer):
         hint = "NCCL_DEBUG=INFO tells more"
         if self._hosts > 1 and not self._warm:  # it has not connected them yet
             network = self._log.network
-            taken = f"it took {network}" if network else interfaces.told()
+            taken = f"it took {network}" if network else interfaces.choices()
             hint = (
                 f"if it cannot connect the {self._hosts} hosts, name the interface to the others "
                 f"on each of them: {interfaces.VARIABLE}=eth0 ({taken}); {hint}"

@@ -29,7 +29,7 @@ def named(world: World, rank: int, error: BaseException) -> BaseException:
         if not any(note.startswith("(rank ") for note in getattr(error, "__notes__", ())):
             error.add_note(f"({place})")
         return error
-    told = copy(error)  # the original may still be reported where it was raised
+    copied = copy(error)  # the original may still be reported where it was raised
     if not str(error).startswith("rank "):
-        told.where = f"{place}: {error.where}" if error.where else place
-    return told.with_traceback(error.__traceback__)
+        copied.where = f"{place}: {error.where}" if error.where else place
+    return copied.with_traceback(error.__traceback__)

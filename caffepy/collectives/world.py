@@ -60,11 +60,11 @@ MOST_TO_ANSWER = 3.0
 LAST_WAIT = 30.0
 """Seconds that nodes wait after a failure for the one that writes the snapshot."""
 
-TOLD = (
+SHARED = (
     *(RecordError, DataError, UsageError, ConfigError, DivergenceError, DeviceError),
     SyncError,  # any other
 )
-"""Classes of errors that other nodes are told of."""
+"""Classes of errors that keep their class on other nodes."""
 
 
 class Tag(IntEnum):
@@ -149,7 +149,7 @@ class World:
         }
         self._leaving = {node: self.transport.receive(node, Tag.LEFT) for node in self._others}
         self._left_at: dict[int, float] = {}  # when it was found out
-        self._told = list[Request]()  # messages that nobody waits for
+        self._unawaited = list[Request]()  # messages that nobody waits for
         self._votes = _Votes(self)
 
     # who is who
@@ -249,14 +249,14 @@ class World:
     def tell(self, error: BaseException) -> None:
         """Tell the other nodes what ended this one, without waiting for them."""
         text = str(error) or f"node {self.node} was interrupted"
-        kind = next((kind for kind in TOLD if isinstance(error, kind)), SyncError)
+        kind = next((kind for kind in SHARED if isinstance(error, kind)), SyncError)
         for node in self._others:
             if node not in self.dead:
-                told = kind(text), self.dead
-                self._told.append(self.transport.send(node, Tag.FAILURE, told))
+                failure = kind(text), self.dead
+                self._unawaited.append(self.transport.send(node, Tag.FAILURE, failure))
 
     def failure(self) -> BaseException | None:
-        """Return what another node has told or died of, if any; never blocks."""
+        """Return the error that another node sent or died of, if any; never blocks."""
         for notice in self._notices.values():
             try:
                 if notice.done():
@@ -272,7 +272,7 @@ class World:
         for node, question in self._questions.items():
             with suppress(DeadNodeError):
                 if question.done():
-                    self._told.append(self.transport.send(node, Tag.ANSWER, waits))
+                    self._unawaited.append(self.transport.send(node, Tag.ANSWER, waits))
                     self._questions[node] = self.transport.receive(node, Tag.QUESTION)
 
     def find_hung(self, missing: Sequence[int]) -> list[int]:
@@ -284,7 +284,7 @@ class World:
         for node in self._others:
             with suppress(DeadNodeError):
                 answers[node] = self.transport.receive(node, Tag.ANSWER)
-                self._told.append(self.transport.send(node, Tag.QUESTION, None))
+                self._unawaited.append(self.transport.send(node, Tag.QUESTION, None))
         for node in self._others:
             waits = False
             with suppress(DeadNodeError, KeyError):

@@ -154,8 +154,8 @@ class NetInfo:
         obstacle = self.gpu.obstacle
         yield f"on a GPU: {self.gpu.precision}; {what} {mebibytes(self.gpu.memory)}"
         for one in self.gpu.recompute:
-            told = f"{mebibytes(one.memory)}, {one.layers} of {len(self.layers)} layers run again"
-            yield f"with --recompute {one.segments}: {told}"
+            plan = f"{mebibytes(one.memory)}, {one.layers} of {len(self.layers)} layers run again"
+            yield f"with --recompute {one.segments}: {plan}"
         several = "three graphs, since iter_size is above 1: begin, pass and close"
         captured = f"captured as {'one graph' if self.gpu.graphs == 1 else several}"
         yield f"a step is {f'not captured: {obstacle}' if obstacle else captured}"

@@ -105,7 +105,7 @@ def reason(error: OSError) -> str:
     """The system's message in lower case, without what libraries such as HDF5 add; for a missing
     file with the name in its folder that is nearest.
     """
-    told = (os.strerror(error.errno) if error.errno else str(error)).lower()
+    text = (os.strerror(error.errno) if error.errno else str(error)).lower()
     if isinstance(error, FileNotFoundError) and isinstance(error.filename, str):
-        told += neighbour(error.filename)
-    return told
+        text += neighbour(error.filename)
+    return text

@@ -46,13 +46,13 @@ def test_interfaces_that_are_up(network: Path) -> None:
     add(network, lo="unknown", eth0="up", eth1="down", docker0="up", tun0="unknown")
     (network / "bonding_masters").write_text("")
     unset = "NCCL_SOCKET_IFNAME is not set, and up here are"
-    assert interfaces.told() == f"{unset} docker0, eth0, tun0"
-    assert interfaces.told({interfaces.VARIABLE: "ib0"}) == "NCCL_SOCKET_IFNAME is ib0"
+    assert interfaces.choices() == f"{unset} docker0, eth0, tun0"
+    assert interfaces.choices({interfaces.VARIABLE: "ib0"}) == "NCCL_SOCKET_IFNAME is ib0"
 
 
 def test_bridges_alone_are_named(network: Path) -> None:
     add(network, lo="unknown", docker0="up", virbr0="up", eth0="down")
-    assert interfaces.told().endswith(f"docker0, virbr0{BRIDGED}")
+    assert interfaces.choices().endswith(f"docker0, virbr0{BRIDGED}")
 
 
 def test_bandwidth_is_that_of_the_fastest_interface_that_nccl_may_take(network: Path) -> None:
@@ -81,7 +81,7 @@ def test_bandwidth_of_all_nics_with_rdma(network: Path) -> None:
 def test_a_system_that_tells_nothing(network: Path) -> None:
     network.rmdir()
     assert interfaces.bandwidth({}) == interfaces.ASSUMED
-    assert interfaces.told().endswith("up here are no interfaces")
+    assert interfaces.choices().endswith("up here are no interfaces")
 
 
 def join(nccl_sync: Any, world: World, seconds: float = 30) -> None:
