@@ -3,7 +3,7 @@ through the host for GPUs that do not reach each other.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import groupby
 from typing import Any
@@ -30,9 +30,6 @@ log = logging.getLogger(__name__)
 PIECE = 1 << 20
 """Elements of a piece of a copy through the host."""
 
-Gather = Callable[[Any], list[Any]]
-"""All-gather of Python objects, called in each rank's thread."""
-
 
 class ScheduleSync(Synchronizer):
     """Synchronizer that runs a schedule on GPUs.
@@ -45,7 +42,7 @@ class ScheduleSync(Synchronizer):
         self,
         group: RankGroup,
         rank: int,
-        all_gather: Gather,
+        all_gather: peers.Gather,
         flats: FlatParams,
         schedule: Schedule,
         root_updates: bool = False,

@@ -30,7 +30,8 @@ from caffepy.collectives.factors import STREAM, Factors
 from caffepy.collectives.gpu import AbortFlag
 from caffepy.collectives.interfaces import NcclLog
 from caffepy.collectives.one_shot import OneShot, small
-from caffepy.collectives.peer_copies import MOST_RANKS, PeerCopies, copied
+from caffepy.collectives.peer_copies import PeerCopies, copied
+from caffepy.collectives.peers import MOST_RANKS
 from caffepy.collectives.rank_group import PATIENCE, RankGroup
 from caffepy.collectives.synchronizer import BF16, FLOAT32, FlatParams, Synchronizer
 from caffepy.collectives.world import LONGEST_SLEEP

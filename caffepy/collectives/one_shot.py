@@ -12,7 +12,7 @@ goes at once, in one direction, and no kernel waits for another GPU in the backw
 `ops/cuda/kernels/one_shot.cu` has the protocol.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from caffepy.collectives import peers
@@ -22,17 +22,11 @@ from caffepy.device.blob import Array
 MOST = 16 << 20
 """Most bytes that a GPU writes in an iteration: NCCL takes less time for more."""
 
-MOST_RANKS = 8
-"""Most GPUs: CUDA lets one use the memory of 8 others."""
-
 BLOCKS = 128
 """Chunks of a bucket, each of which a block writes: a GPU runs as many at a time."""
 
 LEAST_CHUNK, ALIGNMENT = 1 << 10, 16
 """Elements of a chunk: the fewest, and that of which it is a multiple."""
-
-Gather = Callable[[Any], list[Any]]
-"""All-gather of Python objects, called in each rank's thread."""
 
 
 class Chunk(NamedTuple):
@@ -57,7 +51,7 @@ def small(parts: Sequence[Bucket], ranks: int) -> list[Bucket]:
     """Return the buckets that a one-shot all-reduce of `ranks` ranks takes: the last ones, for
     which the update waits, as long as they are together no larger than MOST.
     """
-    found, room = list[Bucket](), MOST // 4 // (ranks - 1) if 1 < ranks <= MOST_RANKS else 0
+    found, room = list[Bucket](), MOST // 4 // (ranks - 1) if 1 < ranks <= peers.MOST_RANKS else 0
     for bucket in reversed(parts):
         room -= sum(stop - start for start, stop in bucket.ranges)
         if room < 0 or not bucket.ranges:
@@ -78,7 +72,7 @@ class OneShot:
         self,
         rank: int,
         size: int,
-        all_gather: Gather,
+        all_gather: peers.Gather,
         device: Any,
         diff: Array,
         parts: Sequence[Bucket],

@@ -15,7 +15,7 @@ a rank signals that, and waits for the signals of all. `ops/cuda/kernels/peer_co
 signals and the sums.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from caffepy.collectives import peers
@@ -26,16 +26,10 @@ from caffepy.device.gpus import import_cupy
 MOST = 512 << 20
 """Most bytes of a GPU's memory for gradients of others."""
 
-MOST_RANKS = 8
-"""Most GPUs: CUDA lets one use the memory of 8 others."""
-
 BEGUN, GATHERED, FIRST_BUCKET = range(3)
 """Signals: an iteration has begun, factors have come; then two of each bucket: it has come, its
 share has come back.
 """
-
-Gather = Callable[[Any], list[Any]]
-"""All-gather of Python objects, called in each rank's thread."""
 
 
 class Piece(NamedTuple):
@@ -48,6 +42,11 @@ class Piece(NamedTuple):
     place: int
 
 
+def _share(start: int, stop: int, ranks: int) -> int:
+    """Return the elements of a range that a rank adds up at most, a multiple of 4."""
+    return -(-(stop - start) // (4 * ranks)) * 4
+
+
 def shares(bucket: Bucket, ranks: int, room: int) -> list[list[Piece]]:
     """Return the pieces of a bucket that each rank adds up, from `room` on, a multiple of 4."""
     found: list[list[Piece]] = []
@@ -55,7 +54,7 @@ def shares(bucket: Bucket, ranks: int, room: int) -> list[list[Piece]]:
         found.append([])
         at = room
         for start, stop in bucket.ranges:
-            size = -(-(stop - start) // (4 * ranks)) * 4
+            size = _share(start, stop, ranks)
             first, end = (min(stop, start + k * size) for k in (rank, rank + 1))
             if first < end:
                 found[-1].append(Piece(first, end, at + first % 4))
@@ -69,8 +68,7 @@ def room_of(parts: Sequence[Bucket], ranks: int) -> list[int]:
     """
     rooms = [0]
     for bucket in parts:
-        sizes = (-(-(stop - start) // (4 * ranks)) * 4 + 4 for start, stop in bucket.ranges)
-        rooms.append(rooms[-1] + sum(sizes))
+        rooms.append(rooms[-1] + sum(_share(*each, ranks) + 4 for each in bucket.ranges))
     return rooms
 
 
@@ -94,7 +92,7 @@ class PeerCopies:
         self,
         rank: int,
         size: int,
-        all_gather: Gather,
+        all_gather: peers.Gather,
         device: Any,
         diff: Array,
         parts: Sequence[Bucket],

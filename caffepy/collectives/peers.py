@@ -6,7 +6,7 @@ is no peer access.
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import combinations, permutations
@@ -28,6 +28,12 @@ LARGE, TIMES = 256 << 20, 5
 
 SMALL, MANY = 4, 200
 """The same, to measure latency."""
+
+MOST_RANKS = 8
+"""Most GPUs: CUDA lets one use the memory of 8 others."""
+
+Gather = Callable[[Any], list[Any]]
+"""All-gather of Python objects, called in each rank's thread."""
 
 
 class Speed(NamedTuple):

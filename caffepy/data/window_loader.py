@@ -93,8 +93,8 @@ class Warp:
         out[here] *= self.scale
 
     def window(self, corners: list[int], mirrored: bool, h: int, w: int) -> tuple[int, ...]:
-        """Return the numbers of the window in an image of this size that `decode_windows` tells;
-        DataError if it lies outside.
+        """Return the numbers of the window in an image of this size, in the order that
+        `decode_windows` takes; DataError if it lies outside.
         """
         x, y = self._spans(corners, h, w)
         if not (0 <= x.start < x.stop <= w and 0 <= y.start < y.stop <= h):
