@@ -84,8 +84,8 @@ class MultiBoxLoss(ClassLoss):
             )
         if mining != NONE and not param.share_location:
             raise ConfigError("multibox_loss_param: share_location false needs mining_type: NONE")
-        if mining == MAX_NEGATIVE and param.neg_pos_ratio <= 0:
-            raise ConfigError("multibox_loss_param: neg_pos_ratio must be above 0")
+        if mining == MAX_NEGATIVE and param.neg_pos_ratio < 0:
+            raise ConfigError("multibox_loss_param: neg_pos_ratio must not be below 0")
         if mining == HARD_EXAMPLE and param.sample_size < 1:
             raise ConfigError("multibox_loss_param: sample_size must be above 0")
         self.agnostic = param.map_object_to_agnostic

@@ -26,6 +26,7 @@ CENTRED = "code_type: CENTER_SIZE "
 CASES = {
     "default": ("", ""),
     "centred": (CENTRED + "neg_pos_ratio: 1.5 neg_overlap: 0.3 loc_weight: 2", ""),
+    "no negatives": (CENTRED + "neg_pos_ratio: 0", ""),
     "corner sizes": ("code_type: CORNER_SIZE loc_loss_type: L2 match_type: BIPARTITE", ""),
     "hard examples": (CENTRED + "mining_type: HARD_EXAMPLE sample_size: 5", ""),
     "no mining": (CENTRED + "mining_type: NONE", "loss_param { normalize: false }"),
@@ -357,7 +358,7 @@ def test_a_true_box_that_is_not_finite_is_named(side):
         ("", "needs num_classes"),
         ("num_classes: 4 share_location: false", "share_location false needs mining_type: NONE"),
         ("num_classes: 4 do_neg_mining: false", "do_neg_mining and mining_type"),
-        ("num_classes: 4 neg_pos_ratio: 0", "neg_pos_ratio must be above 0"),
+        ("num_classes: 4 neg_pos_ratio: -1", "neg_pos_ratio must not be below 0"),
         ("num_classes: 4 mining_type: HARD_EXAMPLE sample_size: 0", "sample_size must be above 0"),
         ("num_classes: 4 map_object_to_agnostic: true", "needs num_classes 2"),
         ("num_classes: 4 background_label_id: 4", "none of the 4 classes"),
