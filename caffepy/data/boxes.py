@@ -59,7 +59,9 @@ def project(
         centre = (boxes[:, :2] + boxes[:, 2:]) / 2
         keep &= ((centre >= window[:2]) & (centre <= window[2:])).all(1)
     elif emit is not None:
-        keep &= areas(inside) > emit.emit_overlap * (areas(boxes) if sizes is None else sizes)
+        whole = areas(boxes) if sizes is None else sizes
+        part = np.divide(areas(inside), whole, out=np.zeros_like(boxes[:, 0]), where=keep)
+        keep &= part > np.float32(emit.emit_overlap)
     projected = objects[keep]
     projected[:, BOX] = seen[keep]
     return projected
@@ -83,7 +85,7 @@ def follow_resize(objects: Array, size: Size, param: ResizeParameter) -> Array:
         pad[int(wide)] = free
     new = np.array([width, height], np.float32)
     resized = objects.copy()
-    pixels = objects[:, BOX].reshape(-1, 2, 2) * old * ((new - 2 * pad) / old)
+    pixels = objects[:, BOX].reshape(-1, 2, 2) * old * (new - 2 * pad) / old  # in this order
     pixels[:, 0] = np.maximum(pixels[:, 0], 0)
     pixels[:, 1] = np.minimum(pixels[:, 1], new)
     resized[:, BOX] = ((pixels + pad) / new).reshape(-1, 4)

@@ -113,3 +113,39 @@ def test_boxes_follow_an_image_with_bars(size):
     if size[0] > size[1]:
         half = [0.25 + x0 / 2, y0, 0.25 + x1 / 2, y1]
     np.testing.assert_allclose(after, half, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "resize_mode: WARP height: 16 width: 16",
+        "resize_mode: FIT_LARGE_SIZE_AND_PAD height: 30 width: 20",
+    ],
+)
+def test_boxes_follow_a_resize_with_the_fork_s_roundings(text):
+    """To the last bit, since a constraint may ask whether a centre lies at an edge."""
+    param = text_format.Parse(text, ResizeParameter())
+    objects = np.zeros((400, boxes.COLUMNS), np.float32)
+    objects[:, boxes.BOX] = np.sort(np.random.default_rng(0).random((400, 2, 2)), 1).reshape(-1, 4)
+    objects[:, boxes.BOX] = objects[:, boxes.BOX].round(2)
+    width, height, new, tall = map(np.float32, (52, 36, param.width, param.height))
+    after = boxes.follow_resize(objects, (36, 52), param)
+    for column in (2, 4):
+        expected = objects[:, column] * width * new / width / new
+        np.testing.assert_array_equal(after[:, column], np.minimum(expected, 1))
+    bar = np.float32(0)
+    if param.resize_mode == ResizeParameter.FIT_LARGE_SIZE_AND_PAD:
+        bar = (tall - new / (width / height)) / 2
+    for column in (3, 5):
+        expected = (objects[:, column] * height * (tall - 2 * bar) / height + bar) / tall
+        np.testing.assert_array_equal(after[:, column], expected)
+
+
+def test_a_part_is_compared_with_emit_overlap_after_a_division():
+    """0.8 of this box lies in the window, by a division in float32 a little more."""
+    objects = np.array([[1, 0, 0.1, 0.4, 0.6, 0.8, 0]], np.float32)
+    emit = EmitConstraint(emit_type=EmitConstraint.MIN_OVERLAP, emit_overlap=0.8)
+    window = np.array([0, 0, 0.5, 1], np.float32)
+    assert len(boxes.project(objects, window, emit)) == 1
+    lower = objects + np.array([0, 0, 0, 0, 0.1, 0, 0], np.float32)
+    assert len(boxes.project(lower, window, emit)) == 0
