@@ -39,7 +39,9 @@ log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent / "kernels"
 OPTIONS = ("-std=c++17",)
 
-ACCELERATED = dict.fromkeys(("pointwise", "cross_products", "outer_products"), ("90", "sm_90a"))
+ACCELERATED = dict.fromkeys(
+    ("pointwise", "cross_products", "outer_products", "filter_gradient"), ("90", "sm_90a")
+)
 """Files with code for one architecture, such as wgmma, and other code for all: the compute
 capability of the device, and the architecture.
 """

@@ -15,6 +15,7 @@ from caffepy.ops.cuda import (
     compiler,
     depthwise,
     few_channels,
+    filter_gradient,
     folding,
     pointwise,
     rgb_images,
@@ -56,6 +57,9 @@ class Passes:
         if rgb_images.suits(geometry, dtype):
             self._own.append(rgb_images)
             self._kind += " rgb"
+        if filter_gradient.suits(geometry, dtype):
+            self._own.append(filter_gradient)
+            self._kind += " filter gradient"
         self.folding: Folding | None = None
         if folding.suits(geometry, dtype):
             self.folding, self._kind = Folding(geometry, dtype), "folding"
