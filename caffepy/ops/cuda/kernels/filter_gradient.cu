@@ -103,15 +103,22 @@ template <typename G> __device__ void keep(float* part, const float* sums) {
   for (int i = 0; i < G::SUMS; ++i) part[i * G::THREADS] = sums[i];
 }
 
-// An element of dw += the shares of a thread's sum blockIdx.y, of tile blockIdx.x.
+// An element of dw += the shares of a thread's sum blockIdx.y, of tile blockIdx.x, LOADS on their way at a time.
 template <typename G> __device__ void add_shares(const float* part, float* dw, const Sizes& s, i64 at) {
+  constexpr int LOADS = 16;
   if (at < 0) return;
   const i64 pitch = i64(gridDim.x) * G::SUMS * G::THREADS;
   part += (i64(blockIdx.x) * G::SUMS + blockIdx.y) * G::THREADS + threadIdx.x;
+  const float before = dw[at];
   float sum = 0;
-#pragma unroll 8
-  for (int share = 0; share < s.shares; ++share) sum += part[share * pitch];
-  dw[at] += sum;
+  for (int first = 0; first < s.shares; first += LOADS) {
+    float shares[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) shares[i] = first + i < s.shares ? part[(first + i) * pitch] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) sum += shares[i];
+  }
+  dw[at] = before + sum;
 }
 
 // ---- few channels
