@@ -116,7 +116,7 @@ class Iterations:
         self.statistics = Statistics(step.net)
         self.eager = EagerRunner(step, nets, self._before_update)
         self.captured = CapturedRunner(step, nets)
-        self.loop = Loop(step, self.eager.check_loss)
+        self.loop = Loop(step)
         self._seconds = inf  # the least of an iteration
         self._mean = inf  # seconds of an iteration, of the last TIMED ones
         self._timed = 0, -inf  # when these began: iteration and time

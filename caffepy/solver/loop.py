@@ -40,12 +40,10 @@ iterations take one by one.
 
 
 class Loop:
-    """Repeats the iterations of a step. `check` raises the error of a loss that is not finite, of
-    the iteration of this number.
-    """
+    """Repeats the iterations of a step."""
 
-    def __init__(self, step: TrainingStep, check: Callable[[int], object]) -> None:
-        self._step, self._check = step, check
+    def __init__(self, step: TrainingStep) -> None:
+        self._step = step
         self._graph: Graph | None = None
         self._series: Series | None = None
         self._steady: Hashable = None  # the conditions of the recording
@@ -201,4 +199,4 @@ class Loop:
 
     def _check_loss(self) -> None:
         assert self._series
-        self._check(self._first + int(self._series.places[0]))
+        self._step.check_loss(self._first + int(self._series.places[0]))

@@ -25,11 +25,9 @@ turns at the data layers: if some of them came to the data first, each would wai
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from math import isfinite
 from typing import Any
 
 from caffepy.net import Net
-from caffepy.solver.divergence import diverged
 from caffepy.solver.positions import data_layers, take_data_positions, take_positions
 from caffepy.solver.step import TrainingStep
 
@@ -49,7 +47,7 @@ class EagerRunner:
         self._step = step
         self._nets = nets
         self._before_update = before_update
-        self._iteration = 0
+        self._iteration = 0  # the number of the one at work, for its error
 
     def positions(self) -> dict[str, Any]:
         """Return the positions of all layers and random numbers, for rollback."""
@@ -61,9 +59,8 @@ class EagerRunner:
         timer.begin()
         with step.overwrite_gradients():
             step.begin()
+            self._iteration, alone = iteration, step.synchronizer is None
             for _ in range(step.param.iter_size):
-                self._iteration = iteration
-                alone = step.synchronizer is None
                 step.graphs.run_pass(step.capture, self._check_pass, alone, step.overwrites)
                 timer.mark("backward")
             step.gradients_ready()
@@ -78,23 +75,14 @@ class EagerRunner:
         self._step.update_state.check_loss(self._check_loss)
         self._step.phase_timer.mark("forward")
 
-    def _check_loss(self) -> float:
-        return self.check_loss(self._iteration)
-
-    def check_loss(self, iteration: int) -> float:
-        """Return the loss of the last pass; DivergenceError if it is not finite."""
-        step = self._step
-        loss = step.update_state.loss()
-        if not isfinite(loss):
-            raise diverged(step.net, step.graphs.eager_steps, iteration, loss)
-        return loss
+    def _check_loss(self) -> None:
+        self._step.check_loss(self._iteration)
 
     def forward(self, iteration: int) -> float:
         """Run a forward pass and return its loss; DivergenceError if that is not finite."""
-        self._iteration = iteration
         self._step.graphs.run_forward(self._step.capture)
         self._step.accumulate_loss()
-        return self._check_loss()
+        return self._step.check_loss(iteration)
 
 
 class CapturedRunner:

@@ -7,6 +7,7 @@ averages gradients over solvers) and `update`. `runners.py` has the two ways to 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from math import isfinite
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from caffepy.net.replay import Part, Replay
 from caffepy.ops.update_state import Limits
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.capture import GraphRunner
+from caffepy.solver.divergence import diverged
 from caffepy.solver.optimizer import Optimizer
 from caffepy.solver.params import Params
 
@@ -326,6 +328,13 @@ class TrainingStep:
         self.update_state.accumulate_loss()
         if self.synchronizer:
             self.update_state.pack_metrics(self.params.metrics)
+
+    def check_loss(self, iteration: int) -> float:
+        """Return the loss of the last pass; DivergenceError if it is not finite."""
+        loss = self.update_state.loss()
+        if not isfinite(loss):
+            raise diverged(self.net, self.graphs.eager_steps, iteration, loss)
+        return loss
 
     def gradients_ready(self) -> None:
         """Call `on_gradients_ready`, in which the synchronizer averages gradients and loss."""
