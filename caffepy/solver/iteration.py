@@ -26,7 +26,7 @@ Layer by layer, the displayed outputs are copied before the update, since Caffe 
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from math import inf
 from time import perf_counter
@@ -74,8 +74,10 @@ class PendingStep(NamedTuple):
     positions: dict[str, Any]
 
 
-Told = tuple[int, float | None, float]
-"""Number, smoothed loss as far as it is known, and learning rate of an iteration."""
+Iterated = tuple[int, float | None, float]
+"""Number, smoothed loss as far as it is known, and learning rate of an iteration: what
+`Reporter.iterated` is told.
+"""
 
 
 class Trainer(Protocol):
@@ -168,12 +170,13 @@ class Iterations:
         alone = type(self.trainer.workers) is WorkerGroup and not step.callbacks
         return self.loop.prepare(most, self._seconds) if alone else 0
 
-    def run_several(self, count: int) -> Iterator[Told]:
+    def run_several(self, count: int) -> Iterable[Iterated]:
         """Run `count` iterations, see `prepare`, as one call, or enqueue them as one graph."""
-        several = self.enqueue_several if self.step.graphs.can_capture() else self._loop
-        yield from several(count)
+        if self.step.graphs.can_capture():
+            return self.enqueue_several(count)
+        return self._run_loop(count)
 
-    def enqueue_several(self, count: int) -> Sequence[Told]:
+    def enqueue_several(self, count: int) -> Sequence[Iterated]:
         """Enqueue `count` iterations of a net whose data stay as one graph."""
         step, current_step = self.step, self.current_step
         step.phase_timer.start()
@@ -195,7 +198,8 @@ class Iterations:
         self.release_positions()
         return [(number, self.display.loss, rate) for number, rate in enumerate(rates, first)]
 
-    def _loop(self, count: int) -> Iterator[Told]:
+    def _run_loop(self, count: int) -> Iterator[Iterated]:
+        """Run `count` iterations as one call of `Loop`."""
         step, rule, policy_step = self.step, self.step.optimizer.rule, self.current_step
         self.release_positions()
         numbers = list[tuple[float, float]]()
