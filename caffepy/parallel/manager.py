@@ -60,7 +60,7 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Action, Signals, Solver
 from caffepy.solver.faults import rescue
-from caffepy.solver.step import Synchronizer as SolversSynchronizer
+from caffepy.solver.step import SyncCallback
 from caffepy.solver.test_pass import Totals
 from caffepy.solver.worker_group import WorkerGroup
 
@@ -226,7 +226,7 @@ class P2PManager(WorkerGroup):
         work(self.root, 0)
         self._threads.wait_idle()
 
-    def surround(self, outer: Callable[[Synchronizer, int], SolversSynchronizer]) -> None:
+    def surround(self, outer: Callable[[Synchronizer, int], SyncCallback]) -> None:
         """Replace each solver's synchronizer by what `outer` makes of it and of the rank."""
         self.each(lambda _, rank: self._sync.surround(rank, lambda own: outer(own, rank)))
 

@@ -21,7 +21,7 @@ from caffepy.device.device import Device
 from caffepy.net.gradients import adders, large_products
 from caffepy.parallel import batch_norm
 from caffepy.solver import Solver
-from caffepy.solver.step import Synchronizer as SolversSynchronizer
+from caffepy.solver.step import SyncCallback
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Synchronization:
             if self._shares_batches:
                 batch_norm.share_batches(solver.net, partial(self._group.all_gather, rank))
 
-    def surround(self, rank: int, outer: Callable[[Synchronizer], SolversSynchronizer]) -> None:
+    def surround(self, rank: int, outer: Callable[[Synchronizer], SyncCallback]) -> None:
         """Replace the synchronizer of the rank's solver by what `outer` makes of it."""
         solver, synchronizer = self._members[rank]
         with solver.device.scope():

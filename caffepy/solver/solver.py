@@ -43,7 +43,7 @@ from caffepy.solver.nets import (
 from caffepy.solver.resume_state import ResumeState
 from caffepy.solver.signals import Action
 from caffepy.solver.snapshot import warn_of_earlier
-from caffepy.solver.step import Callback, Synchronizer, TrainingStep
+from caffepy.solver.step import Callback, SyncCallback, TrainingStep
 from caffepy.solver.test_pass import TestPass
 from caffepy.solver.worker_group import EndedGroup, WorkerGroup
 
@@ -235,7 +235,7 @@ class Solver:
         tests = (blob for net in self.test_nets for blob in net.params_beyond(self.net))
         return [self.params.data, *self.history, *(blob.data_memory.array for blob in tests)]
 
-    def synchronize(self, synchronizer: Synchronizer | None, pulls: bool = False) -> None:
+    def synchronize(self, synchronizer: SyncCallback | None, pulls: bool = False) -> None:
         """Average gradients with other solvers by this callback from now on; None: stop doing so.
 
         `pulls`: parameters come from another solver before each iteration, which the phase timer

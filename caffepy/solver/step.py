@@ -48,8 +48,9 @@ class Callback(Protocol):
         """Called after the backward pass, before the update."""
 
 
-class Synchronizer(Callback, Protocol):
-    """The callback that averages `Params.reduced_diff` over all solvers.
+class SyncCallback(Callback, Protocol):
+    """The callback that averages `Params.reduced_diff` over all solvers: a `Synchronizer` of
+    `collectives`, which knows no solver, or what `parallel` puts around one.
 
     `updates` is True if this solver updates its parameters; else it gets the root's in `on_start`.
     Without `reduces_early` nothing calls `after_backward`. `abort_flag` is the host address of the
@@ -76,7 +77,7 @@ class _LayerHook:
 
     capturable = adds_nothing = touches_nothing = True
 
-    def __init__(self, step: "TrainingStep", synchronizer: Synchronizer) -> None:
+    def __init__(self, step: "TrainingStep", synchronizer: SyncCallback) -> None:
         self._step, self._synchronizer = step, synchronizer
 
     def __call__(self, layer: int) -> None:
@@ -109,7 +110,7 @@ class TrainingStep:
         self.net = net
         self.device = device
         self.callbacks: list[Callback] = []
-        self.synchronizer: Synchronizer | None = None  # one of the callbacks
+        self.synchronizer: SyncCallback | None = None  # one of the callbacks
         self.pulls = False  # the synchronizer brings parameters in `on_start`
         self.saves_memory = False  # blobs share memory: a pass leaves no activations behind
         self.scripts_look = True  # at blobs and gradients, between iterations
@@ -141,7 +142,7 @@ class TrainingStep:
     def _new_graphs(self) -> GraphRunner:
         return GraphRunner(self.net, self.fused, "The training step runs", self.callbacks)
 
-    def synchronize(self, synchronizer: Synchronizer | None, pulls: bool) -> None:
+    def synchronize(self, synchronizer: SyncCallback | None, pulls: bool) -> None:
         """Average gradients by this callback from now on; None: no more."""
         before, self.synchronizer = self.synchronizer, synchronizer
         self.pulls, self.phase_timer.running = pulls, synchronizer is not None
