@@ -27,7 +27,7 @@ from caffepy.commands.nodes import (
 )
 from caffepy.commands.rollback import STOP, Rollback, Start, on_divergence
 from caffepy.core.errors import INTERRUPTED, STOPPED, ConfigError, DivergenceError, UsageError
-from caffepy.core.events import Output
+from caffepy.core.events import Output, Reporter
 from caffepy.core.files import locate, locked, working_directory
 from caffepy.data.decoders import THREADS, decoding
 from caffepy.data.loader import tolerating
@@ -208,13 +208,14 @@ def _train_as_node(options: TrainOptions, monitor: Monitor, world: World | None)
                 devices = list(options.cluster.dealt(devices))
             if not options.threads:
                 ops.backend(devices[0]).set_num_threads(options.cluster.threads())
+        run = _Run(options, param, devices, monitor, world)
         if world is None:
             together = len(devices) > 1 and not options.cluster  # who may wait for long
             ends = bool(options.deadlines) or together
             monitor.begin({**DEADLINES, **options.deadlines}, ends)
         else:
-            _meet(options, param, devices, world)
-        _set_up(options, param, devices[0])
+            _meet(run, world)
+        _set_up(run)
         first: str | None = None
         alone: AbstractContextManager[None] = nullcontext()
         if world is None or world.writes_files:
@@ -224,7 +225,7 @@ def _train_as_node(options: TrainOptions, monitor: Monitor, world: World | None)
         start = Start(first, anew=first is None)
         with alone, tolerating(options.max_bad_records), decoding(options.decode):
             while True:
-                end = _train(options, param, devices, monitor, start, rollback, world)
+                end = _train(run, start, rollback)
                 if isinstance(end, TrainResult):
                     return end
                 start = end
@@ -233,49 +234,51 @@ def _train_as_node(options: TrainOptions, monitor: Monitor, world: World | None)
                 gc.collect()  # the nets that diverged, before their like are built
 
 
-def _train(
-    options: TrainOptions,
-    param: SolverParameter,
-    devices: Sequence[Device],
-    monitor: Monitor,
-    start: Start,
-    rollback: Rollback | None,
-    world: World | None,
-) -> TrainResult | Start:
+@dataclass(frozen=True)
+class _Run:
+    """A training run: what stays the same when it is rolled back. `world` has all nodes, if mpirun
+    or srun started some.
+    """
+
+    options: TrainOptions
+    param: SolverParameter
+    devices: Sequence[Device]
+    monitor: Monitor
+    world: World | None
+
+    @property
+    def solvers(self) -> int:
+        """Number of solvers that train in step, on all nodes."""
+        return self.world.size if self.world else len(self.devices)
+
+    @property
+    def follows(self) -> bool:
+        """True on nodes other than the first, which write no files."""
+        return self.devices[0].follows
+
+
+def _train(run: _Run, start: Start, rollback: Rollback | None) -> TrainResult | Start:
     """Train from `start` to the end, or to a divergence that is rolled back: return where to."""
-    signals, folder = monitor.signals, working_directory()
-    follows, size = devices[0].follows, world.size if world else len(devices)
-    boards, prefix = list[TensorBoard](), param.snapshot_prefix or None
-    drawn = None if param.random_seed >= 0 or options.cluster else seed_devices(world, devices)
-    if options.tensorboard and not follows:
+    options, param, monitor, folder = run.options, run.param, run.monitor, working_directory()
+    drawn, boards = None, list[TensorBoard]()
+    if param.random_seed < 0 and not options.cluster:
+        drawn = seed_devices(run.world, run.devices)
+    if options.tensorboard and not run.follows:
         boards = [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
-    prefix, progress = (None, False) if follows else (prefix, options.progress)
-    # MPI and Ray count the processes that they start
-    beside = world is None and options.cluster is None
     with (
-        open_report(prefix, param.max_iter, progress, boards, beside) as reporter,
-        closing(
-            Solver(
-                param,
-                device=devices[0],
-                path=options.solver,
-                reporter=reporter,
-                precision=options.precision,
-                rank=world.first_rank if world else 0,
-                batch_parts=size if options.batch_mode == "global" else 1,
-            )
-        ) as solver,
+        _report(run, boards) as reporter,
+        closing(_solver(run, reporter)) as solver,
         _attached(options) as attachment,
     ):
         monitor.watch(solver)
-        _configure(solver, options, devices)
-        resumed = _restore(solver, options, start.snapshot, attachment, world)
-        if drawn is not None and not resumed and not follows:
+        _configure(run, solver)
+        resumed = _restore(run, solver, start.snapshot, attachment)
+        if drawn is not None and not resumed and not run.follows:
             log.info("The random seed is %d; random_seed: %d repeats the run", drawn, drawn)
         if start.rate_factor is not None:
             solver.iterations.rate_factor = start.rate_factor
         try:
-            with _joined(solver, options, devices, signals, world, attachment):
+            with _joined(run, solver, attachment):
                 for board in boards:
                     board.watch = Watch(solver, board.every)
                 log.info("Starting Optimization")
@@ -295,8 +298,32 @@ def _train(
             message = "A signal stopped the run at iteration %d; --snapshot %s resumes it"
             log.info(message, solver.iter, saved)
         result = TrainResult(solver.iter, solver.stopped, solver.last_outputs, saved)
-        signals.ended, monitor.exit_code = True, result.exit_code
+        monitor.signals.ended, monitor.exit_code = True, result.exit_code
         return result
+
+
+def _report(run: _Run, boards: Sequence[TensorBoard]) -> AbstractContextManager[Reporter]:
+    """Return a block with the run's reporter; nodes that follow only log."""
+    options, param = run.options, run.param
+    prefix = None if run.follows else param.snapshot_prefix or None
+    progress = False if run.follows else options.progress
+    # MPI and Ray count the processes that they start
+    beside = run.world is None and options.cluster is None
+    return open_report(prefix, param.max_iter, progress, boards, beside)
+
+
+def _solver(run: _Run, reporter: Reporter) -> Solver:
+    """Return the root solver of this process."""
+    options = run.options
+    return Solver(
+        run.param,
+        device=run.devices[0],
+        path=options.solver,
+        reporter=reporter,
+        precision=options.precision,
+        rank=run.world.first_rank if run.world else 0,
+        batch_parts=run.solvers if options.batch_mode == "global" else 1,
+    )
 
 
 def _attached(options: TrainOptions) -> AbstractContextManager["Attachment | None"]:
@@ -309,8 +336,9 @@ def _attached(options: TrainOptions) -> AbstractContextManager["Attachment | Non
     return attached(cluster.cluster, cluster.name, options.solver)
 
 
-def _configure(solver: Solver, options: TrainOptions, devices: Sequence[Device]) -> None:
+def _configure(run: _Run, solver: Solver) -> None:
     """Choose how the solver runs: captured, fused, with blobs that share memory."""
+    options, devices = run.options, run.devices
     solver.resume_state.keep = options.keep
     solver.capture, solver.fuse = options.capture, options.fuse
     looked_at = solver.param.debug_info or options.bn_stats == "sync"
@@ -322,43 +350,33 @@ def _configure(solver: Solver, options: TrainOptions, devices: Sequence[Device])
 
 
 def _restore(
-    solver: Solver,
-    options: TrainOptions,
-    snapshot: str | None,
-    attachment: "Attachment | None",
-    world: World | None,
+    run: _Run, solver: Solver, snapshot: str | None, attachment: "Attachment | None"
 ) -> bool:
     """Continue from what servers hold, or from a snapshot; True if there was a snapshot."""
     if attachment and attachment.held:
-        _go_on(solver, options, attachment)
+        _go_on(solver, run.options, attachment)
         snapshot = None
     elif snapshot == AUTO:
         snapshot = newest_good(solver.param.snapshot_prefix, solver.resume_state.run)
     if snapshot:
         log.info("Resuming from %s", snapshot)
         solver.restore(snapshot)
-        if world:
-            check_images(world, solver, snapshot, options.nodes)
+        if run.world:
+            check_images(run.world, solver, snapshot, run.options.nodes)
     if solver.iter and solver.iter >= solver.param.max_iter:
         log.warning("Nothing is left to train: max_iter is %d", solver.param.max_iter)
     return bool(snapshot)
 
 
 @contextmanager
-def _joined(
-    solver: Solver,
-    options: TrainOptions,
-    devices: Sequence[Device],
-    signals: Signals,
-    world: World | None,
-    attachment: "Attachment | None",
-) -> Iterator[None]:
+def _joined(run: _Run, solver: Solver, attachment: "Attachment | None") -> Iterator[None]:
     """Return a block in which the solver trains with others, if there are any."""
-    cluster, last_resort = options.cluster, options.last_resort
+    options, cluster = run.options, run.options.cluster
     way = AUTO if cluster else options.sync
     sync = SyncOptions(way, options.bn_stats, options.deadlines, options.wire)
-    known = _baseline(solver, world.size if world else len(devices)) if not cluster else None
-    with p2p_manager(solver, devices, sync, signals, last_resort, known, world):
+    known = None if cluster else _baseline(solver, run.solvers)
+    signals, last_resort = run.monitor.signals, options.last_resort
+    with p2p_manager(solver, run.devices, sync, signals, last_resort, known, run.world):
         if cluster is None:
             yield
             return
@@ -415,10 +433,9 @@ def _check_recompute(options: TrainOptions, param: SolverParameter) -> None:
             raise UsageError(f"--recompute does not go together with {what}")
 
 
-def _meet(
-    options: TrainOptions, param: SolverParameter, devices: Sequence[Device], world: World
-) -> None:
+def _meet(run: _Run, world: World) -> None:
     """Count the solvers of all nodes; ConfigError unless all nodes have the same options."""
+    options, param, devices = run.options, run.param, run.devices
     if on_divergence(options.on_divergence) is not None:
         raise UsageError("--on-divergence rollback is for one process: give --on-divergence stop")
     check_alike(
@@ -459,7 +476,9 @@ def _alone(param: SolverParameter, path: str) -> AbstractContextManager[None]:
     return locked(os.path.join(folder, f".{name}.lock"), holder, where)
 
 
-def _set_up(options: TrainOptions, param: SolverParameter, device: Device) -> None:
+def _set_up(run: _Run) -> None:
+    """Copy options into the fields of the solver and the device that have them."""
+    options, param, device = run.options, run.param, run.devices[0]
     if device.kind == "cuda":
         param.device_id = device.index
     if options.threads:
