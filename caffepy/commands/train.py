@@ -35,8 +35,9 @@ from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.threads import num_threads
 from caffepy.net.recompute import Recompute
-from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.manager import p2p_manager
 from caffepy.parallel.nodes import check_alike
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import format as format_text
 from caffepy.proto.text import read_net, read_solver

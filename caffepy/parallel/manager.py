@@ -28,16 +28,14 @@ happens on a fault is in `watchdog`, how BatchNorm works in `batch_norm`, what i
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
 from typing import Any
 
 from caffepy.collectives import peers
-from caffepy.collectives.rank_group import DEADLINES
-from caffepy.collectives.synchronizer import FLOAT32, Synchronizer
+from caffepy.collectives.synchronizer import Synchronizer
 from caffepy.collectives.topology import Topology, all_joined
 from caffepy.collectives.world import World
 from caffepy.core.errors import CaffeError, ConfigError, LostDeviceError
@@ -52,7 +50,7 @@ from caffepy.parallel.nodes import (
     own_positions,
     restored_positions,
 )
-from caffepy.parallel.synchronization import Synchronization
+from caffepy.parallel.synchronization import Synchronization, SyncOptions
 from caffepy.parallel.turns import Turns
 from caffepy.parallel.worker import WorkerSolver, edits
 from caffepy.parallel.workers import Workers
@@ -65,22 +63,6 @@ from caffepy.solver.test_pass import Totals
 from caffepy.solver.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SyncOptions:
-    """Settings of solvers that train together.
-
-    sync: the way to synchronize, see `collectives.sync`.
-    bn_stats: "average", "root" or "sync", see `parallel.batch_norm`.
-    deadlines: seconds by phase after which a rank that makes no progress counts as hung.
-    wire: type of gradients between nodes, "float32" or "bf16".
-    """
-
-    sync: str = "auto"
-    bn_stats: str = "average"
-    deadlines: Mapping[str, float] = field(default_factory=lambda: DEADLINES)
-    wire: str = FLOAT32
 
 
 class P2PManager(WorkerGroup):
@@ -107,31 +89,21 @@ class P2PManager(WorkerGroup):
         self.devices = devices[1:]
         self._baseline = baseline
         self._bn_stats = sync_options.bn_stats
-        save, deadlines = partial(rescue, root.resume_state), sync_options.deadlines
-
-        def make(rank: int) -> WorkerSolver:
-            universal = self._first + rank
-            positions = restored_positions(root, self.size)[universal - 1]
-            worker = WorkerSolver(root, universal, devices[rank], positions)
-            self._turns.join(worker, rank)
-            self._sync.join(worker, rank)
-            return worker
-
-        self._ranks = Workers(devices, make, deadlines, signals, save, last_resort, world)
+        self._ranks = Workers(
+            devices,
+            self._make_worker,
+            sync_options.deadlines,
+            signals,
+            partial(rescue, root.resume_state),
+            last_resort,
+            world,
+        )
         self.group, self._threads = self._ranks.group, self._ranks.threads
         self.group.world.iteration = lambda: root.iter
         self.size, self._first = self.group.world.size, self.group.world.first_rank
         self.watchdog = self._ranks.watchdog
         self._turns = Turns(self.group, devices, self.raise_worker_error)
-        self._sync = Synchronization(
-            root,
-            devices,
-            topology,
-            self.group,
-            sync_options.sync,
-            self._bn_stats == "sync",
-            sync_options.wire,
-        )
+        self._sync = Synchronization(root, devices, topology, self.group, sync_options)
         self.workers: list[WorkerSolver] = []
         self._param = SolverParameter()  # the settings that the workers have
         self._param.CopyFrom(root.param)
@@ -142,6 +114,21 @@ class P2PManager(WorkerGroup):
 
     # begin and end
 
+    def _make_worker(self, rank: int) -> WorkerSolver:
+        """Make the worker of this rank, in its thread; all ranks meet in here."""
+        universal = self._first + rank
+        positions = restored_positions(self.root, self.size)[universal - 1]
+        worker = WorkerSolver(self.root, universal, self.devices[rank - 1], positions)
+        self._turns.join(worker, rank)
+        self._sync.join(worker, rank)
+        return worker
+
+    def _progress(self) -> object:
+        """Return what changes as long as a solver of this node makes progress."""
+        members, left = list(self._threads.members.values()), self._threads.left
+        done = [solver.update_state.done for solver in (self.root, *members)]
+        return self.group.phase, self.root.iter, done, left, self._turns.taken
+
     def __enter__(self) -> "P2PManager":
         root = self.root
         try:
@@ -151,13 +138,7 @@ class P2PManager(WorkerGroup):
             check_data(root.iterations.nets, root.device, self.group)
             follow_first(root, self.group)
             self._turns.join(root, 0)
-
-            def progress() -> object:
-                members, left = list(self._threads.members.values()), self._threads.left
-                done = [solver.update_state.done for solver in (root, *members)]
-                return self.group.phase, root.iter, done, left, self._turns.taken
-
-            with self._ranks.starting(progress):
+            with self._ranks.starting(self._progress):
                 self._sync.join(root, 0)
             self.workers = self._ranks.members
             solvers = [solver.iterations.statistics for solver in (root, *self.workers)]

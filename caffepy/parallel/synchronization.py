@@ -3,14 +3,15 @@ gradients of a solver as they take them.
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
 from caffepy.collectives import factors, interfaces
 from caffepy.collectives.buckets import Bucket, buckets
-from caffepy.collectives.rank_group import RankGroup
+from caffepy.collectives.rank_group import DEADLINES, RankGroup
 from caffepy.collectives.sync import Choice, choose, crossing_bytes
 from caffepy.collectives.synchronizer import BF16, FLOAT32, FlatParams, Synchronizer
 from caffepy.collectives.topology import Topology, device_pairs, show
@@ -26,12 +27,24 @@ from caffepy.solver.step import SyncCallback
 log = logging.getLogger(__name__)
 
 
-class Synchronization:
-    """The synchronizers that keep the solvers of all ranks in step, each from `join` to `leave`.
+@dataclass(frozen=True)
+class SyncOptions:
+    """Settings of solvers that train together.
 
-    `sync` is the way to do so, see `collectives.sync`, `wire` the type of gradients between nodes.
-    With `shares_batches` BatchNorm normalizes with the statistics of the batches of all ranks.
+    sync: the way to synchronize, see `collectives.sync`.
+    bn_stats: "average", "root" or "sync", see `parallel.batch_norm`.
+    deadlines: seconds by phase after which a rank that makes no progress counts as hung.
+    wire: type of gradients between nodes, "float32" or "bf16".
     """
+
+    sync: str = "auto"
+    bn_stats: str = "average"
+    deadlines: Mapping[str, float] = field(default_factory=lambda: DEADLINES)
+    wire: str = FLOAT32
+
+
+class Synchronization:
+    """The synchronizers that keep the solvers of all ranks in step, each from `join` to `leave`."""
 
     def __init__(
         self,
@@ -39,22 +52,21 @@ class Synchronization:
         devices: Sequence[Device],
         topology: Topology,
         group: RankGroup,
-        sync: str,
-        shares_batches: bool,
-        wire: str = FLOAT32,
+        options: SyncOptions,
     ) -> None:
-        self._group, self._shares_batches = group, shares_batches
+        wire = options.wire
+        self._group, self._shares_batches = group, options.bn_stats == "sync"
         self._members: dict[int, tuple[Solver, Synchronizer]] = {}
         on_gpus = devices[0].kind == "cuda"
         log.info("%s pairs %s", "GPUs" if on_gpus else "Solvers", show(device_pairs(topology)))
-        self._way = choose(sync, topology, on_gpus, group.world.nodes)._replace(wire=wire)
+        self._way = choose(options.sync, topology, on_gpus, group.world.nodes)._replace(wire=wire)
         for rank in range(topology.size):
             log.debug("Starting sync %d (of total %d)", rank, topology.size)
         over_nccl = self._way.name == "nccl"
         self._factored = choose_factored(root, devices, group.world, wire) if over_nccl else ()
         if wire != FLOAT32:
             log_wire(root, self._way, group.world, self._factored)
-        if shares_batches and on_gpus and batch_norm.normalizing(root.net):
+        if self._shares_batches and on_gpus and batch_norm.normalizing(root.net):
             if root.saves_memory:
                 raise UsageError("--bn-stats sync needs nets whose blobs share no memory")
             root.run_eagerly("statistics of batches go through the host")

@@ -13,12 +13,13 @@ from caffepy.core.events import Reporter
 from caffepy.core.files import AnyPath
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
-from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.manager import p2p_manager
 from caffepy.parallel.nodes import check_alike
 from caffepy.parallel.parameter_server.attachment import attached
 from caffepy.parallel.parameter_server.cluster import ClusterOptions, options_of_worker, served
 from caffepy.parallel.parameter_server.messages import ServerUpdate
 from caffepy.parallel.parameter_server.ray_cluster import LOCAL
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe import mode, nodes

@@ -8,7 +8,8 @@ import numpy as np
 from caffepy.collectives.topology import all_joined
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
-from caffepy.parallel.manager import P2PManager, SyncOptions
+from caffepy.parallel.manager import P2PManager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.solver import Solver
 from tests.nets import library
 from tests.solver.cases import AskAt, Recorder, solver_of

@@ -16,7 +16,8 @@ from caffepy.core.errors import CaffeError, ConfigError, DataError, DeviceError
 from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.device import Device
 from caffepy.parallel import nodes
-from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.manager import p2p_manager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import parse
 from caffepy.solver import Solver

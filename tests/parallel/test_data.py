@@ -19,7 +19,8 @@ from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.net import Net
-from caffepy.parallel.manager import P2PManager, SyncOptions, p2p_manager
+from caffepy.parallel.manager import P2PManager, p2p_manager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.caffe_pb2 import (
     AnnotatedDatum,
     Annotation,

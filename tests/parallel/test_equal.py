@@ -12,7 +12,8 @@ from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import ConfigError, UsageError
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
-from caffepy.parallel.manager import P2PManager, SyncOptions, p2p_manager
+from caffepy.parallel.manager import P2PManager, p2p_manager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.solver import Solver
 from caffepy.solver.capture import GraphRunner

@@ -32,7 +32,8 @@ from caffepy.data.write import write_database
 from caffepy.device.device import Device
 from caffepy.ops.update_state import StepResult, StepStatus
 from caffepy.parallel import watchdog
-from caffepy.parallel.manager import P2PManager, SyncOptions
+from caffepy.parallel.manager import P2PManager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.solver import Solver
 from tests.nets import library

@@ -17,7 +17,8 @@ from caffepy.collectives import peers
 from caffepy.collectives.topology import Topology, all_joined
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
-from caffepy.parallel.manager import P2PManager, SyncOptions
+from caffepy.parallel.manager import P2PManager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from tests.solver.cases import GOLDEN

@@ -20,7 +20,8 @@ import pytest
 from caffepy.collectives.world import World
 from caffepy.device.device import Device
 from caffepy.net.weights import save_binary
-from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.manager import p2p_manager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import parse

@@ -26,7 +26,8 @@ from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.models.synthetic import image_shape
 from caffepy.net import gradients
-from caffepy.parallel.manager import P2PManager, SyncOptions
+from caffepy.parallel.manager import P2PManager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.caffe_pb2 import TEST, NetParameter, SolverParameter
 from caffepy.solver import Action, Solver
 from tests.nets import library

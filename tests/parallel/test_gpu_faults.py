@@ -27,7 +27,8 @@ from caffepy.core.errors import ConfigError, DataError, DeviceError, SyncError
 from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.gpus import gpu_memory
-from caffepy.parallel.manager import P2PManager, SyncOptions
+from caffepy.parallel.manager import P2PManager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver, newest_good, snapshot

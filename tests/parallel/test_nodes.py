@@ -18,7 +18,8 @@ from caffepy.core.errors import DataError, SyncError
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.parallel import synchronization
-from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.manager import p2p_manager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Action, Solver
 from tests.collectives.threads_world import Wires, run_nodes

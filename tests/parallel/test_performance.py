@@ -11,7 +11,8 @@ from google.protobuf import text_format
 from caffepy.collectives import peers
 from caffepy.commands.train import _baseline
 from caffepy.device.cuda import CudaDevice
-from caffepy.parallel.manager import P2PManager, SyncOptions
+from caffepy.parallel.manager import P2PManager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from tests.parallel.cases import SETTINGS, net

@@ -18,7 +18,8 @@ import pytest
 from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import ConfigError
 from caffepy.device.device import Device
-from caffepy.parallel.manager import P2PManager, SyncOptions
+from caffepy.parallel.manager import P2PManager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.solver import Action
 from tests.nets import library
 from tests.parallel.cases import LOSSY, SETTINGS, Run

@@ -12,7 +12,7 @@ import pytest
 
 from caffepy.collectives.topology import Topology
 from caffepy.device.cuda import CudaDevice
-from caffepy.parallel.manager import SyncOptions
+from caffepy.parallel.synchronization import SyncOptions
 from tests.parallel.cases import SETTINGS, net
 from tests.parallel.test_golden import together as golden
 from tests.parallel.test_gpu import (

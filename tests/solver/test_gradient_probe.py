@@ -11,7 +11,8 @@ from caffepy.core.events import Reporter
 from caffepy.device import math_mode
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
-from caffepy.parallel.manager import P2PManager, SyncOptions
+from caffepy.parallel.manager import P2PManager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.solver import Solver, Watch
 from tests.parallel.cases import NET as DIGITS_NET
 from tests.parallel.cases import net

@@ -18,7 +18,8 @@ from caffepy.layer.base import Drawing
 from caffepy.net import Net, memory
 from caffepy.net.memory import Usage, lifetimes
 from caffepy.net.recompute import OVERHEAD_OF_HOST, arena, recomputed_layers
-from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.manager import p2p_manager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter, SolverParameter
 from caffepy.solver import Solver
 from tests.nets import library

@@ -12,7 +12,8 @@ from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
-from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.manager import p2p_manager
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Action, Solver, sidecar

@@ -21,8 +21,9 @@ from caffepy.data.decoders import THREADS, decoding
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
-from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.manager import p2p_manager
 from caffepy.parallel.nodes import check_alike, gather
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.report.performance import difference, shares
 from caffepy.report.text import AsJson
 

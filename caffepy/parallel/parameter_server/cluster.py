@@ -23,7 +23,7 @@ from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
 from caffepy.device.threads import num_threads
-from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.manager import p2p_manager
 from caffepy.parallel.parameter_server.attachment import Attachment
 from caffepy.parallel.parameter_server.client import Client
 from caffepy.parallel.parameter_server.filters import parse as parse_filters
@@ -41,6 +41,7 @@ from caffepy.parallel.parameter_server.messages import (
 from caffepy.parallel.parameter_server.ray_cluster import LOCAL, check_address, connect
 from caffepy.parallel.parameter_server.ray_engine import RayEngine
 from caffepy.parallel.parameter_server.worker import ServedWorkers
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 

@@ -16,7 +16,7 @@ from caffepy.core.errors import DataError, SyncError
 from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
-from caffepy.parallel.manager import SyncOptions, p2p_manager
+from caffepy.parallel.manager import p2p_manager
 from caffepy.parallel.parameter_server import heartbeat
 from caffepy.parallel.parameter_server import worker as worker_module
 from caffepy.parallel.parameter_server.attachment import Attachment
@@ -25,6 +25,7 @@ from caffepy.parallel.parameter_server.coordinator import Coordinator
 from caffepy.parallel.parameter_server.filters import parse
 from caffepy.parallel.parameter_server.messages import COORDINATOR, Nesterov, Report, Rule
 from caffepy.parallel.parameter_server.worker import ServedWorkers
+from caffepy.parallel.synchronization import SyncOptions
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
