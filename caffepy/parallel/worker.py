@@ -69,7 +69,7 @@ class WorkerSolver(Solver):
         """Run an iteration, or enqueue several as one graph."""
         with self.device.scope(), self.net.ops.blas_scope():
             if count == 1:
-                self.iterations.run(self.capture, show=False)
+                self.iterations.run(show=False)
             else:
                 self.iterations.enqueue_several(count)
 

@@ -127,13 +127,12 @@ class Iterations:
         self._held: dict[str, Any] | None = None  # positions before the test or iteration at work
         self._result = StepResult(0.0, 0.0, 1.0, 1.0, StepStatus.DONE)  # the last one
 
-    def run(self, capture: bool, show: bool) -> float:
+    def run(self, show: bool) -> float:
         """Run or enqueue an iteration; return its learning rate. `show`: wait for its result."""
         step = self.step
         step.compile_ahead()
         step.phase_timer.start()
-        step.capture = capture
-        captured = capture and step.graphs.can_capture()
+        captured = step.capture and step.graphs.can_capture()
         runner: Runner = self.captured if captured else self.eager
         self.collect(wait=runner.waits or self.plateau.used)
         pending = PendingStep(self.iter, self.current_step, self.plateau.event, runner.positions())

@@ -95,7 +95,7 @@ class Solver:
         self._own_reporter: Reporter | None = None  # from before `join`
         self.workers = WorkerGroup(not self.device.follows)
         self.action: Callable[[], Action] = _no_action
-        self.capture = True
+        self.saves_memory = False  # blobs share memory: a pass leaves no activations behind
         self.recompute: tuple[Recompute, int | None] = 1, None  # what `save_memory` was given
         self.stopped = False  # the last step or solve ended early because `action` asked for it
         if log.isEnabledFor(logging.INFO):
@@ -159,6 +159,17 @@ class Solver:
         return self.batch * self.param.iter_size * self.workers.size
 
     @property
+    def capture(self) -> bool:
+        """True, as by default, if a GPU captures iterations and replays them, and the CPU replays
+        short ones.
+        """
+        return self._step.capture
+
+    @capture.setter
+    def capture(self, capture: bool) -> None:
+        self._step.capture = capture
+
+    @property
     def fuse(self) -> bool:
         """True if groups of layers are computed together: blobs between them are not stored.
 
@@ -186,11 +197,6 @@ class Solver:
         """Mean outputs of each test net in its last test."""
         return [test_pass.last_outputs for test_pass in self._test_passes]
 
-    @property
-    def saves_memory(self) -> bool:
-        """True if blobs share memory, so that a pass leaves no activations behind."""
-        return self._step.saves_memory
-
     def save_memory(
         self, recompute: Recompute = 1, room: int | None = None, solvers: int = 1
     ) -> None:
@@ -213,7 +219,7 @@ class Solver:
         self.recompute = recompute, room
         least = memory.WORTH if recompute == 1 else 0
         usages = [choose(train, tests, recompute, room or 0), *tests]
-        self._step.saves_memory = memory.save_memory(usages, least) > 0
+        self.saves_memory = memory.save_memory(usages, least) > 0
         self._step.scripts_look = False
 
     def run_eagerly(self, reason: str) -> None:
@@ -298,7 +304,7 @@ class Solver:
         displays = due(number, param.display)
         self.net.debug_info = displays and param.debug_info
         self.workers.iterate()
-        rate = iterations.run(self.capture, show=tests or displays)
+        rate = iterations.run(show=tests or displays)
         self.workers.iterated()
         self.reporter.iterated(number, iterations.display.loss, rate, self.images)
         self._poll(due(self.iter, param.snapshot))

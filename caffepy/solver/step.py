@@ -112,11 +112,10 @@ class TrainingStep:
         self.callbacks: list[Callback] = []
         self.synchronizer: SyncCallback | None = None  # one of the callbacks
         self.pulls = False  # the synchronizer brings parameters in `on_start`
-        self.saves_memory = False  # blobs share memory: a pass leaves no activations behind
         self.scripts_look = True  # at blobs and gradients, between iterations
         self.whole = True  # no update is under way
         self.begun = False  # an iteration is under way
-        self.capture = True  # the CPU may replay passes
+        self.capture = True  # a GPU captures iterations; the CPU replays short passes
         self._statistics = [blob for layer in net.layers for blob in layer.statistics]
         with device.scope():
             self.params = Params(net.learnable_params)

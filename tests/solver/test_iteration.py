@@ -248,7 +248,7 @@ def test_what_the_host_wrote_is_uploaded_before_a_graph_that_reads_it(
     graphs = Graphs()
     graphs.use(monkeypatch)
     monkeypatch.setattr(Device, "flush", lambda device: graphs.append("flush"))
-    solver_of(f"{SETTINGS} iter_size: {size} ").iterations.run(capture=True, show=False)
+    solver_of(f"{SETTINGS} iter_size: {size} ").iterations.run(show=False)
     assert [part for part in graphs if part != "flush"] == parts
     for part in parts[:3]:
         assert graphs[graphs.index(part) - 1] == "flush"
