@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 from caffepy.core.errors import CaffeError, DataError, DivergenceError, LostDeviceError
 from caffepy.solver.divergence import LostBlobsError, first_blob
-from caffepy.solver.iteration import Iterations, State
+from caffepy.solver.iteration import Iterations
 from caffepy.solver.positions import set_positions, take_positions
 from caffepy.solver.resume_state import ResumeState
 from caffepy.solver.signals import StopError
@@ -31,7 +31,7 @@ def stopping_workers(iterations: Iterations) -> Iterator[None]:
             if not step.device.lost and (isinstance(error, CaffeError) or workers.failed):
                 iterations.collect(wait=True)  # an error of an earlier iteration comes first
         finally:
-            iterations.state = State.INTERRUPTED
+            iterations.interrupted = True
         if isinstance(error, LostBlobsError) and type(workers) is WorkerGroup:
             _name_blob(error, iterations)
         cause = workers.root_cause(error) if isinstance(error, Exception) else error

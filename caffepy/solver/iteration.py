@@ -1,16 +1,16 @@
 """Iterations: the one place that knows which iterations are done, pending or undone.
 
-A runner (layer by layer, or CUDA graphs) enqueues an iteration; its result is collected at once or
-some iterations later. States of this object, and what leads from one to the next:
+A runner (layer by layer, or CUDA graphs) enqueues an iteration. It is pending until its result is
+collected, at once or some iterations later:
 
-    IDLE --enqueue--> ENQUEUED --collect--> IDLE            the result is DONE, or SKIPPED: float16
-                       |    |                               gradients overflowed, nothing updated
-                       |    +--collect, STOPPED--> ROLLED_BACK --enqueue--> ENQUEUED
-                       +--exception--> INTERRUPTED --recover--> IDLE
+    enqueue --> pending --collect--> DONE      updated
+                   |             |-> SKIPPED   float16 gradients overflowed, nothing updated
+                   |             `-> STOPPED   rolled back, with all that came after it
+                   `--any exception--> interrupted --recover--> nothing is pending
 
 STOPPED: a loss is not finite, data are bad, or another solver failed. From that iteration on the
 device updates nothing, so counters, policy step, positions and running statistics go back to where
-they stood before it, and its error is raised. INTERRUPTED: an exception hit the host between any
+they stood before it, and its error is raised. Interrupted: an exception hit the host between any
 two operations; the device's own counter tells later which iterations it has done.
 
 Who owns what:
@@ -27,7 +27,6 @@ Layer by layer, the displayed outputs are copied before the update, since Caffe 
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
 from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -54,15 +53,6 @@ graphs signals are polled. Four GPUs that wait for the host take 1 ms for an ite
 
 TIMED = 32
 """Iterations over which their time is measured: more than the host may be ahead of a GPU."""
-
-
-class State(Enum):
-    """State of a solver's iterations; the module draws the transitions."""
-
-    IDLE = "no result is pending"
-    ENQUEUED = "results of one or more iterations are pending"
-    ROLLED_BACK = "an iteration was stopped; the solver stands before it"
-    INTERRUPTED = "an exception ended a step; what the device did is not known yet"
 
 
 class PendingStep(NamedTuple):
@@ -109,7 +99,7 @@ class Iterations:
         self.step = step
         self.nets = nets
         self.trainer = trainer
-        self.state = State.IDLE
+        self.interrupted = False  # an exception ended a step; what the device did is not known yet
         self.iter = 0
         self.current_step = 0
         self.rate_factor = 1.0  # of the learning rate, after divergences
@@ -145,7 +135,6 @@ class Iterations:
         self._seconds = min(self._seconds, perf_counter() - begun)
         step.update_state.mark_enqueued()
         self._pending.append(pending)
-        self.state = State.ENQUEUED
         if show or runner.waits:
             self.collect(wait=True)
         displays = due(self.iter, step.param.display)
@@ -192,7 +181,6 @@ class Iterations:
         self.captured.enqueue_several(count)
         step.update_state.mark_enqueued(count)
         self._pending += pending
-        self.state = State.ENQUEUED
         first, self.iter, self.current_step = self.iter, self.iter + count, current_step
         self.release_positions()
         return [(number, self.display.loss, rate) for number, rate in enumerate(rates, first)]
@@ -235,7 +223,7 @@ class Iterations:
 
         After a stopped one, rolls back and raises its error.
         """
-        if self.state is not State.ENQUEUED:
+        if self.interrupted or not self._pending:
             return
         for result in self.step.update_state.step_results(wait, room):
             pending = self._pending.popleft()
@@ -246,8 +234,6 @@ class Iterations:
             self.plateau.add(pending.iteration, result.loss)
             self.display.log_overflow(pending.iteration, result)
             self._result = result
-        if not self._pending:
-            self.state = State.IDLE
 
     def apply_update(self) -> None:
         """Update with the gradients at hand and count an iteration."""
@@ -297,7 +283,6 @@ class Iterations:
         """Go back to before a stopped iteration and raise what stopped it."""
         step, workers = self.step, self.trainer.workers
         self._pending.clear()
-        self.state = State.ROLLED_BACK
         self.iter, self.current_step, self.plateau.event, positions = pending
         self._held = positions or None
         step.restore_stats()
@@ -310,12 +295,12 @@ class Iterations:
 
     def recover(self) -> None:
         """After an interruption, count on from where the device stands."""
-        if self.state is State.INTERRUPTED:
+        if self.interrupted:
             self.step.update_state.resync()
             self._pending.clear()
             device = self.step.device
             device.step_count = device.step_count  # uploads the host's count, which holds
-            self.state = State.IDLE
+            self.interrupted = False
 
     def move_to(
         self, iteration: int, current_step: int, plateau: dict[str, Any] | None = None
