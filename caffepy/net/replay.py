@@ -157,16 +157,6 @@ def feeding_parts(net: Net, steps: Sequence[Step]) -> list[Part]:
     ]
 
 
-def replay_of_pass(
-    net: Net,
-    steps: Sequence[Step],
-    run: Callable[[Sequence[Step]], object],
-    backward: bool = False,
-) -> Replay:
-    """A Replay of steps of a net by `run`, which takes steps in the order given."""
-    return Replay(net, partial(run, steps), lambda: parts_of_pass(net, steps, run, backward))
-
-
 def can_replay(net: Net, callbacks: Sequence[object]) -> bool:
     """True if passes of a net with these callbacks can be replayed: on the CPU, if all say
     `replayable = True`. Then a replay, which may be of many iterations, calls them only before it
@@ -212,7 +202,9 @@ class Passes:
 
             step = -1 if backward else 1
             steps = [Step(i) for i in range(start, end + step, step)]
-            self._replays[key] = replay_of_pass(net, steps, run, backward)
+            self._replays[key] = Replay(
+                net, partial(run, steps), lambda: parts_of_pass(net, steps, run, backward)
+            )
         return self._replays[key]
 
 
