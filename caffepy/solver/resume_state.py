@@ -228,7 +228,7 @@ class ResumeState:
         """
         iterations, step = self.iterations, self.iterations.step
         with iterations.trainer.workers.restoring():
-            state, content = snapshot.read_state(path), snapshot.read_sidecar(path)
+            state, content = snapshot.read_state(path), snapshot.read_sidecar(path) or {}
             if content:
                 with reading(snapshot.sidecar_of(path)):
                     kind = str(content["type"])
@@ -250,14 +250,14 @@ class ResumeState:
                 self._restore_sidecar(content, snapshot.sidecar_of(path))
             else:
                 iterations.rate_factor = 1.0
-            step.update_state.set_state((content or {}).get("control", {}))
+            step.update_state.set_state(content.get("control", {}))
             filled = load_weights(step.net, model)
             log.info("SGDSolver: restoring history")
             with step.device.scope():
                 for mine, read in zip(own, state.history, strict=True):
                     step.device.upload(np.asarray(read, mine.dtype).reshape(mine.shape), mine)
             with reading(snapshot.sidecar_of(path)):
-                plateau = dict((content or {}).get("plateau", {}))
+                plateau = dict(content.get("plateau", {}))
                 iterations.move_to(state.iteration, state.current_step, plateau)
             self.started_at = state.iteration
             self.rescued = snapshot.is_rescued(path, step.param.snapshot_prefix)
