@@ -1,7 +1,8 @@
-"""Captures the passes of a net as CUDA graphs and replays them, so that the host has little to do.
+"""GraphRunner: how the steps of a net run, so that the host has little to do: on a GPU captured as
+CUDA graphs and replayed, on the CPU replayed by `net.replay`.
 
-`GraphRunner.reasons_not_capturable` has every reason why that is not done. Then layers run one by
-one, each launched by the host.
+`GraphRunner.reasons_not_capturable` has every reason why a GPU captures nothing. Then layers run
+one by one, each launched by the host.
 """
 
 import logging
@@ -51,8 +52,8 @@ class _Part:
 
 
 class GraphRunner:
-    """Runs the steps of a net one by one, or captured in parts and replayed: `run_data_layers`,
-    then `run` for each part.
+    """Runs the steps of a net: layer by layer, by `run_forward` and `run_pass`, or on a GPU, if
+    `can_capture`, as graphs, by `run_data_layers`, then `run` for each part.
 
     A part runs the first time, is captured the second time, and replayed from then on, as long as
     no memory, shape or callback of the net or of `callbacks` changes. `what` is how the log calls
@@ -79,40 +80,6 @@ class GraphRunner:
         self._pass: Replay | None = None
         self._alone = True  # as in the last pass
 
-    def _run_steps(self, steps: Sequence[Step]) -> None:
-        self.net.forward(steps=steps)
-
-    def _forward_parts(self) -> list[Part]:
-        feeding = feeding_parts(self.net, self.steps)
-        return [*feeding, *parts_of_pass(self.net, self.steps[len(feeding) :], self._run_steps)]
-
-    def _run_back(self, steps: Sequence[Step]) -> None:
-        self.net.backward(steps=steps[::-1])
-
-    def reasons_not_capturable(self, capture: bool = True) -> list[str]:
-        """Return every reason why this pass runs layer by layer on a GPU; none: it is captured.
-
-        `capture` is what the user chose (--no-capture; --bn-stats sync chooses it, too).
-        """
-        reasons = [] if capture else ["capture is off"]
-        if self.net.debug_info:
-            reasons.append("debug_info shows each layer")
-        reasons += self._layer_reasons
-        if not all(map(is_capturable, (*self.net_callbacks, *self._callbacks))):
-            reasons.append("a callback does not say that it can be captured")
-        return [*reasons, self._failure] if self._failure else reasons
-
-    def can_capture(self) -> bool:
-        """True on a GPU if there is no reason against it; the log has each reason once."""
-        if not self.net.device.is_cuda:
-            return False
-        reasons = self.reasons_not_capturable()
-        new = [reason for reason in reasons if reason not in self._logged]
-        if new:
-            self._logged.update(new)
-            log.info("%s layer by layer: %s", self.what, "; ".join(new))
-        return not reasons
-
     @property
     def net_callbacks(self) -> tuple[object, ...]:
         """The callbacks of the net, which are called around its layers."""
@@ -125,31 +92,6 @@ class GraphRunner:
         watched = self.net.debug_info or not all(map(is_capturable, self.net_callbacks))
         return self._single if watched else self.steps
 
-    def forget(self) -> None:
-        """Destroy all graphs, even if something else refers to this object."""
-        for part in self._parts.values():
-            if part.graph is not None:
-                part.graph.close()
-        self._parts.clear()
-
-    @property
-    def data_stay(self) -> bool:
-        """True if the data layers, once they have run, leave their tops as they are."""
-        return all(self.net.layers[step.last].data_stay for step in self._feeding)
-
-    def has_captured(self, name: str, *conditions: Hashable) -> bool:
-        """True if a part's next run replays it, under these further conditions."""
-        part = self._parts.get(name)
-        if part is None or part.graph is None:
-            return False
-        return part.steady == self._conditions(conditions)
-
-    def run_data_layers(self) -> None:
-        """Run the data layers, and upload what a user wrote on the host."""
-        if self._feeding:
-            self.net.forward(steps=self._feeding)
-        self.net.device.flush()
-
     def forward(self, capture: bool = True) -> None:
         """Run a forward pass, captured as the part "forward" if that is possible."""
         if capture and self.can_capture():
@@ -157,6 +99,8 @@ class GraphRunner:
             self.run("forward", lambda: self.net.forward(steps=self.computing))
         else:
             self.run_forward(capture)
+
+    # layer by layer; the CPU replays what it can
 
     def run_forward(self, capture: bool = True) -> None:
         """Run a forward pass layer by layer; with `capture` the CPU replays it if it can."""
@@ -204,6 +148,60 @@ class GraphRunner:
 
         return Replay(self.net, work, parts)
 
+    def _forward_parts(self) -> list[Part]:
+        feeding = feeding_parts(self.net, self.steps)
+        return [*feeding, *parts_of_pass(self.net, self.steps[len(feeding) :], self._run_steps)]
+
+    def _run_steps(self, steps: Sequence[Step]) -> None:
+        self.net.forward(steps=steps)
+
+    def _run_back(self, steps: Sequence[Step]) -> None:
+        self.net.backward(steps=steps[::-1])
+
+    # CUDA graphs
+
+    def can_capture(self) -> bool:
+        """True on a GPU if there is no reason against it; the log has each reason once."""
+        if not self.net.device.is_cuda:
+            return False
+        reasons = self.reasons_not_capturable()
+        new = [reason for reason in reasons if reason not in self._logged]
+        if new:
+            self._logged.update(new)
+            log.info("%s layer by layer: %s", self.what, "; ".join(new))
+        return not reasons
+
+    def reasons_not_capturable(self, capture: bool = True) -> list[str]:
+        """Return every reason why this pass runs layer by layer on a GPU; none: it is captured.
+
+        `capture` is what the user chose (--no-capture; --bn-stats sync chooses it, too).
+        """
+        reasons = [] if capture else ["capture is off"]
+        if self.net.debug_info:
+            reasons.append("debug_info shows each layer")
+        reasons += self._layer_reasons
+        if not all(map(is_capturable, (*self.net_callbacks, *self._callbacks))):
+            reasons.append("a callback does not say that it can be captured")
+        return [*reasons, self._failure] if self._failure else reasons
+
+    def run_data_layers(self) -> None:
+        """Run the data layers, and upload what a user wrote on the host."""
+        if self._feeding:
+            self.net.forward(steps=self._feeding)
+        self.net.device.flush()
+
+    @property
+    def data_stay(self) -> bool:
+        """True if the data layers, once they have run, leave their tops as they are."""
+        return all(self.net.layers[step.last].data_stay for step in self._feeding)
+
+    def has_captured(self, name: str, *conditions: Hashable) -> bool:
+        """True if a part's next run replays it, under these further conditions."""
+        part = self._parts.get(name)
+        if part is None or part.graph is None:
+            return False
+        return part.steady == self._conditions(conditions)
+
     def run(self, name: str, work: Callable[[], None], *conditions: Hashable) -> None:
         """Run a part, by replay if possible; needs the device's scope. `conditions` are further
         ones under which a capture holds.
@@ -244,3 +242,10 @@ class GraphRunner:
             self._logged.add(error.message)
             return False
         return self._conditions(others) == now
+
+    def forget(self) -> None:
+        """Destroy all graphs, even if something else refers to this object."""
+        for part in self._parts.values():
+            if part.graph is not None:
+                part.graph.close()
+        self._parts.clear()
