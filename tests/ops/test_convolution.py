@@ -118,8 +118,8 @@ def test_as_the_definition(case):
     check(*CASES[case], dtype=np.float32)
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_random_shapes(seed):
+def random_case(seed):
+    """Shapes of x and w, stride, pad, dilation and group, over one to three axes."""
     rng = np.random.default_rng(seed)
     axes = int(rng.integers(1, 4))
     group = int(rng.choice([1, 1, 2, 3]))
@@ -133,8 +133,13 @@ def test_random_shapes(seed):
     ]
     x_shape = (int(rng.integers(1, 6)), group * int(rng.integers(1, 5)), *size)
     w_shape = (group * int(rng.integers(1, 8)), x_shape[1] // group, *kernel)
+    return x_shape, w_shape, stride, pad, dilation, group
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_shapes(seed):
     for dtype in (np.float32, np.float64):
-        check(x_shape, w_shape, stride, pad, dilation, group, dtype)
+        check(*random_case(seed), dtype)
 
 
 @pytest.mark.parametrize(

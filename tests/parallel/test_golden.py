@@ -21,10 +21,9 @@ from caffepy.parallel.manager import P2PManager
 from caffepy.parallel.synchronization import SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
-from tests.solver.cases import GOLDEN
+from tests.solver.cases import SOLVERS
+from tests.solver.golden import CASES, begin, compare
 
-FOLDER = GOLDEN / "solvers"
-CASES = sorted(path.stem for path in FOLDER.glob("*.npz"))
 HALF = 3
 
 
@@ -34,23 +33,10 @@ def build(case: Any, device: Device) -> Solver:
     return Solver(text_format.Parse(text, SolverParameter()), device=device, precision="fp32")
 
 
-def begin(solver: Solver, case: Any) -> None:
-    """Give the parameters their first values."""
-    for key in case.files:
-        what, _, rest = key.partition(":")
-        if what == "init":
-            layer, _, index = rest.partition(":")
-            blobs = solver.net.layers[solver.net.layer_names.index(layer)].blobs
-            blobs[int(index)].host_data[...] = case[key]
-
-
 def walk(manager: P2PManager, case: Any) -> None:
     """Step through what is left of the case, and compare as for one solver."""
     solvers: Sequence[Solver] = [manager.root, *manager.workers]
     root = manager.root
-    params = {
-        name: layer.blobs for name, layer in zip(root.net.layer_names, root.net.layers, strict=True)
-    }
     iterate = manager.iterate
 
     def feed_and_iterate() -> None:
@@ -61,29 +47,20 @@ def walk(manager: P2PManager, case: Any) -> None:
         iterate()
 
     manager.iterate = feed_and_iterate  # type: ignore[method-assign]
-    for i in range(root.iter, len(case["x"])):
+    while root.iter < len(case["x"]):
         root.step(1)
         manager.raise_worker_error()
-        loss = np.mean([float(solver.net.blobs["loss"].host_data) for solver in solvers])
-        assert abs(loss - case["losses"][i]) <= 1e-3 * max(1, abs(case["losses"][i])), (
-            f"loss {i + 1}"
-        )
-        for key in case.files:
-            when, _, rest = key.partition(":")
-            if when == f"after{i + 1}":
-                layer, _, index = rest.partition(":")
-                np.testing.assert_allclose(
-                    params[layer][int(index)].host_data, case[key], 1e-3, 1e-4, err_msg=key
-                )
+        losses = [float(solver.net.blobs["loss"].host_data) for solver in solvers]
+        compare(root, case, float(np.mean(losses)))
 
 
 def together(
     name: str, sync: str, devices: Sequence[Device], state: str, joined: Topology | None = None
 ) -> None:
-    case = np.load(FOLDER / f"{name}.npz")
+    case = np.load(SOLVERS / f"{name}.npz")
     root = build(case, devices[0])
     if state:
-        root.restore(str(FOLDER / f"{name}_iter_10.{state}"))
+        root.restore(str(SOLVERS / f"{name}_iter_10.{state}"))
         assert root.iter == 10
     else:
         begin(root, case)

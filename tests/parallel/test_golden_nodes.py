@@ -28,7 +28,8 @@ from caffepy.proto.text import parse
 from caffepy.solver import Solver
 from tests.collectives.test_mpi import ENVIRONMENT, MPIRUN, version
 from tests.collectives.threads_world import run_nodes
-from tests.parallel.test_golden import CASES, FOLDER, begin
+from tests.solver.cases import SOLVERS
+from tests.solver.golden import CASES, begin
 
 __all__ = ["version"]
 
@@ -38,7 +39,7 @@ TOLERANCE = {"adam": 3e-6}  # of others 1e-6; one solver differs by 2.6e-6, othe
 
 def write(name: str, nodes: int, place: Path, start: int = 0) -> str:
     """Write the rows from iteration `start` on; return the solver, whose net reads them."""
-    case = np.load(FOLDER / f"{name}.npz")
+    case = np.load(SOLVERS / f"{name}.npz")
     settings, net, copies = str(case["solver"]), str(case["net"]), nodes // 2
     passes = re.search(r"iter_size: (\d+)", settings)
     repeats = copies * (int(passes[1]) if passes else 1)
@@ -58,7 +59,7 @@ def write(name: str, nodes: int, place: Path, start: int = 0) -> str:
 
 def compare(name: str, iteration: int, blob_of: Callable[[str, int], Any]) -> bool:
     """Compare with Caffe's parameters after this iteration; return False if they are not known."""
-    case, compared = np.load(FOLDER / f"{name}.npz"), False
+    case, compared = np.load(SOLVERS / f"{name}.npz"), False
     for key in case.files:
         when, _, rest = key.partition(":")
         if when == f"after{iteration}":
@@ -90,9 +91,9 @@ def test_parts_of_batches_move_as_caffe_does(
         root = Solver(param, device=device, rank=world.node, batch_parts=nodes)
         assert root.batch == 3
         if state and world.node == 0:
-            root.restore(str(FOLDER / f"{name}_iter_10.{state}"))
+            root.restore(str(SOLVERS / f"{name}_iter_10.{state}"))
         elif world.node == 0:
-            begin(root, np.load(FOLDER / f"{name}.npz"))
+            begin(root, np.load(SOLVERS / f"{name}.npz"))
         compared, failed = list[int](), True
         try:
             with p2p_manager(root, [device], SyncOptions(), world=world):
@@ -120,10 +121,10 @@ def test_processes_move_as_caffe_does(name: str, state: str, nodes: int, tmp_pat
     assert MPIRUN
     text = write(name, nodes, tmp_path, start=10 if state else 0)
     root = Solver(parse(text, SolverParameter()))
-    begin(root, np.load(FOLDER / f"{name}.npz"))
+    begin(root, np.load(SOLVERS / f"{name}.npz"))
     save_binary(root.net, str(tmp_path / "first.caffemodel"))
     root.close()
-    for path in FOLDER.glob(f"{name}_iter_10.*"):
+    for path in SOLVERS.glob(f"{name}_iter_10.*"):
         shutil.copy(path, tmp_path)
     (tmp_path / "matplotlib.py").write_text("raise ImportError")  # curves take seconds
     (tmp_path / "solver.prototxt").write_text(f'{text} snapshot: 5 snapshot_prefix: "s"')

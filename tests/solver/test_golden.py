@@ -1,6 +1,5 @@
 """Twenty steps of every solver against Caffe's weights, and going on from Caffe's own snapshots."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,9 +8,8 @@ from google.protobuf import text_format
 
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
-from tests.solver.cases import GOLDEN
-
-CASES = sorted(path.stem for path in (GOLDEN / "solvers").glob("*.npz"))
+from tests.solver.cases import SOLVERS
+from tests.solver.golden import CASES, begin, compare
 
 
 def build(case: Any) -> Solver:
@@ -19,28 +17,13 @@ def build(case: Any) -> Solver:
     return Solver(text_format.Parse(text, SolverParameter()))
 
 
-def walk(solver: Solver, case: Any, first: int) -> None:
-    params = {
-        name: layer.blobs
-        for name, layer in zip(solver.net.layer_names, solver.net.layers, strict=True)
-    }
-    for i in range(first, len(case["x"])):
-        solver.net.blobs["x"].data[...], solver.net.blobs["y"].data[...] = (
-            case["x"][i],
-            case["y"][i],
-        )
+def walk(solver: Solver, case: Any) -> None:
+    """Step through what is left of the case."""
+    blobs = solver.net.blobs
+    for x, y in zip(case["x"][solver.iter :], case["y"][solver.iter :], strict=True):
+        blobs["x"].data[...], blobs["y"].data[...] = x, y
         solver.step(1)
-        loss = float(solver.net.blobs["loss"].data)
-        assert abs(loss - case["losses"][i]) <= 1e-3 * max(1, abs(case["losses"][i])), (
-            f"loss {i + 1}"
-        )
-        for key in case.files:
-            when, _, rest = key.partition(":")
-            if when == f"after{i + 1}":
-                layer, _, index = rest.partition(":")
-                np.testing.assert_allclose(
-                    params[layer][int(index)].data, case[key], 1e-3, 1e-4, err_msg=key
-                )
+        compare(solver, case, float(blobs["loss"].data))
 
 
 def test_there_are_cases() -> None:
@@ -49,24 +32,17 @@ def test_there_are_cases() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_moves_as_caffe_does(name: str) -> None:
-    case = np.load(GOLDEN / "solvers" / f"{name}.npz")
+    case = np.load(SOLVERS / f"{name}.npz")
     solver = build(case)
-    for key in case.files:
-        what, _, rest = key.partition(":")
-        if what == "init":
-            layer, _, index = rest.partition(":")
-            solver.net.layers[solver.net.layer_names.index(layer)].blobs[int(index)].data[...] = (
-                case[key]
-            )
-    walk(solver, case, 0)
+    begin(solver, case)
+    walk(solver, case)
 
 
 @pytest.mark.parametrize("extension", ["solverstate", "solverstate.h5"])
 @pytest.mark.parametrize("name", CASES)
 def test_goes_on_from_caffes_snapshot(name: str, extension: str) -> None:
-    folder: Path = GOLDEN / "solvers"
-    case = np.load(folder / f"{name}.npz")
+    case = np.load(SOLVERS / f"{name}.npz")
     solver = build(case)
-    solver.restore(str(folder / f"{name}_iter_10.{extension}"))
+    solver.restore(str(SOLVERS / f"{name}_iter_10.{extension}"))
     assert solver.iter == 10
-    walk(solver, case, 10)
+    walk(solver, case)

@@ -22,6 +22,7 @@ from caffepy.ops.cuda import (  # noqa: E402
 )
 from caffepy.ops.cuda.context import context  # noqa: E402
 from tests.ops.test_convolution import CASES as CPU_CASES  # noqa: E402
+from tests.ops.test_convolution import random_case  # noqa: E402
 
 
 class Kind(NamedTuple):
@@ -236,20 +237,7 @@ def test_what_cudnn_has_no_plan_for(case, kind, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_shapes(seed):
-    rng = np.random.default_rng(seed)
-    axes = int(rng.integers(1, 4))
-    group = int(rng.choice([1, 1, 2, 3]))
-    kernel, stride, pad, dilation = (
-        tuple(rng.integers(lo, hi, axes)) for lo, hi in ((1, 5), (1, 4), (0, 4), (1, 3))
-    )
-    span = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-    size = [
-        max(1, s - 2 * p) + int(rng.integers(0, 9 if axes < 3 else 4))
-        for s, p in zip(span, pad, strict=True)
-    ]
-    x_shape = (int(rng.integers(1, 6)), group * int(rng.integers(1, 5)), *size)
-    w_shape = (group * int(rng.integers(1, 8)), x_shape[1] // group, *kernel)
-    check((x_shape, w_shape, stride, pad, dilation, group), list(KINDS.values())[seed % 4])
+    check(random_case(seed), list(KINDS.values())[seed % 4])
 
 
 @pytest.mark.parametrize("kind", KINDS)
