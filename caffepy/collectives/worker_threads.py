@@ -48,7 +48,7 @@ class WorkerThreads(Generic[Member]):
         for thread in self._threads.values():
             thread.start()
 
-    def give(self, work: Callable[[Member], object], rank: int | None = None) -> None:
+    def submit(self, work: Callable[[Member], object], rank: int | None = None) -> None:
         """Append work to the queue of one member, or of all; from the root's thread."""
         ranks = list(self._work) if rank is None else [rank]
         self._await(ranks, AHEAD)

@@ -300,7 +300,7 @@ def _run(root: EvalWorker, workers: Workers[EvalWorker], iterations: int, ap_ver
 
     for first, *others in mine:
         for rank, k in enumerate(others, start=1):
-            workers.threads.give(partial(run, k=k), rank)
+            workers.threads.submit(partial(run, k=k), rank)
         group.check(0)
         run(root, first)
     workers.threads.wait_idle()

@@ -174,7 +174,7 @@ class P2PManager(WorkerGroup):
         try:
             if error is None:
                 self.statistics.average()
-                self._threads.give(lambda worker: self._sync.leave(worker.rank - self._first))
+                self._threads.submit(lambda worker: self._sync.leave(worker.rank - self._first))
                 self._sync.leave(0)
                 self._threads.wait_idle()
                 self._detach()
@@ -203,7 +203,7 @@ class P2PManager(WorkerGroup):
 
     def each(self, work: Callable[[Solver, int], object]) -> None:
         """Call this with each solver and its rank in its thread; return when all are done."""
-        self._threads.give(lambda worker: work(worker, worker.rank - self._first))
+        self._threads.submit(lambda worker: work(worker, worker.rank - self._first))
         work(self.root, 0)
         self._threads.wait_idle()
 
@@ -247,7 +247,9 @@ class P2PManager(WorkerGroup):
                 edited = edits(self.root)
                 if edited or self.root.param != self._param:
                     self._param.CopyFrom(self.root.param)
-                    self._threads.give(partial(WorkerSolver.take, param=self._param, edited=edited))
+                    self._threads.submit(
+                        partial(WorkerSolver.take, param=self._param, edited=edited)
+                    )
                     self._threads.wait_idle()
             yield
 
@@ -258,10 +260,10 @@ class P2PManager(WorkerGroup):
     def iterate(self, count: int = 1) -> None:
         with self.root.phase_timer.fetching():
             self._turns.wait()
-        self._threads.give(partial(WorkerSolver.iterate, count=count))
+        self._threads.submit(partial(WorkerSolver.iterate, count=count))
 
     def forward(self) -> None:
-        self._threads.give(WorkerSolver.forward)
+        self._threads.submit(WorkerSolver.forward)
         self._sync.bring_params()
 
     def losses(self, own: float) -> list[float]:
@@ -271,18 +273,18 @@ class P2PManager(WorkerGroup):
     def begin_test(self, k: int) -> None:
         self.statistics.copy()
         self._turns.begin_test(k, self.root.param.test_iter[k])
-        self._threads.give(partial(WorkerSolver.begin_test, k=k))
+        self._threads.submit(partial(WorkerSolver.begin_test, k=k))
         self._sync.bring_params()
 
     def test(self, k: int, batches: int) -> bool:
         ranks = self._turns.deal(k, batches)
         for rank in ranks:
             if rank:
-                self._threads.give(partial(WorkerSolver.test_batch, k=k), rank)
+                self._threads.submit(partial(WorkerSolver.test_batch, k=k), rank)
         return 0 in ranks
 
     def totals(self, k: int, own: Totals) -> list[Totals]:
-        self._threads.give(partial(WorkerSolver.end_test, k=k))
+        self._threads.submit(partial(WorkerSolver.end_test, k=k))
         self._threads.wait_idle()
         self._turns.end_test(k)
         return gather(self.group, [own, *(worker.totals for worker in self.workers)])
@@ -298,12 +300,12 @@ class P2PManager(WorkerGroup):
         follow_first(self.root, self.group)
         self._turns.restart()  # data layers go on from a state with the root's batch
         positions = restored_positions(self.root, self.size)
-        self._threads.give(lambda worker: worker.follow(self.root, positions[worker.rank - 1]))
+        self._threads.submit(lambda worker: worker.follow(self.root, positions[worker.rank - 1]))
         self._threads.wait_idle()
         self.statistics.restore(self.root.resume_state.statistics)
 
     def raise_worker_error(self) -> None:
-        self._threads.give(WorkerSolver.wait_idle)
+        self._threads.submit(WorkerSolver.wait_idle)
         self._threads.wait_idle()
 
     def positions(self) -> list[dict[str, Any]]:
