@@ -45,7 +45,7 @@ CALL_ENDS = 1.0
 """Seconds that an abort waits for a call of NCCL in another thread."""
 
 SLOW = 15.0
-"""Seconds after which it is told that NCCL still connects the nodes."""
+"""Seconds after which a warning says that NCCL still connects the nodes."""
 
 BFLOAT16 = 9
 """ncclBfloat16, which not every CuPy names."""
@@ -166,7 +166,7 @@ class NcclSync(Synchronizer):
             self.group.until(self.rank, lambda: bool(made), lambda: [self.rank])
             return
         with (
-            self._told_if_slow(),
+            self._warning_if_slow(),
             self.group.among_nodes("NCCL", lambda: f"; {self._hint()}") as world,
         ):
             while not made:
@@ -174,16 +174,16 @@ class NcclSync(Synchronizer):
                 time.sleep(LONGEST_SLEEP)
 
     @contextmanager
-    def _told_if_slow(self) -> Iterator[None]:
-        """A block in which NCCL connects nodes, some at first use: a warning tells if it lasts."""
+    def _warning_if_slow(self) -> Iterator[None]:
+        """A block in which NCCL connects nodes, some at first use: logs a warning if that lasts."""
         if self.rank or self.group.world.nodes == 1 or self._warm:
             yield
             return
 
-        def tell() -> None:
+        def warn() -> None:
             log.warning("NCCL has not connected all nodes yet; %s", self._hint())
 
-        timer = threading.Timer(SLOW, tell)
+        timer = threading.Timer(SLOW, warn)
         timer.daemon = True
         timer.start()
         try:
@@ -340,7 +340,7 @@ class NcclSync(Synchronizer):
             try:
                 yield
             finally:
-                with self._told_if_slow():
+                with self._warning_if_slow():
                     nccl.groupEnd()
 
     @staticmethod

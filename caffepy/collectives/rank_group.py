@@ -120,7 +120,7 @@ class RankGroup:
                 return
             self._fail(rank, error)
         if self.world.nodes > 1 and rank != REMOTE:
-            self.world.tell(named(self.world, rank, error))
+            self.world.send_failure(named(self.world, rank, error))
         self._call_on_abort()
 
     def watch_nodes(self) -> None:
@@ -165,7 +165,7 @@ class RankGroup:
             log.error("%s\n%s", error, doing)
             self._fail(found[0] if found else 0, error)
             if self.world.nodes > 1:
-                self.world.tell(named(self.world, found[0] if found else 0, error))
+                self.world.send_failure(named(self.world, found[0] if found else 0, error))
 
     def _waits_of(self, ranks: list[int]) -> str:
         """Return, as text, for which ranks these ranks wait: if one of those waits for one of
@@ -288,7 +288,7 @@ class RankGroup:
                 error = self._no_progress(names, self.deadlines[self.phase], more)
                 log.info("%s", error)
                 world.dead.update(hung)
-                world.tell(error)
+                world.send_failure(error)
                 self.abort(REMOTE, error)
 
         before, world.poll = world.poll, poll

@@ -246,8 +246,8 @@ class World:
 
     # failures
 
-    def tell(self, error: BaseException) -> None:
-        """Tell the other nodes what ended this one, without waiting for them."""
+    def send_failure(self, error: BaseException) -> None:
+        """Send the other nodes the error that ended this one, without waiting for them."""
         text = str(error) or f"node {self.node} was interrupted"
         kind = next((kind for kind in SHARED if isinstance(error, kind)), SyncError)
         for node in self._others:

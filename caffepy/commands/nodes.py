@@ -76,7 +76,7 @@ def _leave(world: World, error: BaseException) -> None:
         if isinstance(error, CaffeError) and "(host " not in str(error):
             place = f"node {world.node} (host {world.hosts[world.node]})"
             error.where = f"{place}: {error.where}" if error.where else place
-        world.tell(error)
+        world.send_failure(error)
     is_shown = world.close(failed=True)
     if is_shown and isinstance(error, CaffeError):
         log.info("%s", error)

@@ -68,5 +68,5 @@ def _leave() -> None:
     except CaffeError as met:
         error = met
     if _world.failure() is None:
-        _world.tell(error)
+        _world.send_failure(error)
     _world.close(failed=True)

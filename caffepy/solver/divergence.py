@@ -23,13 +23,13 @@ class LostBlobsError(DivergenceError):
 
     def __init__(self, net: Net, iteration: int, loss: float) -> None:
         self._begin, self._param = f"iteration {iteration}: the loss is {loss:g}", _first_param(net)
-        super().__init__(self._told((self._param, WHERE)))
+        super().__init__(self._text((self._param, WHERE)))
 
     def name_blob(self, blob: str) -> None:
         """Put what `first_blob` found into the message."""
-        self.message = self._told((blob, self._param))
+        self.message = self._text((blob, self._param))
 
-    def _told(self, found: Sequence[str | None]) -> str:
+    def _text(self, found: Sequence[str | None]) -> str:
         return "; ".join([self._begin, *filter(None, found), HINT])
 
 

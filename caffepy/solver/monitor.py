@@ -120,7 +120,7 @@ class Monitor:
         self._requests = Requests()
         self._saves = False  # a signal asked for a snapshot
         self._answered = threading.Event()  # the main thread has got the error
-        self._told: float | None = None  # when it was raised there
+        self._raised_at: float | None = None  # when it was raised there
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -177,20 +177,20 @@ class Monitor:
                 for number in os.read(self._read, 1024):
                     self._count(number)
             now = time.monotonic()
-            self._look(now)
-            if self._told is None:
+            self._look_for_requests(now)
+            if self._raised_at is None:
                 self._look_for_progress(now)
 
     def _count(self, number: int) -> None:
         action = self.signals.effects.get(number, Action.NONE)
         starts = number in self.signals.effects and not self.signals.listening
-        if self._told is None and (Action.STOP in action or starts):
+        if self._raised_at is None and (Action.STOP in action or starts):
             asked_to_end.set()
             self._saves |= Action.SNAPSHOT in action
         if Action.STOP in action or starts:
             self._requests.add(number)
 
-    def _look(self, now: float) -> None:
+    def _look_for_requests(self, now: float) -> None:
         first, second = self._requests.first, self._requests.second
         if not self.signals.listening:
             second = first
@@ -198,8 +198,8 @@ class Monitor:
             if now > second + LAST_PATIENCE:
                 what = "a signal ended the run"
                 self._last_resort(StopError(what, exit_code=self.exit_code))
-        elif self._told is not None and not self._answered.is_set():
-            if now > self._told + LAST_PATIENCE:
+        elif self._raised_at is not None and not self._answered.is_set():
+            if now > self._raised_at + LAST_PATIENCE:
                 self._answered.set()
                 threading.Thread(target=self._rescue, name="caffepy rescue", daemon=True).start()
         elif first is not None and now > first + self._grace and not self._stops:
@@ -207,13 +207,13 @@ class Monitor:
             self._give_up(StopError(what, self._saves))
 
     def _give_up(self, error: BaseException) -> None:
-        self._error, self._told = error, time.monotonic()
+        self._error, self._raised_at = error, time.monotonic()
         self.signals.fail(error, self._answered.set)
 
     @property
     def _stops(self) -> bool:
         """True if the stop is under way, or waits for a snapshot that is being written."""
-        under_way = self.signals.polled or self.signals.ended or self._told is not None
+        under_way = self.signals.polled or self.signals.ended or self._raised_at is not None
         return under_way or self._phase == "snapshot"
 
     @property

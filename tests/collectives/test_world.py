@@ -376,7 +376,7 @@ def test_the_lowest_node_that_answers_writes_files() -> None:
     def work(world: World) -> object:
         if world.node == 2:
             world.dead |= {0, 1}
-            world.tell(SyncError("no progress"))
+            world.send_failure(SyncError("no progress"))
         if world.node == 3:
             while world.failure() is None:
                 time.sleep(1e-3)
@@ -391,7 +391,7 @@ def test_the_lowest_node_that_answers_writes_files() -> None:
 def test_another_nodes_error_ends_with_its_exit_code(kind: type[CaffeError]) -> None:
     def work(world: World) -> object:
         if world.node:
-            world.tell(kind("wrong", *[ValueError()] * (kind is UserCodeError)))
+            world.send_failure(kind("wrong", *[ValueError()] * (kind is UserCodeError)))
             return None
         while not (error := world.failure()):
             time.sleep(1e-3)
@@ -413,7 +413,7 @@ def test_who_is_late_in_the_set_up_is_named_by_all(late: int) -> None:
             return None
         with pytest.raises(SyncError) as caught:
             world.barrier()
-        world.tell(caught.value)
+        world.send_failure(caught.value)
         others.wait(20)
         return str(caught.value)
 

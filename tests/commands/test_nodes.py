@@ -488,7 +488,9 @@ def test_what_one_process_cannot_do(arguments: list[str], told: str, threads: Th
 def test_the_node_that_shows_an_error_then_exits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's own clean-up takes a second on a busy machine, in which launchers end no other."""
     monkeypatch.setattr(abandoned, "_things", [])
-    world = SimpleNamespace(node=0, hosts=["a"], failure=lambda: None, tell=lambda error: None)
+    world = SimpleNamespace(
+        node=0, hosts=["a"], failure=lambda: None, send_failure=lambda error: None
+    )
     world.close = lambda failed: False
     joined._leave(world, DataError("no records"))
     assert abandoned.at_work()

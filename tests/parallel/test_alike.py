@@ -65,7 +65,7 @@ def telling(world: World) -> Iterator[None]:
     try:
         yield
     except CaffeError as error:
-        world.tell(error)
+        world.send_failure(error)
         raise
 
 

@@ -65,7 +65,7 @@ class Attachment:
             ) from None
         for flag, own, there in (
             ("--consistency", rule.name, held.rule.name),
-            ("--server-update", _told(rule), _told(held.rule)),
+            ("--server-update", _text(rule), _text(held.rule)),
         ):
             if own != there:
                 raise UsageError(
@@ -79,7 +79,7 @@ class Attachment:
         log.info(message, self.name, solver.iter, held.clock)
 
 
-def _told(rule: Rule) -> str:
+def _text(rule: Rule) -> str:
     update = rule.update
     if isinstance(update, Nesterov):
         return f"nesterov:{update.momentum:g}:{update.rate:g}"

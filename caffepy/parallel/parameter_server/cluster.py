@@ -258,7 +258,7 @@ class _Processes:
         self._lock = threading.Lock()
         self.error: BaseException | None = None
         self._joined = set[int]()
-        self._told = time.monotonic() + WAIT - AGAIN  # whom the run waits for to begin
+        self._warned_at = time.monotonic() + WAIT - AGAIN  # whom the run waits for to begin
         for place in range(1, most):
             self._start(place, options)
 
@@ -325,12 +325,12 @@ class _Processes:
     def _await_begin(self) -> None:
         if asked_to_end.is_set():
             raise KeyboardInterrupt
-        if time.monotonic() < self._told + AGAIN:
+        if time.monotonic() < self._warned_at + AGAIN:
             return
-        self._told = time.monotonic()
+        self._warned_at = time.monotonic()
         if not self._joined:  # not even this process, which waits for nobody else
             log.warning("The servers are still starting")
-            self._told += WAIT - AGAIN
+            self._warned_at += WAIT - AGAIN
             return
         _, needs = self._devices(1)
         log.warning(

@@ -90,10 +90,12 @@ def check_same_net(kept: Kept, solver: Solver) -> None:
     )
     for name, shapes in own.items():
         if held.get(name, []) != shapes:
-            raise ConfigError(f'layer "{name}" has {_told(shapes)}, there {_told(held.get(name))}')
+            raise ConfigError(
+                f'layer "{name}" has {_shape_text(shapes)}, there {_shape_text(held.get(name))}'
+            )
     for name, shapes in held.items():
         if shapes and name not in own:
-            raise ConfigError(f'there layer "{name}" has {_told(shapes)}, here there is none')
+            raise ConfigError(f'there layer "{name}" has {_shape_text(shapes)}, here there is none')
     kind = kept.sidecar["type"]
     if kind != solver.param.type:
         raise ConfigError(f"this solver is of type {solver.param.type}, there it is {kind}")
@@ -103,7 +105,7 @@ def _shapes(layer: LayerParameter) -> list[tuple[int, ...]]:
     return [tuple(blob.shape.dim) for blob in layer.blobs]
 
 
-def _told(shapes: Sequence[tuple[int, ...]] | None) -> str:
+def _shape_text(shapes: Sequence[tuple[int, ...]] | None) -> str:
     if not shapes:
         return "no parameters"
     return " and ".join(map(shape_string, shapes))
