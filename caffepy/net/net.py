@@ -23,17 +23,9 @@ from caffepy.device.recording import Temporaries
 from caffepy.device.streams import BRANCH
 from caffepy.layer import Layer
 from caffepy.net.branches import with_branches
-from caffepy.net.build import (
-    compare_classes,
-    compare_losses,
-    divide_batches,
-    filter_state,
-    insert_splits,
-    located,
-    replace_python,
-    set_prior_variants,
-)
+from caffepy.net.build import divide_batches, filter_state, insert_splits, located
 from caffepy.net.debug_info import log_backward, log_forward, log_norms
+from caffepy.net.forks import adapt_forks
 from caffepy.net.fusion import Step, fused_steps
 from caffepy.net.layouts import set_layouts
 from caffepy.net.node import Node, Param
@@ -82,10 +74,7 @@ class Net:
         self.path = path
         self.ops = ops.backend(self.device)
         kept = filter_state(param, path)
-        replace_python(kept, path)
-        set_prior_variants(kept, path)
-        compare_classes(kept, path)
-        compare_losses(kept, path)
+        adapt_forks(kept, path)
         if batch_parts > 1:
             kept = divide_batches(kept, batch_parts, path)
         if log.isEnabledFor(logging.INFO):
