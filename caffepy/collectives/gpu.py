@@ -50,7 +50,7 @@ class ScheduleSync(Synchronizer):
         super().__init__(group, rank)
         self.all_gather = all_gather
         self.device: Any = flats.device
-        self.updates = rank == 0 or not root_updates
+        self.root_updates, self.updates = root_updates, rank == 0 or not root_updates
         pairs = {(s.source, s.destination) for level in schedule for s in level if s.staged}
         self.capturable = not pairs
         if pairs and rank == 0:

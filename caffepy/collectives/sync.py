@@ -64,7 +64,7 @@ class HostSync(Synchronizer):
     ) -> None:
         super().__init__(group, rank)
         self._narrow = narrow
-        self.updates = self.universal_rank == 0 or not root_updates
+        self.root_updates, self.updates = root_updates, self.universal_rank == 0 or not root_updates
         self._data, self._diffs, self._received = data, diffs, received or {}
         self._down = copying(schedule) if root_updates else ()
         self._up = adding(schedule) if root_updates else schedule

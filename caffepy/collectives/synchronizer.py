@@ -33,7 +33,8 @@ class FlatParams(NamedTuple):
 class Synchronizer:
     """One rank's side; all methods are called in the rank's thread, in its device's scope."""
 
-    updates = True  # this rank updates its parameters; else it gets the root's before a pass
+    updates = True  # this rank updates its parameters
+    root_updates = False  # the root alone does so, and the others get its in `on_start`
     capturable = False  # its calls only enqueue work on the current stream
     reduces_early = False  # `after_backward` does something
     has_factors = False  # `update_by_factors` does something

@@ -77,7 +77,7 @@ class Synchronization:
             params = flat_params(solver, self._factored)
             synchronizer = self._way.join(self._group, rank, params)
             self._members[rank] = solver, synchronizer
-            solver.synchronize(synchronizer, self._way.root_updates)
+            solver.synchronize(synchronizer)
             if self._shares_batches:
                 batch_norm.share_batches(solver.net, partial(self._group.all_gather, rank))
 
@@ -85,7 +85,7 @@ class Synchronization:
         """Replace the synchronizer of the rank's solver by what `outer` makes of it."""
         solver, synchronizer = self._members[rank]
         with solver.device.scope():
-            solver.synchronize(outer(synchronizer), self._way.root_updates)
+            solver.synchronize(outer(synchronizer))
 
     def bring_params(self) -> None:
         """Give the root's parameters, in its thread, to the ranks that do not update theirs."""

@@ -241,13 +241,9 @@ class Solver:
         tests = (blob for net in self.test_nets for blob in net.params_beyond(self.net))
         return [self.params.data, *self.history, *(blob.data_memory.array for blob in tests)]
 
-    def synchronize(self, synchronizer: SyncCallback | None, pulls: bool = False) -> None:
-        """Average gradients with other solvers by this callback from now on; None: stop doing so.
-
-        `pulls`: parameters come from another solver before each iteration, which the phase timer
-        measures.
-        """
-        self._step.synchronize(synchronizer, pulls)
+    def synchronize(self, synchronizer: SyncCallback | None) -> None:
+        """Average gradients with other solvers by this callback from now on; None: no more."""
+        self._step.synchronize(synchronizer)
 
     def join(self, workers: WorkerGroup, reporter: Reporter) -> None:
         """Train with these workers from now on, and report to `reporter`."""

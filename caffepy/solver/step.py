@@ -52,7 +52,8 @@ class SyncCallback(Callback, Protocol):
     """The callback that averages `Params.reduced_diff` over all solvers: a `Synchronizer` of
     `collectives`, which knows no solver, or what `parallel` puts around one.
 
-    `updates` is True if this solver updates its parameters; else it gets the root's in `on_start`.
+    `updates` is True if this solver updates its parameters. With `root_updates` that is the root
+    alone, and the others get its parameters in `on_start`.
     Without `reduces_early` nothing calls `after_backward`. `abort_flag` is the host address of the
     abort flag, for a GPU; nonzero after the all-reduce means that the averaged gradient is invalid.
     With `has_factors` large weights may be updated by the factors of all solvers, of which there
@@ -60,6 +61,7 @@ class SyncCallback(Callback, Protocol):
     """
 
     updates: bool
+    root_updates: bool
     reduces_early: bool
     has_factors: bool
     abort_flag: int
@@ -111,7 +113,6 @@ class TrainingStep:
         self.device = device
         self.callbacks: list[Callback] = []
         self.synchronizer: SyncCallback | None = None  # one of the callbacks
-        self.pulls = False  # the synchronizer brings parameters in `on_start`
         self.scripts_look = True  # at blobs and gradients, between iterations
         self.whole = True  # no update is under way
         self.begun = False  # an iteration is under way
@@ -141,10 +142,10 @@ class TrainingStep:
     def _new_graphs(self) -> GraphRunner:
         return GraphRunner(self.net, self.fused, "The training step runs", self.callbacks)
 
-    def synchronize(self, synchronizer: SyncCallback | None, pulls: bool) -> None:
+    def synchronize(self, synchronizer: SyncCallback | None) -> None:
         """Average gradients by this callback from now on; None: no more."""
         before, self.synchronizer = self.synchronizer, synchronizer
-        self.pulls, self.phase_timer.running = pulls, synchronizer is not None
+        self.phase_timer.running = synchronizer is not None
         if before:
             self.callbacks[:] = [callback for callback in self.callbacks if callback is not before]
             self.fuse(self.fused)  # to drop graphs that captured its calls
@@ -294,13 +295,14 @@ class TrainingStep:
         self.begun = True
         self.update_state.begin(self.cleared)
         self.save_stats()
-        if self.pulls:
+        pulls = self.pulls
+        if pulls:
             self.phase_timer.mark("update")
             if self._updates:
                 self.update_state.pack_scale(self.params.scale_slot)
         for callback in self.callbacks:
             callback.on_start()
-        if self.pulls:
+        if pulls:
             if not self._updates:
                 self.update_state.unpack_scale(self.params.scale_slot)
                 # The root's came with its parameters.
@@ -342,6 +344,11 @@ class TrainingStep:
         for callback in self.callbacks:
             callback.on_gradients_ready()
         self.phase_timer.mark("synchronization")
+
+    @property
+    def pulls(self) -> bool:
+        """True if parameters come from the root in `on_start`, or go from here."""
+        return self.synchronizer is not None and self.synchronizer.root_updates
 
     @property
     def _updates(self) -> bool:

@@ -430,6 +430,7 @@ class GradientPush:
     ) -> None:
         self._workers, self._rank, self._node = workers, rank, node
         self.updates = node is None or node.updates
+        self.root_updates = node is not None and node.root_updates
         self.abort_flag = node.abort_flag if node else 0
         self.reduces_early = node is not None and node.reduces_early
 
