@@ -117,9 +117,12 @@ class Net:
         return self.param.state.phase
 
     @property
-    def own_nodes(self) -> list[tuple[int, Node]]:
-        """(place, node) of layers that do not belong to the root net."""
-        return [(i, node) for i, node in enumerate(self.nodes) if not node.of_root]
+    def own_nodes(self) -> dict[str, Node]:
+        """Nodes of layers that do not belong to the root net, by the names of their states:
+        `index/name`.
+        """
+        places = enumerate(self.nodes)
+        return {f"{i}/{node.name}": node for i, node in places if not node.of_root}
 
     @property
     def shared_layers(self) -> list[Layer]:
@@ -405,22 +408,22 @@ class Net:
                 behind(mine).share_data(behind(theirs))
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return the states of all layers but the root net's, by `index/name`."""
+        """Return the states of all layers but the root net's, by the names in `own_nodes`."""
         return {key: state for key, layer in self._stateful if (state := layer.state())}
 
     @cached_property
     def _stateful(self) -> list[tuple[str, Layer]]:
-        """The layers that may have a state, by `index/name`."""
-        keys = ((f"{i}/{node.name}", node.layer) for i, node in self.own_nodes)
-        return [(key, layer) for key, layer in keys if type(layer).state is not Layer.state]
+        """The layers that may have a state, by its name."""
+        layers = ((name, node.layer) for name, node in self.own_nodes.items())
+        return [(name, layer) for name, layer in layers if type(layer).state is not Layer.state]
 
     def set_state(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore what `state` of a net of the same definition returned."""
-        for i, node in self.own_nodes:
-            if state := states.get(f"{i}/{node.name}"):
+        for name, node in self.own_nodes.items():
+            if state := states.get(name):
                 node.layer.set_state(state)
 
     def close(self) -> None:
         """Stop the threads of data layers and release files."""
-        for _, node in self.own_nodes:
+        for node in self.own_nodes.values():
             node.layer.close()

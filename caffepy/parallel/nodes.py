@@ -45,7 +45,8 @@ def check_data(nets: Sequence[Net], device: Device, group: RankGroup) -> None:
     """
     if group.world.nodes == 1:
         return
-    layers = [node.layer for net in nets for _, node in net.own_nodes if node.layer.reads_files]
+    nodes = (node for net in nets for node in net.own_nodes.values())
+    layers = [node.layer for node in nodes if node.layer.reads_files]
     readers = {f"data: {i}": layer for i, layer in enumerate(layers)}
     extents = {name: layer.extent() for name, layer in readers.items()}
 
@@ -181,6 +182,5 @@ def own_positions(positions: Positions, root: Solver) -> Positions:
 
 def shared(net: Net) -> dict[str, Layer]:
     """Return the layers that the solvers of a node share, by the names of their states."""
-    return {
-        f"{i}/{node.name}": node.layer for i, node in net.own_nodes if node.layer.share_in_parallel
-    }
+    nodes = net.own_nodes.items()
+    return {name: node.layer for name, node in nodes if node.layer.share_in_parallel}

@@ -98,7 +98,7 @@ def _unchanged(net: Net) -> Iterator[None]:
     """Leave no trace of a block that runs layers again: in their states but for data layers, in
     statistics, random numbers and files. Callbacks are not called.
     """
-    device, own = net.device, [node.layer for _, node in net.own_nodes if node.bottoms]
+    device, own = net.device, [node.layer for node in net.own_nodes.values() if node.bottoms]
     writes_files, random, debug_info = device.writes_files, device.random.state, net.debug_info
     statistics = [(blob, blob.host_data.copy()) for layer in own for blob in layer.statistics]
     states = [(layer, state) for layer in own if (state := layer.state())]

@@ -318,7 +318,7 @@ class Iterations:
             self._held = take_positions(self.nets, self.step.device)
 
     def release_positions(self) -> None:
-        """Return to the positions, and running statistics, at a snapshot's own time."""
+        """Let snapshots have the positions and running statistics of their own time again."""
         self._held = None
         self.statistics.release()
 

@@ -21,7 +21,7 @@ def take_positions(nets: Sequence[Net], device: Device) -> dict[str, Any]:
 
 def data_layers(net: Net) -> dict[str, Layer]:
     """Return the data layers of a net, by the names of their states."""
-    return {f"{i}/{node.name}": node.layer for i, node in net.own_nodes if node.layer.is_data}
+    return {name: node.layer for name, node in net.own_nodes.items() if node.layer.is_data}
 
 
 def take_data_positions(feeds: Sequence[dict[str, Layer]], device: Device) -> dict[str, Any]:

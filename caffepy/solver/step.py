@@ -162,7 +162,7 @@ class TrainingStep:
         """
         if self.device.is_cuda and not self._looked_ahead:
             self._looked_ahead = True
-            for _, node in self.net.own_nodes:
+            for node in self.net.own_nodes.values():
                 node.layer.read_ahead()
             with self.overwrite_gradients(update=self.lets_layers_update):
                 self.net.compile_ahead(self.graphs.eager_steps)
