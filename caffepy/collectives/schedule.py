@@ -2,7 +2,7 @@
 
 A schedule leaves the sum of all ranks' buffers in every rank's. Steps of one level may run at the
 same time; a level begins, for what it reads and writes, when the levels before it have ended. One
-executor runs any schedule on GPUs (`gpu`), one in numpy (`host`).
+executor runs any schedule on GPUs (`gpu`), one in numpy (`HostSync`).
 """
 
 from collections.abc import Mapping

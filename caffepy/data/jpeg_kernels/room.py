@@ -32,7 +32,7 @@ class Room(NamedTuple):
 
     head: Array  # (HEAD,) int64: what a file's markers say
     steps: Array  # (4 * 64,) int32: quantization tables, in the order of a file
-    looked: Array  # (8 << LOOK,) int32: what begins with these bits, see `look_up`
+    looked: Array  # (8 << LOOK,) int32: what begins with these bits, see `_look_up` in headers.py
     longer: Array  # (8 * 2 * LENGTHS,) int64: largest code of each length; where its symbols are
     symbols: Array  # (8 * 256,) uint8: symbols of codes, in their order
     blocks: Array  # (64 * LANES,) int32: coefficients

@@ -2,11 +2,11 @@
 
     recorded    kernel(arrays, numbers, lo, hi)      np.matmul(a, b, out)      a Python function
                           |                                   |                        |
-    table           enter | words                       _loop | words                  |
+    table           enter | words                        loop | words                  |
                           +-------- one call of `replay` -----+                     a call
 
 `enter` is what Python's calls of a kernel end in (`machine_code.py`), with `words` for its
-arguments. A ufunc has loops in C, which numpy's own calls end in; `_loop` calls one. So a replay
+arguments. A ufunc has loops in C, which numpy's own calls end in; `loop` calls one. So a replay
 calls the same machine code with the same arguments, and gives the same bits.
 
 What cannot be called so (work that threads share, other functions) is kept as a Python call.

@@ -19,7 +19,7 @@ class RangeState:
 
     Arrays are replaced, never written to, so that they may be sent while pushes go on, and be
     read-only where they were received.
-    `version` is the number of operations so far; `row` is the range's, see `KeyRange`. `early` are
+    `version` is the number of operations so far; `row` is the range's, see `KeyRange`. `_early` are
     pushes of a clock that not all members have reached, by clock and worker: with slack 0 they are
     added up together, in the order of the workers, so that it does not matter who came first.
     `update_state` is what the servers' update keeps.
