@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,13 @@ def _as_before() -> Iterator[None]:
     yield
     log.setLevel(level)
     abandoned._things.clear()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own folder, in which it runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @cache

@@ -14,15 +14,11 @@ import pytest
 from caffepy.cli import main
 from caffepy.data.sources import open_database
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 IMAGES, LIST = f"{GOLDEN / 'images'}/", str(GOLDEN / "list.txt")
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def count(path: str) -> int:

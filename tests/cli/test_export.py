@@ -7,16 +7,12 @@ import pytest
 
 from caffepy.cli import main
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 pytest.importorskip("onnx")
 DIGITS = Path(__file__).parents[1] / "golden" / "digits"
 NET, WEIGHTS = str(DIGITS / "train_val.prototxt"), str(DIGITS / "digits_iter_500.caffemodel")
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_a_bundled_net(capsys: Captured) -> None:

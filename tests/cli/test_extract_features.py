@@ -8,14 +8,10 @@ from caffepy.cli import main
 from caffepy.commands.extract_features import Feature
 from caffepy.data.sources import open_database
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 WEIGHTS = str(Path(__file__).parents[1] / "golden" / "digits" / "digits_iter_500.caffemodel")
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_caffes_arguments(capsys: Captured) -> None:

@@ -23,12 +23,6 @@ DIGITS = str(models.path("digits", "solver"))
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Devices with which solvers are made; nothing is trained."""
     devices: list[Any] = []

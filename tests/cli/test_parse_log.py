@@ -5,14 +5,10 @@ import pytest
 
 from caffepy.cli import main
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 LOG = str(Path(__file__).parents[1] / "golden" / "logs" / "two_nets.log")
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def names() -> list[str]:

@@ -8,15 +8,11 @@ import pytest
 
 from caffepy.cli import main
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 LOG, DIGITS = str(GOLDEN / "logs" / "two_nets.log"), str(GOLDEN / "digits" / "caffe_train.log")
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 PICTURES = {

@@ -8,6 +8,8 @@ from caffepy.cli import main
 from caffepy.proto import binary, text
 from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverParameter
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 Captured = pytest.CaptureFixture[str]
 V1 = """
 name: "old" input: "data" input_dim: 1 input_dim: 3 input_dim: 8 input_dim: 8
@@ -21,12 +23,6 @@ layers { layer { name: "conv" type: "conv" num_output: 4 kernelsize: 3 %s } bott
 """
 NEW = 'layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 2 } } }\n'
 ALREADY = "File already in latest proto format: "
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def read(path: str) -> NetParameter:

@@ -13,15 +13,11 @@ from caffepy.proto.caffe_pb2 import TEST
 from caffepy.proto.text import read_net as read_text
 from caffepy.report import grid
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 WEIGHTS = str(Path(__file__).parents[1] / "golden" / "digits" / "digits_iter_500.caffemodel")
 TRAIN_VAL = str(models.path("digits", "train_val"))
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize(("flags", "layer"), [("", "conv1"), ("--layer conv2", "conv2")])

@@ -15,16 +15,12 @@ from caffepy.net import weights
 from caffepy.proto import binary, text
 from caffepy.proto.caffe_pb2 import BlobProto, NetParameter
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 Captured = pytest.CaptureFixture[str]
 GOLDEN = Path(__file__).parents[1] / "golden"
 DIGITS = GOLDEN / "digits" / "digits_iter_500.caffemodel"
 ADAM = GOLDEN / "solvers" / "adam_iter_10"
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def show(path: object, capsys: Captured) -> Any:

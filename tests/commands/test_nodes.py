@@ -30,7 +30,7 @@ from tests.collectives.threads_world import run_nodes
 from tests.nets import library
 from tests.parallel.cases import NET, net
 
-pytestmark = [pytest.mark.usefixtures("version")]
+pytestmark = pytest.mark.usefixtures("folder", "version")
 
 FAULTY = """
 import os, resource, signal
@@ -63,12 +63,6 @@ SETTINGS = (
 DROPOUT = library.in_place("Dropout", "drop", "pool")
 ULFM = ("--with-ft", "ulfm")
 FOUND = "caffepy: error: "
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def write(

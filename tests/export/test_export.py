@@ -20,6 +20,8 @@ from caffepy.proto.text import read_net
 
 from .models import Model, compare, inputs, onnx, written
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 PRODUCT = (
     'layer { name: "%s" type: "InnerProduct" bottom: "%s" top: '
     '"%s" inner_product_param { num_output: 3 } %s }\n'
@@ -28,12 +30,6 @@ LABEL = (
     'layer { name: "in" type: "Input" top: "x0" top: "label" '
     "input_param { shape { dim: 4 dim: 5 } shape { dim: 4 } } }"
 )
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def tensors(model: Model) -> tuple[list[str], list[str]]:

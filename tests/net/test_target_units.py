@@ -12,6 +12,8 @@ import caffepy
 from caffepy.commands.weights import convert
 from caffepy.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 MEANS, STDS = (0.01, -0.02, 0.0, 0.3), (0.1, 0.1, 0.2, 0.4)
 SETTINGS = f"'bbox_normalize_means': {MEANS}, 'bbox_normalize_stds': {STDS}"
 
@@ -54,12 +56,6 @@ NETS = {
     "R-FCN, two losses": (RFCN, LOSS + LOSS.replace('"loss"', '"again"'), "rfcn_bbox"),
     "transposed": (FASTER.replace("num_output", "transpose: true num_output"), LOSS, "bbox_pred"),
 }
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def net_of(text: str, settings: str = SETTINGS) -> caffepy.Net:
