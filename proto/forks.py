@@ -142,7 +142,6 @@ _FIELDS = {
     },
     "Xlearn": {"LayerParameter": "jmmd_param"},
     "caffe-spn": {"LayerParameter": "gaterecurrent_param gaterecurrent2dnoind_param roi_param"},
-    "Compact bilinear pooling": {"LayerParameter": "compact_bilinear_param"},
     "CCNN": {"LayerParameter": "densecrf_param"},
     "Textspotter": {"LayerParameter": "point_bilinear_param"},
     "3D-Caffe": {"LayerParameter": "mhd_data_param"},
@@ -330,7 +329,6 @@ _LAYERS = {
     "HashNet": "PairwiseLoss ScaleTanH",
     "DRFN": "PwAttend",
     "DAVSOD": "ConvLSTM",
-    "HBP": "SignedSqrt SumPooling L2Normalize",
     "Hypercolumns": "HyperColumns ImageNormalData",
     "L-GM loss": "ClassDistance",
     "MyCaffe": "DataTemporal LstmAttention LstmSimple MemoryLoss TokenizedData AccuracyDecode "

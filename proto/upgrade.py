@@ -156,13 +156,15 @@ def needs_upgrade(net: NetParameter) -> bool:
 
 
 def _other_type(layer: LayerParameter) -> str | None:
-    """Return the type that a layer of Synopsys' Caffe or of video-caffe has by its settings here,
-    None for its own.
+    """Return the type that a layer of Synopsys' Caffe, of video-caffe or of hierarchical bilinear
+    pooling has by its settings here, None for its own.
     """
     if layer.type == "ReLU" and layer.relu_param.relu6:
         return "ReLU6"
     if layer.type == "Reshape" and layer.reshape_param.pixelshuffler != 1:
         return "DepthToSpace"
+    if layer.type == "SumPooling":
+        return "Pooling"
     if layer.type in ("NdConvolution", "HoleConvolution"):
         return "Convolution"
     if layer.type == "NdPooling":
@@ -195,6 +197,9 @@ def _take_further(param: PoolingParameter) -> None:
 def _become(layer: LayerParameter, other: str) -> None:
     """Make of the layer one of the other type."""
     kind, layer.type = layer.type, other
+    if kind == "SumPooling":
+        layer.pooling_param.CopyFrom(layer.sum_pooling_param)
+        layer.ClearField("sum_pooling_param")
     _take_further(layer.pooling_param)
     if other == "ReLU6":
         layer.relu6_param.negative_slope = layer.relu_param.negative_slope

@@ -112,6 +112,13 @@ def clip(site: Site) -> None:
     site.finish("Clip", site.bottoms[0], *limits)
 
 
+@writers("SignedSqrt")
+def signed_sqrt(site: Site) -> None:
+    """sign(x) * sqrt(|x|)."""
+    (x,) = site.bottoms
+    site.finish("Mul", site.node("Sign", x), site.node("Sqrt", site.node("Abs", x)))
+
+
 @writers("Threshold")
 def threshold(site: Site) -> None:
     """x > threshold as a float."""

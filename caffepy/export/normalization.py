@@ -133,14 +133,18 @@ def normalize(site: Site) -> None:
         site.reshape(value, site.top_shapes[i], out=site.tops[i])
 
 
-@writers("GRN", "NormalizationL2")
+@writers("GRN", "NormalizationL2", "L2Normalize")
 def divided_by_norm(site: Site) -> None:
     """x / sqrt(sum of squares + a small number)."""
     layer, (x,) = site.layer, site.bottoms
-    by_item = layer.type == "NormalizationL2"
+    by_item = layer.type != "GRN"
     axes = list(range(1, len(site.bottom_shapes[0]))) if by_item else [1]
     squares = site.affine(site.reduce("ReduceSumSquare", x, axes), 1, layer.eps)
-    site.finish("Div", x, site.node("Sqrt", squares))
+    norm = site.node("Sqrt", squares)
+    if site.top_shapes[0] != site.bottom_shapes[0]:
+        site.reshape(site.node("Div", x, norm), site.top_shapes[0], site.tops[0])
+    else:
+        site.finish("Div", x, norm)
 
 
 @writers("Scale", "EltwiseAffine")

@@ -126,7 +126,17 @@ def _max(site: Site, layer: Any, end: Sequence[int], outs: Sequence[str | None])
 
 
 def _mean(site: Site, layer: Any, x: str, end: Sequence[int], out: str | None) -> str:
-    """Means; the divisor counts padding, unless the layer excludes it, but nothing beyond it."""
+    """Means; the divisor counts padding, unless the layer excludes it, but nothing beyond it. Or
+    sums: means times their divisors.
+    """
+    if layer.sums:
+        means = _window_means(site, layer, x, end, None)
+        factors = site.constant(np.array(layer.share.host_data, np.float32))
+        return site.node("Mul", means, factors, out=out)
+    return _window_means(site, layer, x, end, out)
+
+
+def _window_means(site: Site, layer: Any, x: str, end: Sequence[int], out: str | None) -> str:
     if layer.whole:
         return site.node("GlobalAveragePool", x, out=out)
     pad, behind = layer.pad, [side[1] for side in layer.sides]

@@ -8,6 +8,7 @@ from caffepy.layer import (  # noqa: F401 # so that every type is registered
     accuracy,
     attention,
     batch_norm,
+    bilinear,
     blocks,
     cascade,
     convolution,

@@ -509,6 +509,20 @@ def _log_of_base(base: float) -> float:
     return math.log(base)
 
 
+@layer("SignedSqrt")
+class SignedSqrt(Neuron):
+    """y = sign(x) * sqrt(|x|) (compact bilinear pooling); the gradient is bounded, as there."""
+
+    backward_reads_bottom = False
+
+    def function(self, x: Array, y: Array) -> None:
+        np.multiply(np.sign(x), np.sqrt(np.abs(x)), out=y)
+
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
+        """dx = dy / (2 * (|y| + 0.03)), which is not the derivative."""
+        np.divide(dy, 2 * np.abs(y) + 0.06, out=dx)
+
+
 @layer("Threshold")
 class Threshold(SameShape):
     """y = x > threshold ? 1 : 0; no gradient."""

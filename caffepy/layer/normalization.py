@@ -171,6 +171,23 @@ class NormalizationL2(GRN):
         return n, c * places, 1
 
 
+@layer("L2Normalize")
+class L2Normalize(NormalizationL2):
+    """y = x / sqrt(sum of x^2 over each item + 1e-7), the top of four axes (compact bilinear
+    pooling).
+    """
+
+    in_place = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        self.eps = 1e-7
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        top[0].reshape(bottom[0].legacy_shape())
+
+
 @layer("Normalize")
 class Normalize(Layer):
     """y = x / n * scale, n the norm of (N, C, ...) at each place, or of each item.

@@ -106,15 +106,18 @@ def check_padded(size: Sequence[int], pad: Sequence[int], what: str = "inputs") 
         )
 
 
+_MEANS = (PoolingParameter.AVE, PoolingParameter.AVE_EXC_PAD, PoolingParameter.SUM)
+
+
 @layer("Pooling")
 class Pooling(Drawing):
     """(N, C, H, W) -> (N, C, Ho, Wo); a second top of MAX is the index h*W + w of each maximum.
 
     Ho = ceil((H + 2*pad - kernel) / stride) + 1, or floor by round_mode, or by ceil_mode: false,
     its name in forks. AVE counts padding in its divisor, AVE_EXC_PAD (Synopsys; AVE_TF is its old
-    name) does not. pad_t, pad_b, pad_l and pad_r are pads that differ, pad_type 1 those that give
-    H / stride windows, rounded up. STOCHASTIC takes an element by its share of the sum, at TEST the
-    mean with these shares (Zeiler and Fergus 2013).
+    name) does not; SUM (hierarchical bilinear pooling) has none. pad_t, pad_b, pad_l and pad_r are
+    pads that differ, pad_type 1 those that give H / stride windows, rounded up. STOCHASTIC takes an
+    element by its share of the sum, at TEST the mean with these shares (Zeiler and Fergus 2013).
     """
 
     on_gpu = True
@@ -145,12 +148,14 @@ class Pooling(Drawing):
         self.sides = read_sides(param) or tuple((p, p) for p in self.pad)
         self.pad = self.sides[0][0], self.sides[1][0]
         padded = self.same or any(any(side) for side in self.sides)
+        self.sums = self.method == PoolingParameter.SUM
         self.excludes = self.method == PoolingParameter.AVE_EXC_PAD and padded
+        self.scales = self.sums or self.excludes
         self.uneven = self.same or any(before != behind for before, behind in self.sides)
-        self.mean = self.method in (PoolingParameter.AVE, PoolingParameter.AVE_EXC_PAD)
+        self.mean = self.method in _MEANS
         stochastic = self.method == PoolingParameter.STOCHASTIC
-        self.can_fuse = not (stochastic or self.uneven or self.excludes)
-        self.takes_preferred_layout = not (self.tells_where or self.uneven or self.excludes)
+        self.can_fuse = not (stochastic or self.uneven or self.scales)
+        self.takes_preferred_layout = not (self.tells_where or self.uneven or self.scales)
         if not self.whole and min(self.kernel) < 1:
             raise ConfigError("kernel sizes must be 1 or more")
         if min(self.stride) < 1:
@@ -223,10 +228,10 @@ class Pooling(Drawing):
                 ...,
                 *(slice(before, before + n) for n, before in starts),
             )
-        if self.excludes:
+        if self.scales:
             windows = zip(size, out, self.kernel, self.stride, self.sides, strict=True)
-            shares = [np.array(_counted(*window)) for window in windows]
-            self.share = self.buffer(out)  # elements of each window over those in the image
+            shares = [np.array(_counted(*window, self.sums)) for window in windows]
+            self.share = self.buffer(out)  # elements of each window over its divisor
             self.share.host_data[...] = np.outer(shares[0], shares[1])
             self.scaled = self.buffer(top[0].shape)
         if not self.mean:
@@ -262,7 +267,7 @@ class Pooling(Drawing):
                 self.ops.copy(x, self.padded.data[self.inside])
                 x, window = self.padded.data, (self.kernel, self.stride, (0, 0))
             self.ops.ave_pool_forward(x, y, window)
-            if self.excludes:
+            if self.scales:
                 np.multiply(y, self.share.data, out=y)
         elif self.draws:
             self.ops.stochastic_pool_forward(x, y, self.index.data, window, *self.draw())
@@ -275,7 +280,7 @@ class Pooling(Drawing):
             return
         dy, dx, window = top[0].diff, bottom[0].diff, self.window
         if self.mean:
-            if self.excludes:
+            if self.scales:
                 np.multiply(dy, self.share.data, out=self.scaled.data)
                 dy = self.scaled.data
             if self.padded is None:
@@ -471,11 +476,14 @@ class SPP(Layer):
         bottom[0].diff[...] = self.sum.data
 
 
-def _counted(size: int, out: int, kernel: int, stride: int, side: Pair) -> list[float]:
-    """Elements of each window along an axis with its padding, over those in the image."""
+def _counted(size: int, out: int, kernel: int, stride: int, side: Pair, sums: bool) -> list[float]:
+    """Elements of each window along an axis with its padding, over those in the image, or over 1
+    for sums.
+    """
     starts = [i * stride - side[0] for i in range(out)]
     return [
-        (min(start + kernel, size + side[1]) - start) / (min(start + kernel, size) - max(start, 0))
+        (min(start + kernel, size + side[1]) - start)
+        / (1 if sums else min(start + kernel, size) - max(start, 0))
         for start in starts
     ]
 

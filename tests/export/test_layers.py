@@ -30,6 +30,7 @@ OTHERWISE = {
     "HardMining": "chooses boxes to learn from",
     "DetectionOutput": "has a test of its own, for its boxes",
     "CTCGreedyDecoder": "gives as many labels as its data say",
+    "CompactBilinear": "has no operator",
     "Correlation": "has no operator",
     "Correlation1D": "has no operator",
     "DenseBlock": "is a block of layers that have operators: write these",

@@ -300,6 +300,8 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
     ],
     "GRN": [([IMAGE], 1, ""), ([(3, 4)], 1, "grn_param { bias: 0.5 }")],
     "NormalizationL2": [([IMAGE], 1, ""), ([(3, 4)], 1, "")],
+    "L2Normalize": [([IMAGE], 1, ""), ([(3, 4)], 1, "")],
+    "SignedSqrt": [([IMAGE], 1, "")],
     "PassThrough": [
         ([(2, 3, 4, 6)], 1, "pass_through_param { block_height: 2 block_width: 3 num_output: 18 }"),
     ],
@@ -368,6 +370,9 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         ([IMAGE], 1, "pooling_param { pool: AVE kernel_size: 3 stride: 2 pad_r: 1 pad_b: 2 }"),
         ([IMAGE], 1, "pooling_param { pool: AVE kernel_size: 3 stride: 2 pad_l: 2 pad_t: 1 }"),
         ([IMAGE], 1, "pooling_param { pool: AVE_EXC_PAD kernel_size: 3 stride: 2 pad_type: 1 }"),
+        ([IMAGE], 1, "pooling_param { pool: SUM kernel_size: 3 stride: 2 pad_type: 1 }"),
+        ([IMAGE], 1, "pooling_param { pool: SUM kernel_size: 3 stride: 2 pad: 1 }"),
+        ([IMAGE], 1, "pooling_param { pool: SUM global_pooling: true }"),
         ([IMAGE], 1, "pooling_param { pool: STOCHASTIC kernel_size: 3 stride: 2 }"),
     ],
     "Pooling3D": [

@@ -280,3 +280,24 @@ def test_scalers_of_gradients_that_are_refused(more):
 @pytest.mark.gpu
 def test_reversed_gradients_on_gpu():
     check_plain_on_gpu(SCALER.format("lower_bound: 0.5"), random(2, 3), propagate_down=[True])
+
+
+def test_signed_square_roots():
+    """The gradient is bounded, as in the fork: 1 / 2(|y| + 0.03)."""
+    x, dy = np.array([-4, -0.01, 0, 0.25, 9.0]), np.array([1, -2, 3, 4, 5.0])
+    for in_place in (False, True):
+        single = Single('type: "SignedSqrt"', x, in_place=in_place)
+        (y,) = single.forward()
+        np.testing.assert_allclose(y, [-2, -0.1, 0, 0.5, 3])
+        if in_place:
+            single.top[0].diff[...] = dy
+            single.layer.backward(single.top, [True], single.bottom)
+            dx = single.bottom[0].diff
+        else:
+            dx = single.backward([dy])[0][0]
+        np.testing.assert_allclose(dx, dy / (2 * np.array([2.03, 0.13, 0.03, 0.53, 3.03])))
+
+
+@pytest.mark.gpu
+def test_signed_square_roots_on_gpu():
+    check_plain_on_gpu('type: "SignedSqrt"', random(3, 5, 4), propagate_down=[True])

@@ -369,6 +369,20 @@ def test_norms_of_forks_against_numpy(case, in_place):
     check_gradient(text, x, in_place=in_place)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 4)])
+def test_l2_normalize_against_numpy(shape):
+    x = random(*shape)
+    (y,) = Single('type: "L2Normalize"', x).forward()
+    norm = np.sqrt((x * x).reshape(len(x), -1).sum(axis=1) + 1e-7).reshape(-1, 1, 1, 1)
+    np.testing.assert_allclose(y, x.reshape(*shape, *(1,) * (4 - x.ndim)) / norm, rtol=1e-12)
+    check_gradient('type: "L2Normalize"', x)
+
+
+@pytest.mark.gpu
+def test_l2_normalize_on_gpu():
+    check_plain_on_gpu('type: "L2Normalize"', random(3, 4), propagate_down=[True])
+
+
 def test_norms_of_forks_at_their_ends():
     single = Single('type: "NormalizationL2"', np.zeros((2, 3)), dtype=np.float32)
     np.testing.assert_array_equal(single.forward()[0], 0)

@@ -87,12 +87,13 @@ def pooled(x, text, method):
         for left, right in axes[1]:
             inside = x[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
             count = inside.size if method == "AVE_EXC_PAD" else (bottom - top) * (right - left)
+            count = 1 if method == "SUM" else count
             row.append(inside.max() if method == "MAX" else inside.sum() / count)
         rows.append(row)
     return np.array(rows)
 
 
-@pytest.mark.parametrize("method", ["MAX", "AVE", "AVE_EXC_PAD"])
+@pytest.mark.parametrize("method", ["MAX", "AVE", "AVE_EXC_PAD", "SUM"])
 @pytest.mark.parametrize("case", SIDES)
 def test_pads_that_differ_against_a_loop(case, method):
     it, x = text(f"{SIDES[case]} pool: {method}"), distinct(1, 1, 6, 7)
@@ -111,7 +112,7 @@ def test_ave_tf_is_the_old_name_of_ave_exc_pad():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["MAX", "AVE", "AVE_EXC_PAD"])
+@pytest.mark.parametrize("method", ["MAX", "AVE", "AVE_EXC_PAD", "SUM"])
 @pytest.mark.parametrize("case", [case for case in SIDES if case not in ("even", "pad")])
 def test_pads_that_differ_on_gpu(case, method):
     it = text(f"{SIDES[case]} pool: {method}")

@@ -213,7 +213,9 @@ OWN |= {
     for message, names in {
         "LayerParameter": "lifted_struct_sim_softmax_loss_param guided_dropout_param "
         "pointwise_spatial_attention_param modulated_deformable_convolution_param grn_param "
-        "pooling_nd_param heatmap_data_param visualise visualise_channel mmd_param",
+        "pooling_nd_param heatmap_data_param visualise visualise_channel mmd_param "
+        "sum_pooling_param compact_bilinear_param",
+        "CompactBilinearParameter": "num_output sum_pool",
         "MMDParameter": "kernel_num kernel_mul fix_gamma",
         "GRNParameter": "bias dummy_backward",
         "PoolingNDParameter": "pool pad kernel_size stride engine global_pooling axis",
@@ -228,7 +230,7 @@ OWN |= {
     for name in names.split()
 }
 """Those of deep metric learning, Domain guided dropout, PSANet, Deformable ConvNets 2, OpenVINO,
-3D-Caffe, caffe-heatmap and Xlearn.
+3D-Caffe, caffe-heatmap, Xlearn and bilinear pooling.
 """
 OWN |= {
     (message, name)
@@ -478,7 +480,9 @@ def test_enums_are_those_of_the_tables() -> None:
     taken = {(enum, name) for enum, name in values if enum not in NOT_TAKEN}
     unnumbered = {("VideoDataParameter.Modality", name) for name in ("RGB", "FLOW")}
     unnumbered |= {("UnpoolingParameter.UnpoolMethod", name) for name in ("MAX", "AVE", "TILE")}
-    unnumbered |= {("PoolingParameter.PoolMethod", name) for name in ("AVE_EXC_PAD", "AVE_TF")}
+    unnumbered |= {
+        ("PoolingParameter.PoolMethod", name) for name in ("AVE_EXC_PAD", "AVE_TF", "SUM")
+    }
     unnumbered |= {("MultiStageMeanfieldParameter.Mode", "POTTS")}
     engine = "DeformableConvolutionParameter.Engine"
     unnumbered |= {(engine, name) for name in ("DEFAULT", "CAFFE", "CUDNN")}

@@ -227,7 +227,7 @@ ERRORS = {
     ),
     "nearest value": (
         "layer { pooling_param { pool: AVERAGE } }",
-        '1:31: unknown value "AVERAGE" for "pool", did you mean "AVE"? (it takes MAX, AVE, STOCHASTIC, AVE_EXC_PAD, AVE_TF)',
+        '1:31: unknown value "AVERAGE" for "pool", did you mean "AVE"? (it takes MAX, AVE, STOCHASTIC, AVE_EXC_PAD, AVE_TF, SUM)',
         "  layer { pooling_param { pool: AVERAGE } }\n                                ^",
     ),
     "value in quotes": (

@@ -130,6 +130,10 @@ CASES = {
         "kernel_w: 2 stride_l: 1 stride_h: 2 stride_w: 3 global_pooling: false } } "
         'layer { type: "Pooling" pooling_param { kernel_h: 2 kernel_w: 3 } }',
     ),
+    "SumPooling": (
+        'layer { type: "SumPooling" sum_pooling_param { pool: SUM kernel_h: 2 kernel_w: 3 } }',
+        'layer { type: "Pooling" pooling_param { pool: SUM kernel_h: 2 kernel_w: 3 } }',
+    ),
     "R-C3D's Pooling": (
         'layer { type: "Pooling" pooling_param { kernel_size: 1 further_kernel_size: [2, 3] '
         "stride: 2 further_pad: [1, 0] pad: 0 } } "
