@@ -126,7 +126,8 @@ def synthetic(
     images, others labels, boxes or what their names say. `batch` replaces the batch size of every
     data layer but Faster R-CNN's, which has one image. `image` is the shape (C, H, W); without it
     the layer must state one, as by its crop_size, else `guess` has it, else ConfigError. With a
-    `guess`, all Python layers without bottoms count as layers that read data. Labels lie in
+    `guess`, all Python layers without bottoms, and those whose type has "Data" in its name, count
+    as layers that read data. Labels lie in
     [0, classes) and are whole numbers once a loss has truncated them. Errors say where the layer
     stands in the file `origin`.
     """
@@ -136,13 +137,14 @@ def synthetic(
     for layer in copy.layer:
         _leave_out_files(layer)
         setting = _SOURCES.get(layer.type, _MEMORY if layer.memory_data_param.source else "")
-        if not setting and not _is_python_source(layer, guess):
+        is_source = setting or _is_python_source(layer, guess) or _is_other_source(layer, guess)
+        if not is_source:
             if guess and layer.type == "Input" and not layer.input_param.shape:
                 for _ in layer.top:
                     layer.input_param.shape.add(dim=[1, *(image or guess.image)])
             continue
         source = getattr(layer, setting or "data_param")
-        size = (batch if setting else 0) or _batch_size(source) or 1
+        size = (batch if layer.type != "Python" else 0) or _batch_size(source) or 1
         try:
             shape = list(image or _image(layer, guess))
         except ConfigError as error:
@@ -248,6 +250,12 @@ def _is_python_source(layer: LayerParameter, guess: Guess | None) -> bool:
     """True for py-faster-rcnn's layer that reads data, with a guess for any without bottoms."""
     known = layer.python_param.module == "roi_data_layer.layer"
     return layer.type == "Python" and not layer.bottom and (known or guess is not None)
+
+
+def _is_other_source(layer: LayerParameter, guess: Guess | None) -> bool:
+    """True, with a guess, for a layer without bottoms that is a fork's own to read data."""
+    named = "Data" in layer.type and layer.type != "DummyData"
+    return guess is not None and named and not layer.bottom
 
 
 def _image(layer: LayerParameter, guess: Guess | None) -> list[int]:

@@ -66,13 +66,19 @@ _WIDTH: Final = 110
 """Longest part of a source line that a message shows."""
 
 
-def parse(text: str, message: M, path: str = "<text>") -> M:
+def parse(text: str, message: M, path: str = "<text>", made_up: bool = False) -> M:
     """Read `text` into `message` and return it.
+
+    With `made_up` data a data layer may be of any type with "Data" in its name and have any
+    settings: a warning names what is not known of them.
 
     Raises ConfigError: `path:line:col: what is wrong`, then the source line and a caret.
     """
-    parser = _Parser(text, path)
+    parser = _Parser(text, path, made_up)
     parser.read_into(message)
+    if parser.left_out:
+        what = ", ".join(parser.left_out)
+        log.warning("%s: left out, since data are made up: %s", path, what)
     if parser.ignored:
         log.info("%s: %s: of a fork of Caffe, without effect", path, ", ".join(parser.ignored))
     return message
@@ -93,15 +99,16 @@ def read_text(path: str) -> str:
         raise mismatch(path, "a prototxt") from None
 
 
-def read_message(path: str, message: M, text: str | None = None) -> M:
+def read_message(path: str, message: M, text: str | None = None, made_up: bool = False) -> M:
     """Read a prototxt file as it stands into `message` and return it; ConfigError says what else
     the file is.
 
     `text` is the result of `read_text`, if that was called before: a pipe can be read only once.
+    `made_up` as in `parse`.
     """
     text = read_text(path) if text is None else text
     try:
-        parse(text, message, path)
+        parse(text, message, path, made_up)
     except ConfigError:
         kind = sniff(path)
         if kind == "a pipe" and is_binary(text.encode("utf-8", "surrogateescape")):
@@ -115,9 +122,9 @@ def read_message(path: str, message: M, text: str | None = None) -> M:
     return message
 
 
-def read_net(path: str, text: str | None = None) -> NetParameter:
-    """The net of a prototxt file, upgraded. `text` and errors as in `read_message`."""
-    net = read_message(path, NetParameter(), text)
+def read_net(path: str, text: str | None = None, made_up: bool = False) -> NetParameter:
+    """The net of a prototxt file, upgraded. Options and errors as in `read_message`."""
+    net = read_message(path, NetParameter(), text, made_up)
     if net.layer and net.layers:
         rarer = "layer" if len(net.layer) < len(net.layers) else "layers"
         raise ConfigError(upgrade.MIXED, locate_field(path, rarer))
@@ -184,7 +191,7 @@ def _reread(path: str) -> "_Parser | None":
 def _parsed(text: str, path: str) -> "_Parser | None":
     """The parser of the file that was read last: several errors of a large net may be located."""
     for message in (NetParameter(), SolverParameter()):
-        parser = _Parser(text, path)
+        parser = _Parser(text, path, made_up=True)
         try:
             parser.read_into(message)
         except ConfigError:
@@ -247,7 +254,7 @@ def _fields(descriptor: Descriptor) -> dict[str, _Field]:
 class _Parser:
     """One pass over a text: the current token, its start, and the places of fields and layers."""
 
-    def __init__(self, text: str, path: str) -> None:
+    def __init__(self, text: str, path: str, made_up: bool = False) -> None:
         self.text = text
         self.path = path
         self.kind = self.value = ""
@@ -260,6 +267,9 @@ class _Parser:
         """The blocks around the current token: type of the message around each, name, start."""
         self.ignored: dict[str, None] = {}
         """Names of fields of forks that say nothing here, in the order of the text."""
+        self.made_up = made_up
+        self.left_out: dict[str, None] = {}
+        """What is not known of data layers, if data are made up, in the order of the text."""
 
     def read_into(self, message: Message) -> None:
         self.advance()
@@ -378,6 +388,9 @@ class _Parser:
                     self.fail(f'this "{self.value}" closes nothing')
                 self.unexpected("a field name")
             field = fields.get(self.value)
+            if field is None and self.of_made_up_data():
+                self.leave_out()
+                continue
             if field is None:
                 self.unknown_field(message)
             if is_ignored(message.DESCRIPTOR.name, field.name):
@@ -400,6 +413,39 @@ class _Parser:
         for field in fields.values():
             if field.required and field.name not in seen:
                 self.fail(f'{message.DESCRIPTOR.name} needs "{field.name}"')
+
+    def of_made_up_data(self) -> bool:
+        """True within a layer that gives data, if these are made up."""
+        layer = self.layer_around() if self.made_up else None
+        if layer is None or layer.bottom:
+            return False
+        if isinstance(layer, V1LayerParameter):
+            return "DATA" in V1LayerParameter.LayerType.Name(layer.type)
+        return "Data" in layer.type
+
+    def leave_out(self) -> None:
+        """Pass over a field of a data layer that the schema does not have; of the batch size of
+        such settings take note.
+        """
+        layer = self.layer_around()
+        assert layer is not None
+        self.left_out[f"{self.value[:80]}{self.of_layer()}"] = None
+        self.advance()
+        self.take(":")
+        opened, depth = self.start, 0
+        if self.kind in ("end", "other") or self.value in ("}", ">", "]", ":", ",", ";"):
+            self.unexpected("a value")
+        while True:
+            if self.kind == "end":
+                self.fail(f'this "{self.text[opened]}" is not closed', opened)
+            token, kind = self.value, self.kind
+            depth += (token in ("{", "<", "[")) - (token in ("}", ">", "]"))
+            self.advance()
+            if token == "batch_size" and self.take(":") and _INTEGER.fullmatch(self.value):
+                layer.data_param.batch_size = min(int(self.value, 0), 2**16)
+            if depth == 0 and token != "-" and not (kind == self.kind == "string"):
+                break
+        self.take(",", ";")
 
     def messages(self, message: Message, field: _Field, start: int) -> None:
         self.take(":")
@@ -502,6 +548,10 @@ class _Parser:
             name = self.value.strip("\"'")[:80]
             if self.kind not in ("name", "string"):
                 self.unexpected(f'a value for "{field.name}" ({_known(field)})')
+            of_v1 = field.descriptor.containing_type is V1LayerParameter.DESCRIPTOR
+            if name not in field.values and self.made_up and of_v1 and "DATA" in name:
+                self.left_out[f"{name}{self.of_layer()}"] = None
+                name = "IMAGE_DATA"
             if name not in field.values:
                 self.unknown_value(field, name)
             if self.kind == "string":

@@ -204,7 +204,7 @@ def inspect(
     and DataError say what is wrong; anything that only prevents snapshots, and a GPU that is not
     here, is a warning.
     """
-    defined = list(definitions(path, level, stages, to_train=True))
+    defined = list(definitions(path, level, stages, to_train=True, made_up=synthetic))
     room = (memory or _memory_here()) if batch == "auto" else 0
     trains = any(param.state.phase == TRAIN for _, param, _, _ in defined)
 
@@ -341,15 +341,17 @@ def definitions(
     stages: Sequence[str] = (),
     phase: int | None = None,
     to_train: bool = False,
+    made_up: bool = False,
 ) -> Iterator[Definition]:
     """Yield role, definition in its state, file, and solver (if any) of each net of a prototxt.
 
     These are all nets of a solver, or a net in each phase that its layers name; with a `phase` only
     those of it. For a solver `to_train`, check also that it can write its snapshots.
+    `made_up` data: see `parse` in proto/text.py.
     """
     text = read_text(path)
     if not is_solver(text):
-        net = read_net(path, text)
+        net = read_net(path, text, made_up)
         net.state.level = level
         net.state.stage.extend(stages)
         named = _phases(net)
@@ -368,7 +370,7 @@ def definitions(
                 check(param, path)
             except (ConfigError, DeviceError) as error:
                 log.warning("%s", error)
-    train, tests = net_sources(param, path)
+    train, tests = net_sources(param, path, made_up)
     roles = ["train net", *(f"test net #{k}" for k in range(len(tests)))]
     for role, source in zip(roles, (train, *tests), strict=True):
         if phase in (None, source.param.state.phase):

@@ -88,18 +88,20 @@ def check_shared(net: Net, has_root: bool) -> None:
             raise ConfigError(f"{name} has parameters, so that solvers cannot share it", net.path)
 
 
-def net_sources(param: SolverParameter, path: str | None) -> tuple[Source, list[Source]]:
+def net_sources(
+    param: SolverParameter, path: str | None, made_up: bool = False
+) -> tuple[Source, list[Source]]:
     """Return the sources of the train net and the test nets, in Caffe's order; ConfigError if
     fields disagree.
 
     Test nets are all test_net_param, all test_net, then copies of net or net_param until there is
-    one for each test_iter.
+    one for each test_iter. `made_up` data: see `parse` in proto/text.py.
     """
 
     @cache
     def read(name: str) -> tuple[NetParameter, str]:
         file = locate(name, path)
-        return read_net(file), file
+        return read_net(file, made_up=made_up), file
 
     def source(field: str, value: str | NetParameter, phase: int, *states: NetState) -> Source:
         if not isinstance(value, str):

@@ -527,3 +527,13 @@ def test_made_up_regions_are_of_the_image() -> None:
     assert (rois[:, 3:] > rois[:, 1:3]).all()
     assert rois.min() >= 0
     assert 0 < rois.max() <= 19
+
+
+def test_data_of_any_type_are_made_up_where_shapes_are_guessed() -> None:
+    text = """layer { name: "d" type: "ShotData" top: "x" top: "y" data_param { batch_size: 3 } }
+      layer { name: "f" type: "DataFilter" bottom: "x" top: "f" }"""
+    param = parse(text, NetParameter(), "net.prototxt")
+    data, other = synthetic(param, guess=Guess((1, 4, 5))).layer
+    assert (data.type, other.type) == ("DummyData", "DataFilter")
+    assert [list(shape.dim) for shape in data.dummy_data_param.shape] == [[3, 1, 4, 5], [3]]
+    assert synthetic(param).layer[0].type == "ShotData"

@@ -21,6 +21,7 @@ from caffepy.proto.caffe_pb2 import (
     LayerParameter,
     NetParameter,
     SolverParameter,
+    V1LayerParameter,
 )
 from caffepy.proto.forks import fork_of_field
 
@@ -707,3 +708,45 @@ def test_entries_of_two_kinds_are_told_where_the_rarer_is(tmp_path: Path) -> Non
     old_last = b'layer { name: "a" type: "ReLU" }\nlayers { name: "b" }'
     with pytest.raises(ConfigError, match="n:2:1: the net has both"):
         text.read_net(write(tmp_path / "n", old_last))
+
+
+MADE_UP = """
+layer { name: "d" type: "SequenceData" top: "x" top: "y"
+  sequence_data_param { source: "a" 'b' flags: [1, 2] inner < size: -3 > batch_size: 5 }
+  transform_param { crop_size: 7 scaling: 2; mirror: true } }
+layers { name: "e" type: SEG_LIST_DATA top: "z" image_data_param { batch_size: 2 root: "r" } }
+"""
+
+
+def test_settings_of_data_are_left_out_where_data_are_made_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net = text.parse(MADE_UP, NetParameter(), "net.prototxt", made_up=True)
+    (new,), (old,) = net.layer, net.layers
+    assert (new.transform_param.crop_size, new.transform_param.mirror) == (7, True)
+    assert new.data_param.batch_size == 5
+    assert (old.type, old.image_data_param.batch_size) == (V1LayerParameter.IMAGE_DATA, 2)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        'net.prototxt: left out, since data are made up: sequence_data_param of layer "d" '
+        '(SequenceData), scaling of layer "d" (SequenceData), SEG_LIST_DATA of layer "e", '
+        'root of layer "e"'
+    )
+    with pytest.raises(ConfigError, match="3:3: unknown field"):
+        text.parse(MADE_UP, NetParameter(), "net.prototxt")
+
+
+@pytest.mark.parametrize(
+    ("given_text", "message"),
+    [
+        ('layer { name: "r" type: "ReLU" slop: 1 }', "unknown field"),
+        ('layer { type: "AData" bottom: "x" slop: 1 }', "unknown field"),
+        ("layers { type: FOLD bottom: 1 }", "unknown value"),
+        ('layer { type: "AData" slop: { a: 1', 'this "{" is not closed'),
+        ('layer { type: "AData" slop: } }', "expected a value, not }"),
+        ('layer { type: "AData" slop', "the file ends where a value should be"),
+    ],
+)
+def test_what_is_wrong_though_data_are_made_up(given_text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        text.parse(given_text, NetParameter(), made_up=True)
