@@ -85,7 +85,7 @@ _FIELDS = {
     },
     "Spatial Transformer": {"FillerParameter": "file"},
     "Temporal Segment Networks": {
-        "LayerParameter": "seg_data_param batch_reduction_param",
+        "LayerParameter": "seg_data_param",
         "TransformationParameter": "fix_crop more_fix_crop multi_scale scale_ratios max_distort "
         "is_flow",
         "VideoDataParameter": "num_segments modality name_pattern",
@@ -109,7 +109,6 @@ _FIELDS = {
     "Deformable ConvNets": {"LayerParameter": "deformable_psroi_pooling_param"},
     "VPGNet": {"LayerParameter": "tiling_param drive_data_param"},
     "ducha-aiki's": {
-        "LayerParameter": "apl_param",
         "NoiseParameter": "convert_to_ycrcb",
         "ResizeParameter": "min_sz",
     },
@@ -233,6 +232,8 @@ _HEEDED = {
 """Those of these fields that a layer type of forks heeds."""
 
 _IGNORED = {
+    "AccuracyParameter": "use_log",
+    "APLParameter": "save_mem",
     "BNParameter": "icnet",
     "BatchNormParameter": "use_weight_bias bias_term filler",
     "ConcatParameter": "engine per_fla_fuse",
@@ -287,7 +288,7 @@ _LAYERS = {
     "Deformable ConvNets": "DeformablePSROIPooling",
     "VPGNet": "DriveData Tiling",
     "OpenPose": "Maximum Switch",
-    "ducha-aiki's": "APL GatedMaxAve TreepoolKernel1L TreepoolMaxAve",
+    "ducha-aiki's": "GatedMaxAve TreepoolKernel1L TreepoolMaxAve",
     "PWC-Net": "Warp",
     "Person search": "LabeledMatching UnlabeledMatching",
     "LocNet": "RegionPooling SigmoidCrossEntropyLossWeighted",
@@ -343,7 +344,7 @@ _LAYERS = {
     "What's the Point": "SoftmaxWithLossExpectation SoftmaxWithLossObjectness",
     "INQ and DNS for Caffe": "DNSConvolution INQConvolution DNSInnerProduct INQInnerProduct",
     "YOLO for Caffe": "Region",
-    "Temporal Segment Networks": "BatchReduction Scatter SegData SyncBN",
+    "Temporal Segment Networks": "Scatter SegData SyncBN",
     "RoomNet for Caffe": "HeatmapVisualize",
     "steganalysis for Caffe": "BNConv BdctToSpatial ImageDataSteganalysisJpegDct QuantTruncAbs "
     "ReLURecover",
@@ -398,7 +399,6 @@ _LAYERS = {
     "CenternetDetectionOutput CosinL2Normalize DetectionCcpdOutput FaceAttriEvaluate "
     "Identity2Verify LpEvaluate MultiBoxSSDLoss Rec_ccpd SampleTriplet SimpleNormalize "
     "YoloAnnotatedData Yolov3Detection Yolov3Loss",
-    "JADF": "OuterProduct",
     "CJS-CNN": "JSDLoss",
     "AlexNet with VReLU": "MinReLU",
 }

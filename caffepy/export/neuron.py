@@ -94,6 +94,20 @@ def prelu(site: Site) -> None:
     site.finish("PRelu", site.bottoms[0], site.param(0, shape))
 
 
+@writers("APL")
+def apl(site: Site) -> None:
+    """max(x, 0) + sum of slope * max(offset - x, 0)."""
+    (x,), item = site.bottoms, site.bottom_shapes[0][1:]
+    each = [
+        blob.host_data.reshape(-1, site.layer.param.apl_param.sums) for blob in site.layer.blobs
+    ]
+    y = site.node("Relu", x)
+    for slope, offset in zip(each[0].T, each[1].T, strict=True):
+        hinge = site.node("Relu", site.node("Sub", site.constant(offset.reshape(item)), x))
+        y = site.node("Add", y, site.node("Mul", hinge, site.constant(slope.reshape(item))))
+    site.name_last()
+
+
 @writers("ELU")
 def elu(site: Site) -> None:
     site.finish("Elu", site.bottoms[0], alpha=site.layer.alpha)

@@ -389,6 +389,30 @@ def reduction(site: Site) -> None:
     site.name_last()
 
 
+@writers("BatchReduction")
+def batch_reduction(site: Site) -> None:
+    """Reduce one axis; TOPK: the mean of what TopK gives."""
+    layer, (x,) = site.layer, site.bottoms
+    param = layer.param.batch_reduction_param
+    if layer.levels or param.pos:
+        raise InexpressibleError("no operator reduces at several levels, or along a diagonal")
+    axis = param.reduction_param.axis % len(site.bottom_shapes[0])
+    if layer.operation == ReductionParameter.TOPK:
+        best = [site.between("best"), site.between("places")]
+        count = site.integers([param.reduction_param.k], "k")
+        x = site.node("TopK", x, count, out=best, axis=axis)
+    op = "ReduceSum" if layer.operation == ReductionParameter.SUM else "ReduceMean"
+    site.reduce(op, x, [axis], keep=False, out=site.tops[0])
+
+
+@writers("OuterProduct")
+def outer_product(site: Site) -> None:
+    """a (N, 1, A, 1) times b (N, 1, 1, B)."""
+    n, _, a, b = site.top_shapes[0]
+    shapes = (n, 1, a, 1), (n, 1, 1, b)
+    site.finish("Mul", *(site.reshape(x, s) for x, s in zip(site.bottoms, shapes, strict=True)))
+
+
 @writers("ArgMax")
 def argmax(site: Site) -> None:
     """TopK on the reversed axis: of equal values it takes the first, Caffe the last.

@@ -510,6 +510,41 @@ class InnerDistance(Layer):
         return self.inputs * tops[0]
 
 
+@layer("OuterProduct")
+class OuterProduct(Layer):
+    """(N, A), (N, B) -> (N, 1, A, B): a_i * b_j of each item (Xlearn, JADF)."""
+
+    on_gpu = True
+    can_recompute = True
+    bottoms = 2
+    backward_reads_top = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shapes = [b.shape for b in bottom]
+        (n, a), (m, b) = ((s[0], prod(s[1:])) if len(s) > 1 else (0, 0) for s in shapes)
+        if n != m or not all(len(s) > 1 and prod(s[2:]) == 1 for s in shapes):
+            raise ConfigError(
+                "OuterProduct needs (N, A) and (N, B), not "
+                + " and ".join(str(list(s)) for s in shapes)
+            )
+        top[0].reshape((n, 1, a, b))
+
+    def factors(self, bottom: Blobs) -> tuple[Array, Array]:
+        """Return a (N, A, 1) and b (N, 1, B)."""
+        a, b = bottom[0].data, bottom[1].data
+        return a.reshape(len(a), -1, 1), b.reshape(len(b), 1, -1)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        np.multiply(*self.factors(bottom), out=top[0].data[:, 0])
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """da = dy @ b, db = dy.T @ a."""
+        (a, b), dy = self.factors(bottom), top[0].diff[:, 0]
+        for blob, wanted, other, axis in zip(bottom, propagate_down, (b, a), (2, 1), strict=True):
+            if wanted:
+                np.sum(dy * other, axis=axis, out=blob.diff.reshape(blob.shape[:2]))
+
+
 @layer("MatMul")
 class MatMul(Layer):
     """a (..., M, K), b (..., K, N) -> (..., M, N), each matrix by its own; or a (..., K) times one

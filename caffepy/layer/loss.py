@@ -261,6 +261,54 @@ LEAST = 1e-10
 """Of 1 - p, where FocalLoss divides by it."""
 
 
+@layer("SoftmaxWithCrossEntropyLoss")
+class SoftmaxWithCrossEntropyLoss(LossLayer):
+    """Sum of q * (log q - log p) / divisor over scores and target scores of one shape, p and q
+    their softmax along softmax_param's axis: what a net learns of another (tc3d, MRCNN for scenes).
+
+    Logarithms are of FLT_MIN at least. The divisor is the size of the axes before theirs, with
+    `normalize: true` the number of distributions. A second top is p.
+    """
+
+    tops = (1, 2)
+    constant_bottoms: Mapping[int, str] = {1: "{type} cannot differentiate its target scores"}
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.param.loss_weight.extend([0] * (len(top) - len(self.param.loss_weight)))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        if bottom[0].shape != bottom[1].shape:
+            raise ConfigError(
+                "scores and target scores must have one shape, not "
+                f"{list(bottom[0].shape)} and {list(bottom[1].shape)}"
+            )
+        self.view = around(bottom[0], self.param.softmax_param.axis)
+        self.p, self.q = self.buffer(self.view), self.buffer(self.view)
+        outer, _, inner = self.view
+        self.count = max(1, outer * inner if self.param.loss_param.normalize else outer)
+        for told in top[1:]:
+            told.reshape_like(bottom[0])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        p, q = self.p.data, self.q.data
+        for scores, prob in zip(bottom, (p, q), strict=True):
+            self.ops.softmax_forward(scores.data.reshape(self.view), prob)
+        least = np.finfo(np.float32).tiny
+        apart = np.log(np.maximum(q, least)) - np.log(np.maximum(p, least))
+        np.sum(q * apart, out=top[0].data)
+        np.divide(top[0].data, self.count, out=top[0].data)
+        for told in top[1:]:
+            self.ops.copy(p, told.data.reshape(self.view))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = weight / divisor * (p - q)."""
+        self.refuse_constants(propagate_down)
+        if propagate_down[0]:
+            factor, dx = top[0].diff / self.count, bottom[0].diff.reshape(self.view)
+            np.multiply(self.p.data - self.q.data, factor, out=dx)
+
+
 @layer("FocalLoss")
 class FocalLoss(SoftmaxWithLoss):
     """-sum of (alpha - p)^gamma * log p(label) / divisor, p = softmax along `axis` (happynear's).

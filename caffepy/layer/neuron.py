@@ -182,6 +182,65 @@ class PReLU(Elementwise):
         self.ops.prelu_backward(x, dy, self.blobs[0].data.reshape(-1), dx, dslope)
 
 
+@layer("APL")
+class APL(SameShape):
+    """y = max(x, 0) + sum over s of a_s * max(b_s - x, 0), with slopes a and offsets b of each
+    element of an item (Agostinelli et al. 2014).
+
+    Both are blobs (1, 1, sums, K) for items of K elements; as in the fork, the `sums` numbers of an
+    element lie side by side in them.
+    """
+
+    reads_input = True
+    backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.apl_param
+        if param.sums < 1 or len(bottom[0].shape) < 2:
+            raise ConfigError("APL needs a bottom of at least 2 axes, and sums of 1 or more")
+        least = FillerParameter(type="uniform", min=-0.5 / param.sums, max=0.5 / param.sums)
+        slope = param.slope_filler if param.HasField("slope_filler") else least
+        wide = FillerParameter(type="gaussian", std=0.5)
+        offset = param.offset_filler if param.HasField("offset_filler") else wide
+        shape = (1, 1, param.sums, prod(bottom[0].shape[1:]))
+        self.make_params({"slope": shape, "offset": shape}, [slope, offset])
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        n, *rest = bottom[0].shape
+        self.view = n, prod(rest)
+        if self.blobs[0].count != self.param.apl_param.sums * prod(rest):
+            raise ConfigError(
+                f"items of {prod(rest)} elements do not fit the {self.blobs[0].count} slopes"
+            )
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y = self.keep_input(bottom).reshape(self.view), top[0].data.reshape(self.view)
+        slopes, offsets = (blob.data.reshape(self.view[1], -1).T for blob in self.blobs)
+        hinges = [a * np.maximum(b - x, 0) for a, b in zip(slopes, offsets, strict=True)]
+        np.maximum(x, 0, out=y)
+        for hinge in hinges:
+            np.add(y, hinge, out=y)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = dy * ((x > 0) - sum of a_s where b_s > x); da_s += sum of dy * max(b_s - x, 0) over
+        the items, db_s += sum of dy * a_s where b_s > x.
+        """
+        x, dy = self.kept.data.reshape(self.view), top[0].diff.reshape(self.view)
+        slopes, offsets = (blob.data.reshape(self.view[1], -1).T for blob in self.blobs)
+        dslopes, doffsets = (blob.diff.reshape(self.view[1], -1).T for blob in self.blobs)
+        slope_of_x = (x > 0).astype(x.dtype)
+        for s, (a, b) in enumerate(zip(slopes, offsets, strict=True)):
+            open_ = b > x
+            slope_of_x -= a * open_
+            if self.param_propagate_down[0]:
+                dslopes[s] += np.sum(dy * np.maximum(b - x, 0), axis=0)
+            if self.param_propagate_down[1]:
+                doffsets[s] += np.sum(dy * a * open_, axis=0)
+        if propagate_down[0]:
+            np.multiply(dy, slope_of_x, out=bottom[0].diff.reshape(self.view))
+
+
 @layer("Sigmoid")
 class Sigmoid(Elementwise):
     """y = 1 / (1 + exp(-x))."""

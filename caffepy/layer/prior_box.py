@@ -31,7 +31,8 @@ def boxes_of_place(param: PriorBoxParameter) -> Array:
         if param.faceboxes and low in POINTS:
             most = POINTS[low] // 2
             shifts = [step * low / 4 for step in range(-most, most)]
-        boxes += [(side, side, down, right) for down in shifts for right in shifts]
+        if param.use_default:
+            boxes += [(side, side, down, right) for down in shifts for right in shifts]
         for high in param.max_size[i : i + 1]:
             boxes.append((sqrt(low * int(high)), sqrt(low * int(high)), 0, 0))
         for ratio in aspect_ratios(param.aspect_ratio, param.flip)[1:]:
@@ -50,8 +51,8 @@ class PriorBox(Layer):
     whole numbers, as SSD's layer reads them. With denser_prior_boxes each is followed by one as
     large on the lower edge of the place (Liao et al. 2018, TextBoxes++). With faceboxes squares are
     a pixel smaller, and those of 32 and 64 stand at 16 and 4 points of a place (Zhang et al. 2017,
-    FaceBoxes). Or heights and widths are given, one box for each pair (OpenVINO, which calls such a
-    layer PriorBoxClustered).
+    FaceBoxes). Without use_default there are no squares (BDIG). Or heights and widths are given,
+    one box for each pair (OpenVINO, which calls such a layer PriorBoxClustered).
     """
 
     on_gpu = stops_gradient = reads_shapes_only = True
@@ -87,6 +88,12 @@ class PriorBox(Layer):
                 )
         if any(ratio <= 0 for ratio in param.aspect_ratio):
             raise ConfigError("prior_box_param: aspect_ratio must be above 0")
+        others = aspect_ratios(param.aspect_ratio, param.flip)[1:]
+        if not (param.use_default or given) and (largest or not others):
+            raise ConfigError(
+                "prior_box_param: use_default: false needs an aspect_ratio other than 1, and no "
+                "max_size"
+            )
         variance = list(param.variance) or [0.1]
         if len(variance) not in (1, 4) or min(variance) <= 0:
             raise ConfigError(

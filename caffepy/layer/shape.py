@@ -7,10 +7,12 @@ from math import prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Blob, Layout, shape_string
+from caffepy.device.blob import Array, Blob, Layout, shape_string
 from caffepy.device.recording import call
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.proto.caffe_pb2 import ReductionParameter
+
+_SUM, _MEAN, _TOPK = ReductionParameter.SUM, ReductionParameter.MEAN, ReductionParameter.TOPK
 
 
 @layer("Concat")
@@ -519,6 +521,8 @@ class Reduction(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.reduction_param
+        if param.operation == ReductionParameter.TOPK:
+            raise ConfigError("operation TOPK is for BatchReduction")
         axis = bottom[0].axis(param.axis)
         top[0].reshape(bottom[0].shape[:axis])
         self.view = (top[0].count, bottom[0].count // max(top[0].count, 1))
@@ -548,3 +552,89 @@ class Reduction(Layer):
             np.multiply(x, 2 * dy, out=dx)
         else:
             dx[...] = dy
+
+
+@layer("BatchReduction")
+class BatchReduction(Layer):
+    """(outer, n, inner) -> (outer, inner): the sum, the mean, or with TOPK the mean of the k
+    largest, along one axis (Temporal Segment Networks, UntrimmedNet).
+
+    With levels a, b, ... other than 1 alone the axis has a^2 + b^2 + ... places, and the top an
+    axis with a number for each level. With pos the numbers are those on the diagonal of two axes of
+    one size. Of equal numbers TOPK takes the first.
+    """
+
+    on_gpu = True
+    can_recompute = True
+    backward_reads_bottom = backward_reads_top = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.batch_reduction_param
+        self.operation = param.reduction_param.operation
+        self.levels = list(param.level) if list(param.level) != [1] else []
+        if self.operation not in (_SUM, _MEAN, _TOPK):
+            raise ConfigError("batch_reduction_param: operation is SUM, MEAN or TOPK")
+        if min(self.levels, default=1) < 1:
+            raise ConfigError("batch_reduction_param: level must be 1 or more")
+        if len(self.levels) > 1 and (param.pos or self.operation == _TOPK):
+            raise ConfigError("batch_reduction_param: pos and TOPK take one level")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param, shape = self.param.batch_reduction_param, bottom[0].shape
+        axis = bottom[0].axis(param.reduction_param.axis)
+        size, behind = shape[axis], axis + 1 + param.pos
+        self.sizes = [level**2 for level in self.levels] or [size]
+        if sum(self.sizes) != size:
+            raise ConfigError(f"levels {self.levels} need {sum(self.sizes)} places, not {size}")
+        if param.pos and shape[axis + 1 : behind] != (size,):
+            raise ConfigError(f"pos needs two axes of one size, not {list(shape[axis:behind])}")
+        top[0].reshape(
+            (*shape[:axis], *([len(self.sizes)] if self.levels else []), *shape[behind:])
+        )
+        self.view = prod(shape[:axis]), prod(shape[axis:behind]), prod(shape[behind:])
+        self.diagonal = slice(None, None, size + 1 if param.pos else 1)
+        k = param.reduction_param.k
+        if self.operation == _TOPK:
+            if not 1 <= k <= size:
+                raise ConfigError(f"batch_reduction_param: k must be 1 to {size}, not {k}")
+            self.share = self.buffer((self.view[0], size, self.view[2]))  # 1 / k of the largest
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x = bottom[0].data.reshape(self.view)[:, self.diagonal]
+        y = top[0].data.reshape(self.view[0], len(self.sizes), self.view[2])
+        if self.operation == _TOPK:
+            self.choose(x)
+            x = x * self.share.data
+        first = 0
+        for i, size in enumerate(self.sizes):
+            np.sum(x[:, first : first + size], axis=1, out=y[:, i])
+            if self.operation == _MEAN:
+                np.divide(y[:, i], size, out=y[:, i])
+            first += size
+
+    def choose(self, x: Array) -> None:
+        """Set the share of each number: 1 / k if fewer than k come before it by size."""
+        k, rank = self.param.batch_reduction_param.reduction_param.k, self.share.data
+        rank.fill(0)
+        for i in range(x.shape[1]):
+            one = x[:, i : i + 1]
+            rank[:, :i] += one > x[:, :i]
+            rank[:, i + 1 :] += one >= x[:, i + 1 :]
+        np.multiply(rank < k, 1 / k, out=rank)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = dy, over the number of places for MEAN, over k for TOPK and 0 for others there."""
+        if not propagate_down[0]:
+            return
+        dx = bottom[0].diff.reshape(self.view)
+        if self.param.batch_reduction_param.pos:
+            dx.fill(0)
+        dx, first = dx[:, self.diagonal], 0
+        dy = top[0].diff.reshape(self.view[0], len(self.sizes), self.view[2])
+        for i, size in enumerate(self.sizes):
+            part, given = dx[:, first : first + size], dy[:, i : i + 1]
+            if self.operation == _TOPK:
+                np.multiply(self.share.data, given, out=part)
+            else:
+                part[...] = given / size if self.operation == _MEAN else given
+            first += size

@@ -302,6 +302,17 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
     "NormalizationL2": [([IMAGE], 1, ""), ([(3, 4)], 1, "")],
     "L2Normalize": [([IMAGE], 1, ""), ([(3, 4)], 1, "")],
     "SignedSqrt": [([IMAGE], 1, "")],
+    "APL": [([IMAGE], 1, "apl_param { sums: 3 }"), ([(3, 4)], 1, "")],
+    "OuterProduct": [([(2, 3), (2, 4, 1, 1)], 1, "")],
+    "BatchReduction": [
+        (
+            [(2, 5, 3)],
+            1,
+            "batch_reduction_param { reduction_param { operation: TOPK k: 2 axis: 1 } }",
+        ),
+        ([(2, 5, 3)], 1, "batch_reduction_param { reduction_param { operation: MEAN axis: 1 } }"),
+        ([(2, 5, 3)], 1, "batch_reduction_param { level: 1 reduction_param { axis: 2 } }"),
+    ],
     "PassThrough": [
         ([(2, 3, 4, 6)], 1, "pass_through_param { block_height: 2 block_width: 3 num_output: 18 }"),
     ],

@@ -432,3 +432,24 @@ def test_nothing_to_multiply():
     assert y.shape == (0, 0)
     with pytest.raises(ConfigError, match="have no distance from items of 1"):
         Single('type: "InnerDistance"', np.zeros((2, 1)), np.zeros(()))
+
+
+def test_outer_products_against_numpy():
+    a, b = random(2, 3), random(2, 4, 1, 1, seed=1)
+    (y,) = Single('type: "OuterProduct"', a, b).forward()
+    np.testing.assert_array_equal(y[:, 0], np.einsum("na,nb->nab", a, b[:, :, 0, 0]))
+    assert y.shape == (2, 1, 3, 4)
+    check_gradient('type: "OuterProduct"', a, b)
+    check_gradient('type: "OuterProduct"', a, b, propagate_down=[False, True])
+
+
+@pytest.mark.gpu
+def test_outer_products_on_gpu():
+    arrays = random(3, 5), random(3, 4, 1, 1, seed=1)
+    check_plain_on_gpu('type: "OuterProduct"', *arrays, propagate_down=[True, True])
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (3, 4)), ((2, 3), (2,)), ((2, 3, 2), (2, 4))])
+def test_outer_products_that_do_not_fit(shapes):
+    with pytest.raises(ConfigError, match=r"needs \(N, A\) and \(N, B\)"):
+        Single('type: "OuterProduct"', *(random(*shape) for shape in shapes))

@@ -484,3 +484,43 @@ def test_balanced_sigmoid_loss_gradient():
 def test_balanced_sigmoid_loss_on_gpu():
     x, t = random(2, 1, 4, 5), edges(2, 1, 4, 5)
     check_plain_on_gpu(BALANCED, x, t, propagate_down=[True, False])
+
+
+LEARNED_FROM = {
+    "classes": ("", (4, 3)),
+    "places": ("", (2, 3, 4)),
+    "of each": ("loss_param { normalize: true }", (2, 3, 4)),
+    "last axis": ("softmax_param { axis: -1 }", (2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("case", LEARNED_FROM)
+def test_softmax_with_cross_entropy_against_numpy(case):
+    settings, shape = LEARNED_FROM[case]
+    text = f'type: "SoftmaxWithCrossEntropyLoss" {settings}'
+    x, t = random(*shape), random(*shape, seed=1)
+    loss, prob = Single(text, x, t, tops=2).forward()
+    axis = -1 if case == "last axis" else 1
+    p, q = (np.exp(a) / np.exp(a).sum(axis=axis, keepdims=True) for a in (x, t))
+    count = {"classes": 4, "places": 2, "of each": 8, "last axis": 6}[case]
+    np.testing.assert_allclose(loss, (q * (np.log(q) - np.log(p))).sum() / count)
+    np.testing.assert_allclose(prob, p)
+    check_gradient(f"{text} loss_weight: 0.3", x, t, propagate_down=[True, False])
+
+
+def test_softmax_with_cross_entropy_of_other_shapes():
+    with pytest.raises(ConfigError, match="must have one shape"):
+        Single('type: "SoftmaxWithCrossEntropyLoss"', random(2, 3), random(2, 4))
+    single = Single('type: "SoftmaxWithCrossEntropyLoss"', random(2, 3), random(2, 3))
+    single.forward()
+    with pytest.raises(ConfigError, match="cannot differentiate its target scores"):
+        single.backward(propagate_down=[True, True])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LEARNED_FROM)
+def test_softmax_with_cross_entropy_on_gpu(case):
+    settings, shape = LEARNED_FROM[case]
+    text = f'type: "SoftmaxWithCrossEntropyLoss" {settings}'
+    arrays = random(*shape), random(*shape, seed=1)
+    check_plain_on_gpu(text, *arrays, propagate_down=[True, False])

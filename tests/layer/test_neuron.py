@@ -301,3 +301,30 @@ def test_signed_square_roots():
 @pytest.mark.gpu
 def test_signed_square_roots_on_gpu():
     check_plain_on_gpu('type: "SignedSqrt"', random(3, 5, 4), propagate_down=[True])
+
+
+APL = {"two": ("", 2), "three": ("apl_param { sums: 3 }", 3)}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("case", APL)
+def test_piecewise_linear_units_against_a_loop(case, in_place):
+    (settings, sums), x = APL[case], random(3, 2, 3)
+    single = Single(f'type: "APL" {settings}', x, in_place=in_place)
+    slopes, offsets = (blob.copy() for blob in single.params)
+    assert slopes.shape == offsets.shape == (1, 1, sums, 6)
+    assert (abs(slopes) <= 0.5 / sums).all()
+    (y,) = single.forward()
+    for (n, k), value in np.ndenumerate(x.reshape(3, 6)):
+        expected = max(value, 0)
+        for s in range(sums):  # the numbers of an element lie side by side
+            a, b = (blob.reshape(-1)[k * sums + s] for blob in (slopes, offsets))
+            expected += a * max(b - value, 0)
+        assert y.reshape(3, 6)[n, k] == pytest.approx(expected)
+    check_gradient(f'type: "APL" {settings}', x, in_place=in_place)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", APL)
+def test_piecewise_linear_units_on_gpu(case):
+    check_plain_on_gpu(f'type: "APL" {APL[case][0]}', random(4, 5, 3), propagate_down=[True])

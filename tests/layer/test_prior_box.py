@@ -87,6 +87,18 @@ def test_boxes_of_faceboxes_against_a_loop():
     np.testing.assert_allclose(y[0, 0].reshape(-1, 4), boxes, atol=1e-6)
 
 
+def test_boxes_without_squares():
+    setting = "min_size: 4 min_size: 9 aspect_ratio: 2 aspect_ratio: 1 %s"
+    both, alone = (
+        Single(
+            f'type: "PriorBox" prior_box_param {{ {setting % given} }}', FEATURES, IMAGE
+        ).forward()[0]
+        for given in ("", "use_default: false")
+    )
+    both = both.reshape(2, -1, 2, 3, 4)  # at each place, for each size: the square first
+    np.testing.assert_array_equal(alone.reshape(2, -1, 2, 2, 4), both[:, :, :, 1:])
+
+
 def test_clustered_boxes_under_their_own_name():
     text = f"prior_box_param {{ {CASES['clustered'][0]} }}"
     a, b = (
@@ -103,6 +115,8 @@ def test_clustered_boxes_under_their_own_name():
         ("min_size: 1 min_size: 2 max_size: 3", "has 2 min_size and 1 max_size"),
         ("min_size: 4 max_size: 4", "max_size 4 must be above min_size 4"),
         ("min_size: 4 aspect_ratio: 0", "aspect_ratio must be above 0"),
+        ("min_size: 4 use_default: false", "needs an aspect_ratio other than 1, and no max_size"),
+        ("min_size: 4 max_size: 6 aspect_ratio: 2 use_default: false", "and no max_size"),
         ("min_size: 4 variance: 1 variance: 2", "one variance or four"),
         ("min_size: 4 step: 2 step_h: 2", "both step and step_h"),
         ("min_size: 4 img_w: 2", "has img_w alone; give both, or img_size"),

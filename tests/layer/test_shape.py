@@ -459,3 +459,78 @@ def test_more_axes_than_an_image_cannot_be_flipped():
 def test_concat_of_different_numbers_of_axes():
     with pytest.raises(ConfigError, match=r"bottom 1 has shape \[\], bottom 0 has \[3\]"):
         Single('type: "Concat" concat_param { axis: 0 }', np.zeros(3), np.zeros(()))
+
+
+REDUCED = {
+    "SUM": ("reduction_param { axis: 1 }", (2, 5, 3)),
+    "MEAN": ("level: 1 reduction_param { operation: MEAN axis: 1 }", (2, 5, 3)),
+    "TOPK": ("reduction_param { operation: TOPK k: 2 axis: 1 }", (2, 5, 3)),
+    "of the first axis": ("reduction_param { operation: TOPK k: 3 }", (5, 4)),
+    "levels": ("level: 1 level: 2 reduction_param { operation: MEAN axis: 1 }", (2, 5, 3)),
+    "pos": ("pos: true reduction_param { operation: MEAN axis: 1 }", (2, 3, 3, 2)),
+    "pos TOPK": ("pos: true reduction_param { operation: TOPK k: 2 axis: 1 }", (2, 3, 3, 2)),
+    "a level": ("level: 2 reduction_param { axis: -1 }", (2, 4)),
+}
+
+
+def reduced(x, case):
+    """The numbers of each level, or of the diagonal, one after the other."""
+    axis = {"of the first axis": 0}.get(case, 1)
+    if "pos" in case:
+        x = np.stack([x[:, i, i] for i in range(x.shape[1])], axis=1)
+    rows = np.moveaxis(x, axis, 0)
+    if case == "levels":
+        return np.moveaxis(np.array([rows[0], sum(rows[1:]) / 4]), 0, axis)
+    if case == "a level":
+        return sum(rows)[:, None]
+    if "TOPK" in case or case == "of the first axis":
+        rows = np.sort(rows, axis=0)[-3 if case == "of the first axis" else -2 :]
+    return sum(rows) / (1 if case == "SUM" else len(rows))
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_batch_reduction_against_a_loop(case):
+    settings, shape = REDUCED[case]
+    text, x = f'type: "BatchReduction" batch_reduction_param {{ {settings} }}', random(*shape)
+    (y,) = Single(text, x).forward()
+    np.testing.assert_allclose(y, reduced(x, case), rtol=1e-12)
+    check_gradient(text, x)
+
+
+def test_the_first_of_equal_numbers_is_among_the_largest():
+    text = (
+        'type: "BatchReduction" batch_reduction_param { reduction_param { operation: TOPK k: 2 } }'
+    )
+    single = Single(text, np.array([1.0, 3, 1, 1]))
+    assert single.forward()[0] == 2
+    np.testing.assert_array_equal(single.backward([4])[0][0], [2, 2, 0, 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REDUCED)
+def test_batch_reduction_on_gpu(case):
+    settings, shape = REDUCED[case]
+    text = f'type: "BatchReduction" batch_reduction_param {{ {settings} }}'
+    check_plain_on_gpu(text, random(*shape), propagate_down=[True])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("reduction_param { operation: ASUM }", "operation is SUM, MEAN or TOPK"),
+        ("level: 0", "level must be 1 or more"),
+        ("level: 1 level: 2 pos: true", "pos and TOPK take one level"),
+        ("level: 1 level: 3", "levels .1, 3. need 10 places, not 4"),
+        ("pos: true", "two axes of one size, not .4, 3."),
+        ("reduction_param { operation: TOPK k: 5 }", "k must be 1 to 4, not 5"),
+    ],
+)
+def test_batch_reductions_that_do_not_fit(settings, message):
+    text = f'type: "BatchReduction" batch_reduction_param {{ {settings} }}'
+    with pytest.raises(ConfigError, match=message):
+        Single(text, random(4, 3))
+
+
+def test_the_largest_numbers_are_of_batch_reduction_alone():
+    with pytest.raises(ConfigError, match="TOPK is for BatchReduction"):
+        Single('type: "Reduction" reduction_param { operation: TOPK }', random(4, 3))

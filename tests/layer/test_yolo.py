@@ -413,7 +413,7 @@ def test_a_number_behind_the_anchors_is_not_read():
         ('type: "PassThrough"', [(1, 4, 2, 2)], "needs block_height and block_width"),
         (PASS_THROUGH, [(1, 4, 2, 4)], "by 2 x 3 needs"),
         (PASS_THROUGH.replace("{", "{ num_output: 5"), [(1, 1, 2, 3)], "num_output is 6"),
-        ('type: "Reorg"', [(1, 4, 2, 2)], "needs a stride"),
+        ('type: "Reorg" reorg_param { stride: 0 }', [(1, 4, 2, 2)], "needs a stride"),
         ('type: "Reorg" reorg_param { stride: 2 }', [(1, 6, 2, 2)], "C a multiple of 4"),
         ('type: "Reorg" reorg_param { stride: 2 }', [(1, 4, 3, 2)], "3 x 2 cannot be divided"),
         ('type: "RegionLoss"', [(1, 125, 2, 2), (1, 1, 3, 5)], "ten or more, not 0"),
@@ -463,3 +463,11 @@ def test_intels_region_loss_on_gpu(images):
 def test_reorg_on_gpu(reverse):
     text = f'type: "Reorg" reorg_param {{ stride: 2 reverse: {reverse} }}'
     check_plain_on_gpu(text, random(2, 8, 4, 6), propagate_down=[True])
+
+
+def test_reorg_without_a_stride_is_by_2():
+    x = random(1, 4, 4, 2)
+    (given,), (other,) = (
+        Single(f'type: "Reorg" {text}', x).forward() for text in ("", "reorg_param { stride: 2 }")
+    )
+    np.testing.assert_array_equal(given, other)

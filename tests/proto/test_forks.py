@@ -47,7 +47,7 @@ def test_look_ups() -> None:
 REFUSALS = {
     'layer { type: "DeformablePSROIPooling" }': "Deformable ConvNets",
     'layer { type: "Tiling" tiling_param { } }': "VPGNet",
-    'layer { type: "APL" apl_param { } }': "ducha-aiki's",
+    'layer { type: "GatedMaxAve" gated_param { } }': "ducha-aiki's",
     'layer { type: "BoxFeatures" box_term_param { } }': "caffe-tvg",
     'layer { name: "d" type: "Im2dist" im2dist_param { } }': "this layer type is one of SegAware",
     'layer { type: "SoftmaxWithLoss" softmaxloss_param { ignore_label: 255 } }': "DeepLab",

@@ -214,7 +214,12 @@ OWN |= {
         "LayerParameter": "lifted_struct_sim_softmax_loss_param guided_dropout_param "
         "pointwise_spatial_attention_param modulated_deformable_convolution_param grn_param "
         "pooling_nd_param heatmap_data_param visualise visualise_channel mmd_param "
-        "sum_pooling_param compact_bilinear_param",
+        "sum_pooling_param compact_bilinear_param batch_reduction_param apl_param",
+        "APLParameter": "sums slope_filler offset_filler save_mem",
+        "AccuracyParameter": "use_log",
+        "BatchReductionParameter": "level reduction_param pos",
+        "PriorBoxParameter": "use_default",
+        "ReductionParameter": "k",
         "CompactBilinearParameter": "num_output sum_pool",
         "MMDParameter": "kernel_num kernel_mul fix_gamma",
         "GRNParameter": "bias dummy_backward",
@@ -230,7 +235,8 @@ OWN |= {
     for name in names.split()
 }
 """Those of deep metric learning, Domain guided dropout, PSANet, Deformable ConvNets 2, OpenVINO,
-3D-Caffe, caffe-heatmap, Xlearn and bilinear pooling.
+3D-Caffe, caffe-heatmap, Xlearn, bilinear pooling, learned
+activation functions, Temporal Segment Networks, Tongcheng's and BDIG.
 """
 OWN |= {
     (message, name)
@@ -496,6 +502,7 @@ def test_enums_are_those_of_the_tables() -> None:
     mode = "ConvolutionParameter.ConvMode"
     kinds = ("LOWERED_GEMM", "LOWERED_CCNMM", "DIRECT_SCONV", "DIRECT_DCONV")
     unnumbered |= {(mode, name) for name in kinds}
+    unnumbered |= {("ReductionParameter.ReductionOp", "TOPK")}
     unnumbered |= {("UpsampleParameter.UpsampleOp", name) for name in ("NEAREST", "BILINEAR")}
     own_types = (
         "UNPOOLING",
