@@ -46,7 +46,7 @@ _MEMORY = "memory_data_param"
 _DENSE = frozenset({"DenseImageData", "ImageLabelmapData", "ImageSegData"})
 """Those whose labels are images."""
 
-_WITH_MEANS = frozenset({"AnnotatedData", "Data", "ImageData", "MemoryData"})
+_WITH_MEANS = frozenset({"AnnotatedData", "Data", "ImageData", "MemoryData", "SequenceData"})
 """Data layers of images alone whose mean_value is one number, or one for each channel."""
 
 _VOXELS = frozenset({"VideoSegmentationData", "VideoWithVoxelTruthData"})

@@ -1,9 +1,10 @@
 """Nets without their data: the shapes of images and labels that they do not state are guessed."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
-from math import prod
+from functools import partial
+from math import lcm, prod
 from time import monotonic
 
 from caffepy.core.errors import ConfigError
@@ -52,11 +53,12 @@ def build_without_data(
             return build(made)
         except ConfigError as error:
             errors.append(error)
-        try:
-            if (fitted := _with_fitting_labels(made, build)) is not None:
-                return build(fitted)
-        except ConfigError as error:  # the shapes of the labels are not all that is wrong
-            errors.append(error)
+        for fit in (_with_fitting_labels, partial(_with_fitting_items, until=begun + PATIENCE)):
+            try:
+                if (fitted := fit(made, build)) is not None:
+                    return build(fitted)
+            except ConfigError as error:  # these shapes are not all that is wrong
+                errors.append(error)
         if monotonic() - begun > PATIENCE:
             break
     raise max(errors, key=_line)
@@ -91,6 +93,76 @@ def _with_fitting_labels(
             if (dims := fitting.get(top)) and prod(dims) != prod(given.dim):
                 given.dim[:] = dims
     return fitted if fitted != param else None
+
+
+def _with_fitting_items(
+    param: NetParameter, build: Callable[[NetParameter], Net], until: float
+) -> NetParameter | None:
+    """Return a net without data with so many times more items in what reaches each Reshape that
+    they fill its dims, as one that joins the frames of a video states them, and in what reaches a
+    loss that there are as many predictions as labels; None if all fit, or if it takes until then.
+    """
+    fitted, before = param, NetParameter()
+    state = filter_state(param)
+    before.CopyFrom(state)
+    del before.layer[:]
+    for layer in state.layer:
+        if monotonic() > until:
+            return None
+        dims = list(layer.reshape_param.shape.dim)
+        whole = not layer.reshape_param.axis and layer.reshape_param.num_axes == -1
+        more = {}
+        if layer.type == "Reshape" and len(layer.bottom) == 1 and dims and whole:
+            (shape,) = _shapes(before, layer.bottom, build)
+            more[layer.bottom[0]] = _times_to_fill(shape, dims)
+        elif layer.type.endswith("Loss") and len(layer.bottom) > 1:
+            sizes = [prod(s[:1]) for s in _shapes(before, layer.bottom[:2], build)]
+            for blob, size, other in zip(layer.bottom, sizes, reversed(sizes), strict=False):
+                more[blob] = 1 if other % max(size, 1) else other // max(size, 1)
+        for blob, times in more.items():
+            if times > 1:
+                sources = _sources(before, blob)
+                before, fitted = (_with_more(net, sources, times) for net in (before, fitted))
+        before.layer.add().CopyFrom(layer)
+    return fitted if fitted is not param else None
+
+
+def _shapes(
+    net: NetParameter, blobs: Iterable[str], build: Callable[[NetParameter], Net]
+) -> list[tuple[int, ...]]:
+    """Return the shapes of these blobs of a net."""
+    with closing(build(net)) as built:
+        return [built.blobs[blob].shape for blob in blobs]
+
+
+def _times_to_fill(shape: Sequence[int], dims: Sequence[int]) -> int:
+    """Return how many times the elements of a shape fill the dims of a Reshape, 1 if none does."""
+    if dims[0] == 0:
+        return 1
+    stated = [shape[i] if d == 0 and i < len(shape) else d for i, d in enumerate(dims)]
+    wanted, count = prod(map(abs, stated)), max(prod(shape), 1)
+    times = lcm(count, wanted) // count
+    return times if -1 in dims or count * times == wanted else 1
+
+
+def _sources(net: NetParameter, blob: str) -> set[str]:
+    """Return the blobs that a blob is computed from."""
+    found = {blob}
+    for layer in reversed(net.layer):
+        if found.intersection(layer.top):
+            found.update(layer.bottom)
+    return found
+
+
+def _with_more(net: NetParameter, tops: Collection[str], times: int) -> NetParameter:
+    """Return a net whose made-up data of these names have that many times more items."""
+    larger = NetParameter()
+    larger.CopyFrom(net)
+    for layer in larger.layer:
+        for top, shape in zip(layer.top, layer.dummy_data_param.shape, strict=False):
+            if top in tops:
+                shape.dim[0] *= times
+    return larger
 
 
 def _compared_labels(net: NetParameter) -> Iterator[tuple[str, str, str]]:

@@ -392,6 +392,35 @@ def test_a_layer_behind_a_loss_is_told_whose_labels_had_to_fit(tmp_path: Path) -
         inspect(path, synthetic=True)
 
 
+SHOTS = """
+layer { name: "d" type: "Data" top: "x" top: "y" transform_param { crop_size: 4 } data_param { source: "nowhere" batch_size: %d } }
+layer { name: "c" type: "InnerProduct" bottom: "x" top: "c" inner_product_param { num_output: 10 } }
+layer { name: "r" type: "Reshape" bottom: "c" top: "r" reshape_param { shape { dim: [%s] } } }
+layer { name: "p" type: "Pooling" bottom: "r" top: "p" pooling_param { pool: AVE kernel_h: 3 kernel_w: 1 } }
+layer { name: "f" type: "Flatten" bottom: "p" top: "f" }
+layer { name: "l" type: "SoftmaxWithLoss" bottom: "f" bottom: "y" top: "l" }
+"""
+
+
+@pytest.mark.parametrize(
+    ("batch", "dims", "data", "labels"),
+    [
+        (4, "-1, 1, 3, 10", 12, 4),
+        (1, "2, 1, 3, 10", 6, 2),
+    ],
+)
+def test_data_are_as_many_as_a_reshape_and_a_loss_want(
+    tmp_path: Path, batch: int, dims: str, data: int, labels: int
+) -> None:
+    (net,) = inspect(write(tmp_path, SHOTS % (batch, dims)), synthetic=True)
+    assert net.layers[0].tops == {"x": (data, 3, 4, 4), "y": (labels,)}
+
+
+def test_a_reshape_that_no_number_of_items_fills_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="7 elements of 10"):
+        inspect(write(tmp_path, SHOTS % (1, "7, 1, 1, 1")), synthetic=True)
+
+
 def test_a_phase_without_data_is_left_out(tmp_path: Path) -> None:
     only = NET.replace('type: "Input"', 'type: "Input" include { phase: TEST }') % ""
     assert [net.role for net in inspect(write(tmp_path, only))] == ["TEST net"]
