@@ -45,6 +45,8 @@ _TOKEN = re.compile(
     re.VERBOSE | re.ASCII | re.DOTALL,
 )
 _VARIABLE = re.compile(r"\$\{\w{1,60}\}|\$\w{1,60}")
+CLASSES: Final = 21
+"""A num_output for which a template has a variable: PASCAL VOC's classes and the background."""
 _INTEGER = re.compile(r"0[xX][0-9a-fA-F]{1,16}|0[0-7]{0,22}|[1-9][0-9]{0,19}", re.ASCII)
 _FLOAT = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)[fF]?", re.ASCII)
 _ESCAPE = re.compile(
@@ -70,7 +72,7 @@ def parse(text: str, message: M, path: str = "<text>", made_up: bool = False) ->
     """Read `text` into `message` and return it.
 
     With `made_up` data a data layer may be of any type with "Data" in its name and have any
-    settings: a warning names what is not known of them.
+    settings, and a variable may stand for a num_output: a warning names what is not known of them.
 
     Raises ConfigError: `path:line:col: what is wrong`, then the source line and a caret.
     """
@@ -81,6 +83,9 @@ def parse(text: str, message: M, path: str = "<text>", made_up: bool = False) ->
         log.warning("%s: left out, since data are made up: %s", path, what)
     if parser.ignored:
         log.info("%s: %s: of a fork of Caffe, without effect", path, ", ".join(parser.ignored))
+    if parser.taken:
+        what = ", ".join(parser.taken)
+        log.warning("%s: a template: %s taken as %d, since data are made up", path, what, CLASSES)
     return message
 
 
@@ -268,6 +273,8 @@ class _Parser:
         self.ignored: dict[str, None] = {}
         """Names of fields of forks that say nothing here, in the order of the text."""
         self.made_up = made_up
+        self.taken: dict[str, None] = {}
+        """Variables of a template that stand for a number of classes, if data are made up."""
         self.left_out: dict[str, None] = {}
         """What is not known of data layers, if data are made up, in the order of the text."""
 
@@ -502,6 +509,12 @@ class _Parser:
     # Values of one kind each.
 
     def integer(self, field: _Field) -> int:
+        variable = _VARIABLE.match(self.text, self.start) if self.made_up else None
+        if variable is not None and field.name == "num_output":
+            self.taken[variable[0]] = None
+            self.stop = variable.end()
+            self.advance()
+            return CLASSES
         start = self.start
         negative = bool(self.take("-"))
         match = _INTEGER.fullmatch(self.value)

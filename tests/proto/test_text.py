@@ -750,3 +750,19 @@ def test_settings_of_data_are_left_out_where_data_are_made_up(
 def test_what_is_wrong_though_data_are_made_up(given_text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         text.parse(given_text, NetParameter(), made_up=True)
+
+
+def test_a_variable_for_a_number_of_outputs_is_one_of_classes_where_data_are_made_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = """layer { name: "c" type: "Convolution" convolution_param {
+      num_output: ${NUM_LABELS} kernel_size: 3 } }"""
+    (layer,) = text.parse(source, NetParameter(), "net.prototxt", made_up=True).layer
+    given = layer.convolution_param
+    assert (given.num_output, list(given.kernel_size)) == (text.CLASSES, [3])
+    assert caplog.messages == [
+        "net.prototxt: a template: ${NUM_LABELS} taken as 21, since data are made up"
+    ]
+    for made_up, setting in ((False, "num_output"), (True, "group")):
+        with pytest.raises(ConfigError, match="the file is a template"):
+            text.parse(source.replace("num_output", setting), NetParameter(), made_up=made_up)
