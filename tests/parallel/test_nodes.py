@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -362,14 +363,21 @@ def test_a_node_that_dies_is_named(
         "caffepy.collectives.world.LAST_WAIT", 1.0
     )  # also of the dead node's thread
     wires, over = Wires(3), threading.Semaphore(0)  # released by the nodes that live
+    roots = list[Solver]()
+    at = {"set-up": 0, "step": 1, "test": 20, "snapshot": 6}[phase]
 
     def act() -> None:
+        until = time.monotonic() + 60
+        while not all(root.iter == at for root in roots):  # one may have yet to end the last one
+            assert time.monotonic() < until
+            time.sleep(0.001)
         wires.kill(1)
         assert over.acquire(timeout=60)
         assert over.acquire(timeout=60)
         raise SystemExit
 
     def work(root: Solver, node: int) -> None:
+        roots.append(root)
         try:
             failing(phase, act)(root, node)
         finally:
@@ -379,7 +387,6 @@ def test_a_node_that_dies_is_named(
     results = run((1, 1, 2), net(3), settings, work, wires)
     for result in (results[0], results[2]):
         assert isinstance(result, DeadNodeError), result
-        at = {"set-up": 0, "step": 1, "test": 20, "snapshot": 6}[phase]
         told = f"node 1 (host host1, universal rank 1) has died, iteration {at}"
         assert str(result) == told
 
