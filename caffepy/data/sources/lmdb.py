@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import lmdb
@@ -27,12 +28,12 @@ class LMDB(Database):
     errors = (lmdb.Error,)
 
     def __init__(self, path: str) -> None:
-        self._file = path if os.path.isfile(path) else os.path.join(path, "data.mdb")
+        file = path if os.path.isfile(path) else os.path.join(path, "data.mdb")
         self._advised = 0  # the place in the file up to which the system reads ahead
         self._skips = False  # other machines take the records in between
         try:
-            self._pages = Pages(path, self._file)
-            super().__init__(path, self._file, _open, _cursor)
+            self._pages = Pages(path, file)
+            super().__init__(path, file, _open, _cursor)
         except (lmdb.Error, OSError) as error:
             hint = ""
             if "already open" in str(error):
@@ -41,7 +42,7 @@ class LMDB(Database):
             raise DataError(f"{path} cannot be read as an LMDB: {why}{hint}") from None
 
     def __len__(self) -> int:
-        count, size = int(self._database.stat()["entries"]), os.path.getsize(self._file)
+        count, size = int(self._database.stat()["entries"]), self._pages.size
         if not 0 < count <= size:
             raise DataError(f"{self.path} is damaged: it claims {count} records in {size} bytes")
         return count
@@ -84,7 +85,7 @@ class LMDB(Database):
     def parts_of_file(self, content: Array, spans: Sequence[Sequence[int]]) -> Sequence[Part]:
         if content is not self._pages.bytes:
             return ()
-        where = os.path.abspath(self._file), *self._pages.identity
+        where = self._pages.file, *self._pages.identity
         return [Part(*where, start, size) for start, size in spans]
 
     def _walk(self, count: int) -> Iterator[Records]:
@@ -119,9 +120,10 @@ class LMDB(Database):
 
     def _advise(self, place: int, size: int) -> None:
         if hasattr(os, "posix_fadvise"):
-            descriptor = os.open(self._file, os.O_RDONLY)
-            os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
-            os.close(descriptor)
+            with suppress(OSError):  # the file was removed; what is mapped can still be read
+                descriptor = os.open(self._pages.file, os.O_RDONLY)
+                os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
+                os.close(descriptor)
 
     # LMDB crashes on damaged pages: check a leaf before the cursor reaches it
     def _first(self) -> None:

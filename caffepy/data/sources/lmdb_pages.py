@@ -83,11 +83,14 @@ def _status(file: str) -> tuple[int, ...]:
 
 
 class Pages:
-    """The checked tree of an LMDB: branches are checked at once, leaves before they are read."""
+    """The checked tree of an LMDB: branches are checked at once, leaves before they are read.
+
+    `file` is its file, wherever the process changes to. What was mapped stays when that is removed.
+    """
 
     def __init__(self, path: str, file: str) -> None:
-        self._path, self._file = path, file
-        self._status = _status(file)
+        self._path, self.file = path, os.path.abspath(file)
+        self._status = _status(self.file)
         self._meta = meta = read_meta(path, file)
         self._leaves: Array = np.empty(0, np.int64)
         # number of records up to the end of each checked block of leaves
@@ -111,6 +114,11 @@ class Pages:
         self._leaves = level
 
     @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._status[2]
+
+    @property
     def identity(self) -> tuple[int, int]:
         """Device and number of the file."""
         device, inode, *_ = self._status
@@ -120,11 +128,11 @@ class Pages:
         """DataError if another process writes into the file: pages that were checked change, and
         the system ends a process that reads behind the end of a file that became shorter.
         """
-        status = _status(self._file)
+        status = _status(self.file)
         # another file under this name does no harm: this one stays as it is until it is closed
         if status != self._status and status[:2] == self._status[:2]:
             with suppress(DataError, OSError):
-                if read_meta(self._path, self._file) == self._meta:
+                if read_meta(self._path, self.file) == self._meta:
                     self._status = status
                     return
             remedy = "write another file, and rename it to this one's name"

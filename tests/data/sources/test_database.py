@@ -531,6 +531,31 @@ def test_a_database_that_is_written_to_while_it_is_read(tmp_path):
     source.close()
 
 
+def test_a_database_that_is_removed_while_it_is_read(tmp_path):
+    source = open_database(make(tmp_path / "db", 1000, 3000))
+    source.take(10)
+    shutil.rmtree(tmp_path / "db")
+    source.skip(10)  # from now on each `take` asks the system to read ahead
+    assert [bytes(key) for key, _ in source.take(2)] == [b"00000020", b"00000021"]
+    source.seek(5, b"00000005")
+    assert keys(source, 1) == [b"00000005"]
+    assert source.extent() == '1,000 records, from "00000000" to "00000999"'
+    source.close()
+
+
+def test_a_database_is_read_ahead_wherever_the_process_changes_to(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args[2]))
+    make(tmp_path / "db", 20)
+    monkeypatch.chdir(tmp_path)
+    source = open_database("db")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    source.take(3)
+    assert asked == [READ_AHEAD]
+    source.close()
+
+
 def test_an_lmdb_whose_path_is_not_utf_8(tmp_path):
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     source = open_database(make(folder, 2))
