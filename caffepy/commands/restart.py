@@ -123,9 +123,14 @@ def supervise(
 
 
 def end_with_supervisor() -> None:
-    """Stop with a snapshot when the process of `supervise` that started this run is killed."""
-    if os.environ.get(SUPERVISOR) == str(os.getppid()):
+    """Stop with a snapshot when the process of `supervise` that started this run is killed, or now
+    if it has been.
+    """
+    supervisor = os.environ.pop(SUPERVISOR, None)  # the run's own processes have another parent
+    if supervisor is not None:
         end_with_parent(signal.SIGTERM)
+        if supervisor != str(os.getppid()):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _newest(prefix: str) -> object:

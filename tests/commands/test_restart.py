@@ -16,7 +16,7 @@ from caffepy.commands.restart import supervise
 from caffepy.core.errors import INTERRUPTED
 from caffepy.solver import Signals
 from caffepy.solver.snapshot import Files, write_elsewhere
-from tests.parallel.faults import caffepy, write
+from tests.parallel.faults import NOTHING, caffepy, write
 from tests.solver.cases import ENVIRONMENT
 
 
@@ -63,6 +63,37 @@ def test_a_run_whose_supervisor_is_killed_ends_with_a_snapshot(folder: Path) -> 
     assert run.returncode == -signal.SIGKILL
     assert "A signal stopped the run at iteration 3;" in run.stderr
     assert Path("s_iter_3.solverstate").exists()
+
+
+def test_a_run_whose_supervisor_was_killed_while_it_started_does_not_train(folder: Path) -> None:
+    write(folder, NOTHING)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    command = [
+        sys.executable,
+        "-m",
+        "caffepy",
+        "train",
+        "--solver",
+        "solver.prototxt",
+        "--cpu",
+        "1",
+    ]
+    environment = ENVIRONMENT | {restart.SUPERVISOR: str(dead.pid)}
+    run = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert run.returncode == INTERRUPTED, run.stderr
+    assert not list(folder.glob("*.solverstate"))
+
+
+def test_what_a_run_starts_does_not_take_itself_for_supervised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[int]()
+    monkeypatch.setattr(restart, "end_with_parent", asked.append)
+    monkeypatch.setenv(restart.SUPERVISOR, str(os.getppid()))
+    restart.end_with_supervisor()
+    assert asked == [signal.SIGTERM]
+    assert restart.SUPERVISOR not in os.environ
 
 
 @pytest.fixture
