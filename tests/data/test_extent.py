@@ -73,6 +73,24 @@ def test_hdf5_files(tmp_path: Path) -> None:
     assert rows.state() == before
 
 
+@pytest.mark.parametrize(
+    ("content", "what"), [(None, "missing"), (b"", "empty, not an HDF5 file")], ids=str
+)
+def test_an_hdf5_file_that_is_gone_when_its_turn_comes(
+    content: bytes | None, what: str, tmp_path: Path
+) -> None:
+    for name in "xy":
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["data"] = np.arange(3)
+    (tmp_path / "files.txt").write_text("x.h5\ny.h5\n")
+    rows = HDF5Rows(f"{tmp_path}/files.txt", ["data"], np.float32)
+    (tmp_path / "y.h5").unlink()
+    if content is not None:
+        (tmp_path / "y.h5").write_bytes(content)
+    with pytest.raises(DataError, match=rf"y\.h5\", which .*files\.txt names, is {what}$"):
+        rows.read([np.empty(4, np.float32)])
+
+
 def test_windows(folder: Path) -> None:  # noqa: F811
     layer = feed("WindowData", folder, 1).layer
     assert layer.extent() == '20 images, from "0.png" to "19.png"'

@@ -196,7 +196,8 @@ class HDF5Rows:
     @contextmanager
     def _opened(self, file: str) -> "Iterator[h5py.File]":
         if (kind := sniff(file)) != "HDF5":
-            raise DataError(f'"{file}", which {self._path} names, is {kind}, not an HDF5 file')
+            what = kind if kind == "missing" else f"{kind}, not an HDF5 file"
+            raise DataError(f'"{file}", which {self._path} names, is {what}')
         with reading(file) as h:
             yield h
 
