@@ -6,6 +6,7 @@ are processes that Ray starts, and starts anew, under the next number, when they
 
 import logging
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -207,8 +208,17 @@ class WorkerOptions:
 
 def run_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int, float]:
     """Train as a worker until the run is at its end; return the number of its pushes, and the
-    seconds it waited.
+    seconds it waited. Errors name it and its host.
     """
+    try:
+        return _train_as_worker(engine, number, options)
+    except CaffeError as error:
+        place = f"worker {number} (host {platform.node()})"
+        error.where = f"{place}: {error.where}" if error.where else place
+        raise
+
+
+def _train_as_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int, float]:
     if options.folder and os.path.isdir(options.folder):
         os.chdir(options.folder)
     param = SolverParameter.FromString(options.param)

@@ -1,5 +1,8 @@
 """Workers that die are replaced, unless that is hopeless."""
 
+import pickle
+import platform
+import re
 import threading
 import time
 from concurrent.futures import Future
@@ -22,6 +25,7 @@ from caffepy.parallel.parameter_server.cluster import (
     WorkerOptions,
     _Processes,
     _warn_of_few_pushes,
+    run_worker,
 )
 from caffepy.parallel.parameter_server.messages import (
     DeadPeerError,
@@ -31,6 +35,7 @@ from caffepy.parallel.parameter_server.messages import (
     View,
 )
 from caffepy.parallel.parameter_server.ray_cluster import LOCAL
+from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from tests.parallel.cases import NET, SETTINGS, net
 from tests.solver.cases import solver_of
@@ -160,6 +165,19 @@ def test_an_error_of_a_worker_ends_the_run() -> None:
     engine.futures[1].set_exception(DataError("the record is damaged"))
     with pytest.raises(DataError, match="the record is damaged"):
         started.check()
+
+
+def test_an_error_of_a_worker_names_it_and_its_host(tmp_path: Path) -> None:
+    text = net(3).replace('digits_train_lmdb"', 'digits_train_lmdb_that_only_the_first_host_has"')
+    (tmp_path / "net.prototxt").write_text(text)
+    param = SolverParameter(net=f"{tmp_path}/net.prototxt", base_lr=0.1, lr_policy="fixed")
+    content, threads = param.SerializeToString(), num_threads()
+    options = WorkerOptions(content, "", "", None, None, True, True, threads, 5, "", Rule(1), 2)
+    with pytest.raises(DataError) as raised:
+        run_worker(Engine(), 3, options)  # type: ignore[arg-type]
+    place = re.escape(f"worker 3 (host {platform.node()}): {tmp_path}/net.prototxt:")
+    assert re.match(place + r'\d+:\d+: layer "data" \(Data\): source ', str(raised.value))
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
 @pytest.mark.parametrize(
