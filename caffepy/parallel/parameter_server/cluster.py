@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from caffepy import ops
-from caffepy.core.errors import CaffeError, SyncError, UsageError
+from caffepy.core.errors import CaffeError, ConfigError, SyncError, UsageError, UserCodeError
 from caffepy.core.events import asked_to_end
 from caffepy.core.files import working_directory
 from caffepy.data.decoders import THREADS, decoding
@@ -213,9 +213,11 @@ def run_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int
     try:
         return _train_as_worker(engine, number, options)
     except CaffeError as error:
+        if isinstance(error, UserCodeError):  # its original may be one that cannot be unpickled
+            error = ConfigError(error.message, error.where)
         place = f"worker {number} (host {platform.node()})"
         error.where = f"{place}: {error.where}" if error.where else place
-        raise
+        raise error from None
 
 
 def _train_as_worker(engine: Engine, number: int, options: WorkerOptions) -> tuple[int, float]:

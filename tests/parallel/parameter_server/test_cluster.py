@@ -2,7 +2,6 @@
 
 import pickle
 import platform
-import re
 import threading
 import time
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from caffepy.commands.train import TrainOptions, train
-from caffepy.core.errors import DataError, SyncError, UsageError
+from caffepy.core.errors import CaffeError, ConfigError, DataError, SyncError, UsageError
 from caffepy.core.events import asked_to_end
 from caffepy.device.threads import num_threads, set_num_threads
 from caffepy.parallel.parameter_server import cluster
@@ -167,17 +166,47 @@ def test_an_error_of_a_worker_ends_the_run() -> None:
         started.check()
 
 
-def test_an_error_of_a_worker_names_it_and_its_host(tmp_path: Path) -> None:
-    text = net(3).replace('digits_train_lmdb"', 'digits_train_lmdb_that_only_the_first_host_has"')
-    (tmp_path / "net.prototxt").write_text(text)
-    param = SolverParameter(net=f"{tmp_path}/net.prototxt", base_lr=0.1, lr_policy="fixed")
+def error_of_worker(folder: Path, text: str) -> Exception:
+    """What a worker on this net raises, as another process gets it."""
+    (folder / "net.prototxt").write_text(text)
+    param = SolverParameter(net=f"{folder}/net.prototxt", base_lr=0.1, lr_policy="fixed")
     content, threads = param.SerializeToString(), num_threads()
     options = WorkerOptions(content, "", "", None, None, True, True, threads, 5, "", Rule(1), 2)
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(CaffeError) as raised:
         run_worker(Engine(), 3, options)  # type: ignore[arg-type]
-    place = re.escape(f"worker 3 (host {platform.node()}): {tmp_path}/net.prototxt:")
-    assert re.match(place + r'\d+:\d+: layer "data" \(Data\): source ', str(raised.value))
-    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+    error: Exception = pickle.loads(pickle.dumps(raised.value))
+    assert str(error).startswith(f"worker 3 (host {platform.node()}): {folder}/net.prototxt:")
+    return error
+
+
+def test_an_error_of_a_worker_names_it_and_its_host(tmp_path: Path) -> None:
+    text = net(3).replace('digits_train_lmdb"', 'digits_train_lmdb_that_only_the_first_host_has"')
+    error = error_of_worker(tmp_path, text)
+    assert isinstance(error, DataError)
+    assert 'layer "data" (Data): source ' in str(error)
+
+
+BROKEN = """
+class BrokenError(Exception):
+    def __init__(self, code, reason):
+        super().__init__(f"{reason} ({code})")  # so it cannot be unpickled
+
+class Layer:
+    def setup(self, bottom, top):
+        raise BrokenError(5, "no such index")
+    reshape = forward = setup
+"""
+
+
+def test_an_error_of_a_workers_python_layer_survives_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    layer = 'layer { name: "own" type: "Python" top: "own" python_param { module: "broken" layer: "Layer" } }'
+    error = error_of_worker(tmp_path, layer + net(3))
+    assert isinstance(error, ConfigError)
+    assert str(error).endswith("broken.py:8: in setup: BrokenError: no such index (5)")
 
 
 @pytest.mark.parametrize(
