@@ -39,6 +39,18 @@ def together(
     return raised
 
 
+def pass_deadline(group: RankGroup, seconds: float, *ranks: int) -> None:
+    """Begin a step whose deadline passes soon after these ranks wait, however late they come."""
+    group.phase = "step"
+
+    def lower() -> None:
+        while not group.waiting.keys() >= set(ranks):
+            time.sleep(0.01)
+        group.deadlines = {"step": seconds}
+
+    threading.Thread(target=lower, daemon=True).start()
+
+
 def synchronize(sync: Synchronizer, *layers: int) -> None:
     """Make the calls of an iteration whose backward pass goes through these layers."""
     sync.on_start()
@@ -99,8 +111,8 @@ def test_an_error_of_one_rank_stops_all_and_the_root_gets_it(where: str) -> None
 
 
 def test_a_rank_that_hangs_is_named_with_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
-    group, release = RankGroup(3, {"step": 0.2}), threading.Event()
-    group.phase = "step"
+    group, release = RankGroup(3), threading.Event()
+    pass_deadline(group, 0.2, 0, 1)
 
     def work(rank: int) -> None:
         if rank == 2:
@@ -115,7 +127,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(caplog: pytest.LogCaptureF
         raised = together(3, work, group)
     assert raised[2] is None
     assert all(isinstance(raised[rank], SyncError) for rank in (0, 1))
-    assert "rank 2 made no progress for 0.2 s (step)" in str(group.failure and group.failure[1])
+    assert str(group.failure and group.failure[1]).startswith("rank 2 made no progress for 0.2 s (")
     assert "release.wait(20)" in caplog.text
     assert "rank 2:" in caplog.text
 
@@ -123,9 +135,9 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(caplog: pytest.LogCaptureF
 def test_ranks_that_wait_for_each_other_are_named_and_their_stacks_come_first(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    group = RankGroup(3, {"step": 0.2})
+    group = RankGroup(3)
     turns = RoundRobin(group)
-    group.phase = "step"
+    pass_deadline(group, 0.2, 0, 1, 2)
 
     def work(rank: int) -> None:
         if rank == 2:  # the first turn is rank 0's
@@ -146,13 +158,16 @@ def test_ranks_that_wait_for_each_other_are_named_and_their_stacks_come_first(
 
 def test_a_rank_whose_wait_is_over_is_not_said_to_wait(caplog: pytest.LogCaptureFixture) -> None:
     """It has not woken yet: nothing is missing any more."""
-    group = RankGroup(2, {"step": 0.3})
-    group.phase = "step"
+    group, ended = RankGroup(2), threading.Event()
+    group.on_abort(ended.set)
+    pass_deadline(group, 0.3, 0, 1)
 
     def work(rank: int) -> None:
         if rank:
-            time.sleep(0.1)
-        group.until(rank, lambda: False, list if rank else lambda: [1])
+            group.waiting[rank] = list
+            assert ended.wait(20)
+        else:
+            group.until(rank, lambda: False, lambda: [1])
 
     with caplog.at_level(logging.ERROR, "caffepy"):
         together(2, work, group)
