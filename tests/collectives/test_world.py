@@ -1,5 +1,6 @@
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -278,76 +279,85 @@ def test_the_sum_itself_is_rounded_so_that_all_have_what_is_sent() -> None:
     assert choice._replace(wire=FLOAT32) == Choice("flat", flat(all_joined(2)))
 
 
-def waiting_groups(
-    wires: Wires, seconds: float | list[float], act: dict[int, object]
-) -> list[object]:
-    """Three nodes of two ranks that meet again and again, until node 1 does `act` instead.
-    `seconds` is the deadline, or that of each node.
+class WaitingGroups:
+    """Three nodes of two ranks that meet again and again, until node 1 does `act` instead, once all
+    have met; `groups` are theirs.
     """
-    deadlines = seconds if isinstance(seconds, list) else [seconds] * 3
 
-    def work(world: World) -> object:
-        world.join(2)
-        group = RankGroup(2, {"step": deadlines[world.node]}, world)
-        group.phase = "step"
-        group.watch_nodes()
-        errors: dict[int, BaseException] = {}
+    def __init__(self) -> None:
+        self.groups: dict[int, RankGroup] = {}
+        self._ended = threading.Semaphore(0)  # released by each node
 
-        def rank(i: int) -> None:
-            try:
-                with group.guard(i):
-                    for number in range(10**6):
-                        if number == 5 and world.node == 1 and i in act:
-                            act[i]()  # type: ignore[operator]
-                        group.barrier(i)
-            except BaseException as error:
-                errors[i] = error
+    def run(self, wires: Wires, act: dict[int, Callable[[], object]]) -> list[object]:
+        """Return the errors of the roots."""
 
-        thread = threading.Thread(target=rank, args=(1,))
-        thread.start()
-        rank(0)
-        thread.join()
-        group.leave_nodes()
-        assert isinstance(errors[1], GroupStoppedError | DataError)
-        return errors[0]
+        def work(world: World) -> object:
+            world.join(2)
+            group = self.groups[world.node] = RankGroup(2, {}, world)
+            group.phase = "step"
+            group.watch_nodes()
+            errors: dict[int, BaseException] = {}
 
-    return run_nodes(3, work, wires)
+            def rank(i: int) -> None:
+                try:
+                    with group.guard(i):
+                        for number in range(10**6):
+                            if number == 5 and world.node == 1 and i in act:
+                                act[i]()
+                            group.barrier(i)
+                except BaseException as error:
+                    errors[i] = error
+
+            thread = threading.Thread(target=rank, args=(1,))
+            thread.start()
+            rank(0)
+            thread.join()
+            group.leave_nodes()
+            self._ended.release()
+            assert isinstance(errors[1], GroupStoppedError | DataError)
+            return errors[0]
+
+        return run_nodes(3, work, wires)
+
+    def end_after_the_others(self) -> None:
+        """End a root as soon as the other nodes have ended."""
+        for _ in range(2):
+            assert self._ended.acquire(timeout=40)
+        raise SystemExit
 
 
 def test_an_error_of_one_rank_ends_all_nodes_with_its_name() -> None:
     def fails() -> None:
         raise DataError("no record 7", "layer data")
 
-    errors = waiting_groups(Wires(3), 30, {1: fails})
+    errors = WaitingGroups().run(Wires(3), {1: fails})
     assert [(type(e), str(e)) for e in errors] == [
         (DataError, "rank 3 (host host1): layer data: no record 7")
     ] * 3
 
 
 def test_a_dead_node_is_named() -> None:
-    wires, over = Wires(3), threading.Event()
+    wires, nodes = Wires(3), WaitingGroups()
 
     def dies() -> None:
         wires.kill(1)
-        over.wait(20)
-        raise SystemExit
+        nodes.end_after_the_others()
 
-    results = []
-
-    def released() -> None:
-        time.sleep(2)
-        over.set()
-
-    threading.Thread(target=released).start()
-    results = waiting_groups(wires, 30, {0: dies})
+    results = nodes.run(wires, {0: dies})
     for error in (results[0], results[2]):
         assert isinstance(error, DeadNodeError)
         assert str(error) == "node 1 (host host1, universal ranks 2 to 3) has died"
 
 
 def test_nodes_that_are_cut_off_end_at_the_deadline() -> None:
-    wires = Wires(3)
-    results = waiting_groups(wires, 1.0, {0: wires.cut})
+    wires, nodes = Wires(3), WaitingGroups()
+
+    def cut() -> None:
+        wires.cut()
+        for group in nodes.groups.values():
+            group.deadlines = {"step": 1.0}
+
+    results = nodes.run(wires, {0: cut})
     names = [f"node {n} (host host{n}, universal ranks {2 * n} to {2 * n + 1})" for n in range(3)]
     assert [(type(error), str(error)) for error in results] == [
         (SyncError, f"{names[a]} and {names[b]} made no progress for 1 s (step)")
@@ -357,14 +367,13 @@ def test_nodes_that_are_cut_off_end_at_the_deadline() -> None:
 
 def test_a_node_that_hangs_is_named_and_not_those_that_wait_for_it() -> None:
     """Node 2 waits for node 0, which waits for node 1, and loses its patience first."""
-    over = threading.Event()
+    nodes = WaitingGroups()
 
     def hangs() -> None:
-        over.wait(20)
-        raise SystemExit
+        nodes.groups[2].deadlines = {"step": 1.0}
+        nodes.end_after_the_others()
 
-    threading.Timer(4, over.set).start()
-    results = waiting_groups(Wires(3), [2.0, 2.0, 1.0], {0: hangs})
+    results = nodes.run(Wires(3), {0: hangs})
     told = "node 1 (host host1, universal ranks 2 to 3) made no progress for 1 s (step)"
     assert [str(error) for error in (results[0], results[2])] == [told] * 2
 
