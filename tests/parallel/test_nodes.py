@@ -14,6 +14,7 @@ from google.protobuf import text_format
 
 from caffepy import models
 from caffepy.collectives import factors, interfaces
+from caffepy.collectives.rank_group import DEADLINES
 from caffepy.collectives.world import DeadNodeError, World
 from caffepy.core.errors import DataError, SyncError
 from caffepy.device.blob import Array
@@ -57,7 +58,6 @@ def run(
     **options: Any,
 ) -> list[Any]:
     """Do `work` with the roots of nodes of so many solvers; return the nodes, or their errors."""
-    deadlines = options.pop("deadlines", {})
 
     def node(world: World) -> Node:
         world.join(split[world.node])
@@ -71,7 +71,7 @@ def run(
         if state and world.node == 0:
             root.restore(state)
         devices = [device, *(Device(seed=9) for _ in range(split[world.node] - 1))]
-        sync = SyncOptions(deadlines=deadlines, **options)
+        sync = SyncOptions(**options)
         failed = True
         try:
             with p2p_manager(root, devices, sync, world=world if len(split) > 1 else None) as group:
@@ -393,9 +393,22 @@ def test_a_node_that_dies_is_named(
 
 @pytest.mark.parametrize("phase", ["set-up", "step", "test", "snapshot"])
 def test_nodes_that_are_cut_off_end_at_the_deadline(phase: str, tmp_path: Path) -> None:
-    wires = Wires(2)
-    deadlines = dict.fromkeys(("set-up", "step", "test", "snapshot", "idle"), 1.5)
+    wires, roots = Wires(2), list[Solver]()
+
+    def cut() -> None:
+        until = time.monotonic() + 60
+        while len(roots) < 2:  # the other one may still be set up
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        wires.cut()
+        for root in roots:
+            root.workers.group.deadlines = dict.fromkeys(DEADLINES, 1.5)  # type: ignore[attr-defined]
+
+    def work(root: Solver, node: int) -> None:
+        roots.append(root)
+        failing(phase, cut)(root, node)
+
     settings = f'{SETTINGS} snapshot_prefix: "{tmp_path}/s" '
-    results = run((1, 2), net(3), settings, failing(phase, wires.cut), wires, deadlines=deadlines)
+    results = run((1, 2), net(3), settings, work, wires)
     assert all(isinstance(result, SyncError) for result in results), results
     assert "made no progress for 1.5 s" in str(results[0])
