@@ -237,7 +237,7 @@ def test_a_data_layer_that_is_not_shared_is_told_of(
 def test_a_script_may_run_the_nets_of_the_root_between_steps(kind: str, folder: Path) -> None:
     root = root_solver(kind, folder, 100, "")
     root.param.test_initialization = False
-    options = SyncOptions("flat", deadlines={"step": 2.0, "test": 2.0})
+    options = SyncOptions("flat", deadlines={"step": 60.0, "test": 60.0})
     with P2PManager(root, [root.device, Device(), Device()], all_joined(3), options) as manager:
         solvers = [root, *manager.workers]
         seen = [[watch(s.net) for s in solvers], [watch(s.test_nets[0]) for s in solvers]]
@@ -280,7 +280,7 @@ def test_a_callback_may_only_run_layers_that_are_not_shared(
     else:
         calls = {"on_start": lambda: None, "on_gradients_ready": lambda: None}
         root.add_callback(SimpleNamespace(**{**calls, f"on_{when}": run}))
-    options = SyncOptions("flat", deadlines={"step": 2.0})
+    options = SyncOptions("flat", deadlines={"step": 60.0})
 
     def train() -> None:
         nonlocal first
