@@ -11,7 +11,15 @@ import pytest
 
 from caffepy.core.errors import SyncError
 from tests.collectives.test_mpi import ENVIRONMENT, MPIRUN, ulfm, version
-from tests.commands.test_nodes import SETTINGS, ULFM, figures, is_whole, message, write
+from tests.commands.test_nodes import (
+    SETTINGS,
+    ULFM,
+    figures,
+    is_whole,
+    message,
+    once_all_are_there,
+    write,
+)
 from tests.parallel.cases import net
 
 __all__ = ["ulfm", "version"]
@@ -73,7 +81,8 @@ def test_processes_train_like_one_with_all_their_batches(
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_a_killed_process_of_four_ends_the_others_with_a_snapshot(place: str) -> None:
-    write({(1, 6): "os.kill(os.getpid(), signal.SIGKILL)"}, "max_iter: 5000 snapshot: 5000")
+    kill = once_all_are_there(4, "os.kill(os.getpid(), signal.SIGKILL)")
+    write(kill, "max_iter: 5000 snapshot: 5000")
     code, said = train(4, place)
     assert code == SyncError.exit_code, said
     assert "universal rank 1) has died, iteration 5" in message(said)

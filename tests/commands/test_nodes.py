@@ -33,8 +33,13 @@ from tests.parallel.cases import NET, net
 pytestmark = pytest.mark.usefixtures("folder", "version")
 
 FAULTY = """
-import os, resource, signal
+import glob, os, resource, signal, time
 NODE = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
+
+def meet(nodes):
+    open(f"{NODE}.met", "w").close()
+    while len(glob.glob("*.met")) < nodes:
+        time.sleep(0.01)
 
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -81,6 +86,13 @@ def write(
     Path("matplotlib.py").write_text("raise ImportError")  # curves take seconds
     Path("net.prototxt").write_text(text)
     Path("solver.prototxt").write_text(SETTINGS + settings + "\n")
+
+
+def once_all_are_there(nodes: int, order: str, node: int = 1) -> dict[tuple[int, int], str]:
+    """Orders for iteration 5, in which one of so many nodes does this when all have begun it: one
+    that is late would still be in the iteration before.
+    """
+    return {(i, 6): f"meet({nodes}){f'; {order}' if i == node else ''}" for i in range(nodes)}
 
 
 def train(
@@ -280,7 +292,8 @@ def figures(said: str) -> dict[tuple[str, int], float]:
 
 @pytest.mark.usefixtures("ulfm")
 def test_a_killed_process_ends_the_others_with_a_snapshot() -> None:
-    write({(1, 6): "os.kill(os.getpid(), signal.SIGKILL)"}, "max_iter: 5000 snapshot: 5000")
+    kill = once_all_are_there(2, "os.kill(os.getpid(), signal.SIGKILL)")
+    write(kill, "max_iter: 5000 snapshot: 5000")
     code, said = train(2, options=ULFM)
     assert code == SyncError.exit_code, said
     assert "universal rank 1) has died, iteration 5" in message(said)
@@ -320,7 +333,7 @@ def test_a_process_killed_while_it_writes_the_first_snapshot_costs_nothing() -> 
 def test_a_stopped_process_is_named_at_the_deadline() -> None:
     """Node 2 waits for node 0, which waits for node 1."""
     stop = "os.kill(os.getpid(), signal.SIGSTOP)"
-    write({(1, 6): stop}, "max_iter: 5000 snapshot: 5000")
+    write(once_all_are_there(3, stop), "max_iter: 5000 snapshot: 5000")
     code, said = train(3, "--deadlines", "step=3", options=ULFM)
     assert code == SyncError.exit_code, said
     told = "universal rank 1) made no progress for 3 s (step, iteration 5)"
@@ -361,7 +374,8 @@ def is_running(process: int) -> bool:
 
 
 def test_an_error_of_a_layer_of_one_process_ends_all() -> None:
-    write({(1, 6): "raise ValueError('it went wrong')"}, "max_iter: 5000 snapshot: 5000")
+    fails = once_all_are_there(2, "raise ValueError('it went wrong')")
+    write(fails, "max_iter: 5000 snapshot: 5000")
     code, said = train(2)
     assert code == ConfigError.exit_code, said
     assert said.count(FOUND) == 1, said
