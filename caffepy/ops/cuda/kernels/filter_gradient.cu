@@ -61,8 +61,8 @@ template <typename G> struct Share {
 };
 
 // Begins to copy a run of dy and what it sees of x, by 4 * OF_RUN threads of which this is one. G::copy_line does a line of x.
-template <typename G, typename Part>
-__device__ void copy_run(int of, float* to_x, float* to_dy, const float* x, const float* dy, const Sizes& s, const Part& part,
+template <typename G, typename Tile>
+__device__ void copy_run(int of, float* to_x, float* to_dy, const float* x, const float* dy, const Sizes& s, const Tile& tile,
                          const Run<G>& run) {
   constexpr int PACKS = G::OUTPUTS / 4;
   const int number = of / G::OF_RUN, thread = of % G::OF_RUN, column = run.column * G::WIDTH;
@@ -72,20 +72,20 @@ __device__ void copy_run(int of, float* to_x, float* to_dy, const float* x, cons
     const int over = G::HIGH == 1 ? 0 : (run.line + h) / s.high, n = run.n + over, line = run.line + h - over * s.high;
     const bool there = n < s.images;
     const int all = (h == G::HIGH - 1 ? G::WIDTH + G::OF_DY - G::RUN : G::WIDTH) * PACKS, wide = there ? s.wide - column : 0;
-    const float* const from = dy + ((i64(n) * s.high + line) * s.wide + column) * s.outputs + part.first_output(s);
+    const float* const from = dy + ((i64(n) * s.high + line) * s.wide + column) * s.outputs + tile.first_output(s);
 #pragma unroll
     for (int i = 0; i < all; i += G::OF_RUN) {
       const int p = (i + thread) / PACKS, o = (i + thread) % PACKS * 4;
       if (all % G::OF_RUN == 0 || i + thread < all)
         copy_ahead<16>(to_dy + (h * G::WIDTH + p) * G::OUTPUTS + o, from + p * s.outputs + o,
-                       p < min(wide, G::WIDTH) && part.output + o < s.to_group);
+                       p < min(wide, G::WIDTH) && tile.output + o < s.to_group);
     }
 #pragma unroll
     for (int k = 0; k < G::LINES; ++k) {
-      const int row = line * s.stride + (part.line + k) * s.dilation - s.top;
-      const bool seen = there && row >= 0 && row < s.height && part.line + k < s.kernel_high;
+      const int row = line * s.stride + (tile.line + k) * s.dilation - s.top;
+      const bool seen = there && row >= 0 && row < s.height && tile.line + k < s.kernel_high;
       const float* const from = x + (i64(n) * s.height + row) * s.width * s.channels;
-      G::copy_line(thread, to_x + k * 4 * G::X_RUN + h * G::LINE, from, column * G::STRIDE - s.left, seen, s, part);
+      G::copy_line(thread, to_x + k * 4 * G::X_RUN + h * G::LINE, from, column * G::STRIDE - s.left, seen, s, tile);
     }
   }
 }
@@ -133,12 +133,12 @@ template <int WIDTH_, int HIGH_, int M_, int LINES_, int J_, int CHANNELS_, int 
   static constexpr int LINE = (WIDTH - 1) * STRIDE * CHANNELS + 8 * J;  // numbers that a line of a run sees
   static constexpr int DY_RUN = apart(OF_DY * OUTPUTS), X_RUN = apart(HIGH * LINE);
   static constexpr int STAGE = 4 * (DY_RUN + LINES * X_RUN);
-  struct Part {
+  struct Tile {
     int output, line;
-    __device__ Part(int tile) : output(tile * OUTPUTS), line(0) {}
+    __device__ Tile(int tile) : output(tile * OUTPUTS), line(0) {}
     __device__ int first_output(const Sizes&) const { return output; }
   };
-  static __device__ void copy_line(int thread, float* to, const float* from, int left, bool seen, const Sizes& s, const Part&) {
+  static __device__ void copy_line(int thread, float* to, const float* from, int left, bool seen, const Sizes& s, const Tile&) {
     const int begin = left * CHANNELS, numbers = seen ? s.width * CHANNELS : 0;
 #pragma unroll
     for (int i = 0; i < LINE; i += OF_RUN)
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(32 * LINES) line_gradient(const float* x, cons
   using G = FewTiling<WIDTH, HIGH, M, LINES, J, CHANNELS, STRIDE, STAGES>;
   extern __shared__ __align__(16) float buffers[];
   const Sizes s = OF_SIZES;
-  const typename G::Part mine(blockIdx.x);
+  const typename G::Tile mine(blockIdx.x);
   const Share<G> share(s);
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, line = threadIdx.x / 32;
   const int of_dy = t * G::DY_RUN + 2 * g, of_x = 4 * G::DY_RUN + (4 * line + t) * G::X_RUN + g;
@@ -244,10 +244,10 @@ template <int WIDTH_, int HIGH_, int LINES_, int BLOCKS_, int COLUMNS_, int OUTP
   static constexpr int AT_ONCE = SUMS < 192 ? 2 : 1;              // pairs in registers
   static constexpr int DY_RUN = apart(RUN * OUTPUTS), X_RUN = apart(HIGH * LINE);
   static constexpr int DY_SIZE = 4 * DY_RUN, X_SIZE = 4 * LINES * X_RUN;
-  static constexpr int TURNED = (HIGH * (WIDTH + 1) + 1) * OUTPUTS * 4;
-  struct Part {
+  static constexpr int TRANSPOSED = (HIGH * (WIDTH + 1) + 1) * OUTPUTS * 4;
+  struct Tile {
     int channel, line, output, group;  // the first of each, that of outputs and channels within the group
-    __device__ Part(const Sizes& s, int tile) {
+    __device__ Tile(const Sizes& s, int tile) {
       const int across = (s.of_group + CHANNELS - 1) / CHANNELS, lines = (s.kernel_high + LINES - 1) / LINES;
       const int down = (s.to_group + OUTPUTS - 1) / OUTPUTS;
       output = tile % down * OUTPUTS, tile /= down;
@@ -257,23 +257,23 @@ template <int WIDTH_, int HIGH_, int LINES_, int BLOCKS_, int COLUMNS_, int OUTP
     __device__ int first_output(const Sizes& s) const { return group * s.to_group + output; }
   };
   static __device__ void copy_line(int thread, float* to, const float* from, int left, bool seen, const Sizes& s,
-                                   const Part& part) {
+                                   const Tile& tile) {
     constexpr int PACKS = CHANNELS / 4;
-    from += i64(left) * s.channels + part.group * s.of_group + part.channel;
+    from += i64(left) * s.channels + tile.group * s.of_group + tile.channel;
     const int width = seen ? s.width : 0;
 #pragma unroll
     for (int i = 0; i < SEEN * PACKS; i += OF_RUN) {
       const int p = (i + thread) / PACKS, c = (i + thread) % PACKS * 4;
       if (SEEN * PACKS % OF_RUN == 0 || i + thread < SEEN * PACKS)
         copy_ahead<16>(to + p * CHANNELS + c, from + p * s.channels + c,
-                       unsigned(left + p) < unsigned(width) && part.channel + c < s.of_group);
+                       unsigned(left + p) < unsigned(width) && tile.channel + c < s.of_group);
     }
   }
 };
 
 // Writes dy of a piece, rounded, as wgmma reads it, with its depth side by side: (places, outputs, 4 runs), a place for each
 // pixel of a run, and places of zeros before and behind each of its lines.
-template <typename G> __device__ void turn(int thread, float* to, const float* dy) {
+template <typename G> __device__ void transpose(int thread, float* to, const float* dy) {
 #pragma unroll
   for (int i = 0; i < G::RUN * G::OUTPUTS; i += 128) {
     const int output = (i + thread) % G::OUTPUTS, pixel = (i + thread) / G::OUTPUTS;
@@ -287,34 +287,34 @@ template <typename G> __device__ void turn(int thread, float* to, const float* d
 }
 
 // Barriers of some threads of a block: wait for the others, or only let them know.
-__device__ inline void meet(int barrier, int threads) {
+__device__ inline void sync_barrier(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-__device__ inline void arrive(int barrier, int threads) {
+__device__ inline void arrive_barrier(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// The last four warps copy two pieces ahead and turn one ahead. Each other four multiply for a line of the kernel and 64
+// The last four warps copy two pieces ahead and transpose one ahead. Each other four multiply for a line of the kernel and 64
 // channels: a pair of pixels of x, from registers, by the pairs of dy that see it at each column of the kernel, which may
 // begin before a line's first pixel or end behind its last.
 template <int WIDTH, int HIGH, int LINES, int BLOCKS, int COLUMNS, int OUTPUTS, int DILATION>
 __global__ void __launch_bounds__(128 * (LINES * BLOCKS + 1), 1)
 filter_gradient(const float* x, const float* dy, float* part, SIZES) {
   using G = WideTiling<WIDTH, HIGH, LINES, BLOCKS, COLUMNS, OUTPUTS, DILATION>;
-  extern __shared__ __align__(16) float buffers[];  // dy turned, of two pieces; dy, of two; x, of three
-  float* const of_dy = buffers + 2 * G::TURNED;
+  extern __shared__ __align__(16) float buffers[];  // dy transposed, of two pieces; dy, of two; x, of three
+  float* const of_dy = buffers + 2 * G::TRANSPOSED;
   float* const of_x = of_dy + 2 * G::DY_SIZE;
   const Sizes s = OF_SIZES;
-  const typename G::Part mine(s, blockIdx.x);
+  const typename G::Tile mine(s, blockIdx.x);
   const Share<G> share(s);
   const int total = share.end - share.first, thread = threadIdx.x % 128, group = threadIdx.x / 128;
-  constexpr int FULL = 1, FREE = FULL + 2 * G::GROUPS, COPIED = FREE + 2 * G::GROUPS;  // barriers, two pieces of each group
-  constexpr bool TWO = G::GROUPS == 2;                                                 // groups share 504 or 512 registers
+  constexpr int FULL = 1, FREE = FULL + 2 * G::GROUPS, COPIED = FREE + 2 * G::GROUPS;  // barriers: two of each group
+  constexpr int FOR_COPIES = G::GROUPS == 2 ? 40 : 56, FOR_SUMS = G::GROUPS == 2 ? 232 : 152;  // registers of a thread
   if (group == G::GROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(TWO ? 40 : 56));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FOR_COPIES));
     for (int i = thread; i < 2 * (HIGH + 1) * OUTPUTS * 4; i += 128) {
       const int place = i / (OUTPUTS * 4) % (HIGH + 1) * (WIDTH + 1), piece = i / (OUTPUTS * 4) / (HIGH + 1);
-      buffers[piece * G::TURNED + place * OUTPUTS * 4 + i % (OUTPUTS * 4)] = 0;
+      buffers[piece * G::TRANSPOSED + place * OUTPUTS * 4 + i % (OUTPUTS * 4)] = 0;
     }
     Run<G> next(s, 4 * share.first + thread / G::OF_RUN);
     const auto copy = [&](int i) {
@@ -327,27 +327,27 @@ filter_gradient(const float* x, const float* dy, float* part, SIZES) {
     copy(0), copy(1);
     for (int i = 0; i < total; ++i) {
       wait_for_groups<1>();
-      meet(COPIED, 128);
-      turn<G>(thread, buffers + i % 2 * G::TURNED, of_dy + i % 2 * G::DY_SIZE);
+      sync_barrier(COPIED, 128);
+      transpose<G>(thread, buffers + i % 2 * G::TRANSPOSED, of_dy + i % 2 * G::DY_SIZE);
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #pragma unroll
-      for (int other = 0; other < G::GROUPS; ++other) arrive(FULL + 2 * other + i % 2, 256);
+      for (int other = 0; other < G::GROUPS; ++other) arrive_barrier(FULL + 2 * other + i % 2, 256);
       if (i > 0)
 #pragma unroll
-        for (int other = 0; other < G::GROUPS; ++other) meet(FREE + 2 * other + (i - 1) % 2, 256);
-      meet(COPIED, 128);
+        for (int other = 0; other < G::GROUPS; ++other) sync_barrier(FREE + 2 * other + (i - 1) % 2, 256);
+      sync_barrier(COPIED, 128);
       copy(i + 2);
     }
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TWO ? 232 : 152));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(FOR_SUMS));
   const int g = thread % 32 / 4, t = thread % 4, warp = thread / 32;
   const int at_x = (group % LINES * 4 + t) * G::X_RUN + group / LINES * 64 + warp * 16 + 2 * g;
   float sum[COLUMNS][OUTPUTS / 8][4] = {};
   for (int i = 0; i < total; ++i) {
-    meet(FULL + 2 * group + i % 2, 256);
+    sync_barrier(FULL + 2 * group + i % 2, 256);
     const float* const piece = of_x + i % 3 * G::X_SIZE + at_x;
-    const unsigned turned = shared_address(buffers + i % 2 * G::TURNED);
+    const unsigned by_outputs = shared_address(buffers + i % 2 * G::TRANSPOSED);
     unsigned a[2][G::AT_ONCE][4];
 #pragma unroll
     for (int from = 0; from < HIGH * G::PAIRS; from += G::AT_ONCE) {
@@ -371,13 +371,13 @@ filter_gradient(const float* x, const float* dy, float* part, SIZES) {
           const int pixel = k % G::PAIRS * 2 - c * DILATION;  // of dy, the first of the pair
           if (pixel < -1 || pixel >= WIDTH) continue;
           const unsigned place = (1 + k / G::PAIRS * (WIDTH + 1) + pixel) * OUTPUTS * 16;
-          multiply_8(sum[c], a[from / G::AT_ONCE % 2][k - from], matrix(turned + place, OUTPUTS * 16, 128, 0));
+          multiply_8(sum[c], a[from / G::AT_ONCE % 2][k - from], matrix(by_outputs + place, OUTPUTS * 16, 128, 0));
         }
       begin_products();
     }
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) end_products(sum[c]);
-    if (i + 1 < total) arrive(FREE + 2 * group + i % 2, 256);
+    if (i + 1 < total) arrive_barrier(FREE + 2 * group + i % 2, 256);
   }
   keep<G>(part, &sum[0][0][0]);
 }
@@ -387,7 +387,7 @@ template <int WIDTH, int HIGH, int LINES, int BLOCKS, int COLUMNS, int OUTPUTS, 
 __global__ void __launch_bounds__(128 * LINES * BLOCKS) add_filter_gradient(const float* part, float* dw, SIZES) {
   using G = WideTiling<WIDTH, HIGH, LINES, BLOCKS, COLUMNS, OUTPUTS, DILATION>;
   const Sizes s = OF_SIZES;
-  const typename G::Part mine(s, blockIdx.x);
+  const typename G::Tile mine(s, blockIdx.x);
   const int i = blockIdx.y, q = i % 4, n = i / 4 % (OUTPUTS / 8), column = i / 4 / (OUTPUTS / 8);
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32 % 4, group = threadIdx.x / 128;
   const int channel = mine.channel + group / LINES * 64 + warp * 16 + 2 * g + q / 2;
