@@ -142,12 +142,10 @@ def psroi_pool_forward(x: Array, boxes: Rois, y: Array, scale: float) -> None:
 
 def psroi_pool_backward(dy: Array, rois: Array, dx: Array, scale: float) -> None:
     (images, channels, h, w), bins = dx.shape, dy.shape[2]
-    sizes = (4, 2) if len(dy) <= 128 else (8, 4, 2)  # a bit for each box
-    words = next((n for n in sizes if 4 * (h + w) * n <= ROOM), 1)
-    groups = -(-channels // bins**2 // OUTPUTS) * bins**2
-    arguments = dy, rois, dx, channels, h, w, bins, len(dy), float(scale)
-    expression = f"psroi_pool_backward<{c_type(dx)}, {OUTPUTS}, {words}>"
-    _launch(expression, (groups, images), FORWARD, arguments, 4 * (h + w) * words)
+    outputs = channels // bins**2
+    grid = bins**2, images, -(-outputs // OUTPUTS)
+    arguments = dy, rois, dx, outputs, h, w, bins, len(dy), float(scale)
+    _launch(f"psroi_pool_backward<{c_type(dx)}, {OUTPUTS}>", grid, FORWARD, arguments)
 
 
 def _tables(

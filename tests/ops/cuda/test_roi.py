@@ -69,7 +69,7 @@ def test_gradients_of_more_bins_than_shared_memory_holds():
         (300, 3, 7, 2, (38, 50)),
         (50, 2, 3, 1, (120, 130)),  # more than shared memory has room for
         (1300, 1, 2, 1, (9, 8)),  # more boxes than a block looks at at a time
-        (500, 4, 2, 1, (7, 70)),  # more of one image than shared memory has bits for
+        (700, 4, 2, 1, (7, 70)),  # more than a block has threads, and more columns than lanes twice
         (0, 2, 2, 1, (4, 4)),
     ],
 )

@@ -843,90 +843,74 @@ roi_align_backward(const T* dy, const T* rois, const char* readers, T* dx, i64 s
 // What a box gives each cell of its bin, for G outputs.
 template <typename A, int G> struct alignas(16) Shares { A of[G]; };
 
-// Blocks (groups of G outputs for each bin (i, j), an image). Each box gives the cells of its bin a share of dy: first rows and
-// columns learn which boxes reach them, a bit each in WORDS words; then a warp has a row at a time, a lane a
-// cell, and adds up what those give that reach both the row and the column, the boxes in their order. More than 32 * WORDS
-// boxes of an image add to dx in turns.
-template <typename T, int G, int WORDS>
+// Blocks (a bin (i, j), an image, a group of G outputs). Each box gives the cells of its bin a share of dy. A warp has a row at a
+// time, a lane M columns: it asks all boxes whether they reach the row, and adds up what those give that do, in their order.
+// More boxes than threads add to dx in turns.
+template <typename T, int G>
 __global__ void __launch_bounds__(512, 3)
-psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 channels, i64 h, i64 w, i64 bins, i64 boxes, double scale) {
+psroi_pool_backward(const T* dy, const T* rois, T* dx, i64 outputs, i64 h, i64 w, i64 bins, i64 boxes, double scale) {
   using A = Wide<T>;
-  constexpr int ROOM = 32 * WORDS;
-  extern __shared__ __align__(16) double shared[];
+  constexpr int ROOM = 512, M = 2;
+  __shared__ Cells downs[ROOM], acrosses[ROOM];  // rows from begin to end - 1; `end` columns from begin on
   __shared__ Shares<A, G> shares[ROOM];
   const int lines = int(h), width = int(w), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  using Bits = Pack<unsigned, WORDS>;
-  Bits* of_rows = reinterpret_cast<Bits*>(shared);
-  unsigned* of_columns = of_rows[lines].v;  // (WORDS, w)
-  const int square = int(bins * bins), bin = int(blockIdx.x) % square, i = bin / int(bins), j = bin - i * int(bins);
-  const int first = int(blockIdx.x) / square * G, own = min(G, int(channels) / square - first);
+  const int square = int(gridDim.x), bin = int(blockIdx.x), first = int(blockIdx.z) * G, own = min(G, int(outputs) - first);
   const Boxes<T> given(rois);
   const T* of_bin = dy + first * square + bin;
-  T* to = dx + (blockIdx.y * channels + first * square + bin) * h * w;
+  T* to = dx + ((blockIdx.y * outputs + first) * square + bin) * h * w;
   const int output = square * lines * width;  // from a cell to that of the next output
-  const auto forget = [&] {
-    for (int k = threadIdx.x; k < (lines + width) * WORDS; k += blockDim.x) reinterpret_cast<unsigned*>(shared)[k] = 0;
-  };
-  forget();
-  bool again = false;
-  for (i64 start = 0; start == 0 || start < boxes; start += blockDim.x) {
-    const i64 r = start + threadIdx.x;
-    const bool there = r < boxes;
-    A of_box[G];
+  for (int start = 0; start == 0 || start < int(boxes); start += ROOM) {
+    const int known = min(int(boxes) - start, ROOM), r = start + int(threadIdx.x);
+    if (r < int(boxes)) {
+      Shares<A, G> share;
+      const T* of_box = of_bin + i64(r) * outputs * square;
 #pragma unroll
-    for (int g = 0; g < G; ++g) of_box[g] = there && g < own ? A(of_bin[r * channels + g * square]) : A(0);
-    Cells down{0, 0}, across{0, 0};
-    if (there) {
-      down = given.template along<Part>(r, 1, float(scale), bins).cells(i, h);
-      across = given.template along<Part>(r, 0, float(scale), bins).cells(j, w);
+      for (int g = 0; g < G; ++g) share.of[g] = g < own ? A(of_box[g * square]) : A(0);
+      const int i = bin / int(bins), j = bin - i * int(bins);
+      Cells down = given.template along<Part>(r, 1, float(scale), bins).cells(i, h);
+      const Cells across = given.template along<Part>(r, 0, float(scale), bins).cells(j, w);
+      const A area = A((down.end - down.begin) * (across.end - across.begin));
+      if (given.image(r) != blockIdx.y) down = {0, 0};  // read at the same time
+#pragma unroll
+      for (int g = 0; g < G; ++g) share.of[g] /= area;
+      shares[threadIdx.x] = share;
+      downs[threadIdx.x] = down;
+      acrosses[threadIdx.x] = {across.begin, max(across.end - across.begin, 0)};
     }
-    const bool own_image = there && given.image(r) == blockIdx.y;  // all read at the same time
-    const bool here = own_image && down.begin < down.end && across.begin < across.end;
-    const Rank rank(here);
-    for (int done = 0; done == 0 ? rank.all || !again : done < int(rank.all); done += ROOM) {
-      const int known = min(int(rank.all) - done, ROOM), k = int(rank.before) - done;
-      if (here && unsigned(k) < ROOM) {
-        const unsigned bit = 1u << k % 32;
-        const A area = A((down.end - down.begin) * (across.end - across.begin));
-        Shares<A, G> share;
+    __syncthreads();
+    for (int left = lane; left - lane < width; left += 32 * M)
+      for (int line = warp; line < lines; line += ROOM / 32) {
+        T* cell = to + line * width + left;
+        A sum[M][G];
 #pragma unroll
-        for (int g = 0; g < G; ++g) share.of[g] = of_box[g] / area;
-        shares[k] = share;
-        for (int a = down.begin; a < down.end; ++a) atomicOr(of_rows[a].v + k / 32, bit);
-        for (int b = across.begin; b < across.end; ++b) atomicOr(of_columns + k / 32 * width + b, bit);
-      }
-      __syncthreads();
-      for (int column = lane; column - lane < width; column += 32) {
-        const bool inside = column < width;
-        unsigned of_column[WORDS];
+        for (int m = 0; m < M; ++m)
 #pragma unroll
-        for (int word = 0; word < WORDS; ++word) of_column[word] = inside ? of_columns[word * width + column] : 0;
-        for (int line = warp; line < lines; line += blockDim.x / 32) {
-          T* cell = to + line * width + column;
-          const Bits of_row = of_rows[line];
-          A sum[G];
+          for (int g = 0; g < G; ++g) {
+            const bool more = start > 0 && left + 32 * m < width && g < own;
+            sum[m][g] = more ? A(cell[i64(g) * output + 32 * m]) : A(0);
+          }
+        for (int base = 0; base < known; base += 32) {
+          const Cells range = downs[base + lane];
+          const bool reaches = base + lane < known && range.begin <= line && line < range.end;
+          for (unsigned some = __ballot_sync(0xffffffffu, reaches); some; some &= some - 1) {
+            const int k = base + __ffs(some) - 1;
+            const Cells across = acrosses[k];
+            const Shares<A, G> share = shares[k];
 #pragma unroll
-          for (int g = 0; g < G; ++g) sum[g] = again && inside && g < own ? A(cell[i64(g) * output]) : A(0);
+            for (int m = 0; m < M; ++m) {
+              if (unsigned(left + 32 * m - across.begin) >= unsigned(across.end)) continue;
 #pragma unroll
-          for (int word = 0; word < WORDS; ++word) {
-            if (32 * word >= known) break;
-            for (unsigned some = of_row.v[word] & of_column[word]; some; some &= some - 1) {
-              const Shares<A, G> share = shares[32 * word + __ffs(some) - 1];
-#pragma unroll
-              for (int g = 0; g < G; ++g) sum[g] += share.of[g];
+              for (int g = 0; g < G; ++g) sum[m][g] += share.of[g];
             }
           }
+        }
+#pragma unroll
+        for (int m = 0; m < M; ++m)
 #pragma unroll
           for (int g = 0; g < G; ++g)
-            if (inside && g < own) cell[i64(g) * output] = T(sum[g]);
-        }
+            if (left + 32 * m < width && g < own) cell[i64(g) * output + 32 * m] = T(sum[m][g]);
       }
-      again = true;
-      if (done + ROOM >= int(rank.all) && start + blockDim.x >= boxes) return;
-      __syncthreads();
-      forget();
-      __syncthreads();
-    }
+    __syncthreads();
   }
 }
 
