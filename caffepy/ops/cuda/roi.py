@@ -126,18 +126,22 @@ def roi_pool_backward(dy: Array, rois: Array, index: Array, dx: Array, scale: fl
     )
 
 
-def _parts_forward(name: str, threads: int, x: Array, boxes: int, *arguments: Any) -> None:
-    """Launch a block of `threads` threads for each channel of each image."""
-    plane = _staged(x, boxes, 1)
-    expression = f"{name}<{c_type(x)}, {int(plane > 0)}>"
-    room = plane and plane + 16  # it may begin behind 16 bytes
+def _parts_forward(
+    name: str, each: int, threads: int, x: Array, boxes: int, *arguments: Any
+) -> None:
+    """Launch a block of `threads` threads for `each` channels of each image."""
+    planes = _staged(x, boxes, each)
+    room = planes and planes + 16  # they may begin behind 16 bytes
     if boxes:
-        _launch(expression, (x.shape[1], len(x)), threads, (x, *arguments, boxes), room)
+        grid = -(-x.shape[1] // each), len(x)
+        _launch(f"{name}, {int(planes > 0)}>", grid, threads, (x, *arguments, boxes), room)
 
 
 def psroi_pool_forward(x: Array, boxes: Rois, y: Array, scale: float) -> None:
+    each = 2 if _staged(x, len(y), 8) else 1  # a multiprocessor holds four of such blocks
     sizes = x.shape[1], y.shape[2], *x.shape[2:], float(scale)
-    _parts_forward("psroi_pool_forward", PARTS, x, len(y), *boxes, y, *sizes)
+    name = f"psroi_pool_forward<{c_type(x)}, {each}"
+    _parts_forward(name, each, PARTS * each, x, len(y), *boxes, y, *sizes)
 
 
 def psroi_pool_backward(dy: Array, rois: Array, dx: Array, scale: float) -> None:
@@ -175,7 +179,8 @@ def roi_align_forward(
     if sensitive:
         sizes = channels, rows, h, w, float(scale), samples, beyond
         # It needs more registers, and all blocks should fit on the device at a time.
-        _parts_forward("psroi_align_forward", PARTS // 2, x, count, *boxes, y, *sizes)
+        name = f"psroi_align_forward<{c_type(x)}"
+        _parts_forward(name, 1, PARTS // 2, x, count, *boxes, y, *sizes)
         return
     take_rois(boxes, len(x))
     rois = boxes.taken

@@ -117,16 +117,18 @@ template <typename T, int K, int STAGED> struct Planes {
   static constexpr bool WORDS = STAGED && K == 1 && sizeof(T) == 4 && sizeof(A) == 4;
   const T* from;
   Pack<A, K>* kept;
-  i64 plane;
-  int count;
+  int plane, count;
   __device__ Planes(const T* x, void* memory, i64 channels, i64 plane)
-      : from(x + (blockIdx.y * channels + blockIdx.x * i64(K)) * plane),
+      : Planes(x + (blockIdx.y * channels + blockIdx.x * i64(K)) * plane, int(plane),
+               int(min(i64(K), channels - blockIdx.x * i64(K))), memory) {}
+  __device__ Planes(const T* from, int plane, int count, void* memory)
+      : from(from),
         kept(static_cast<Pack<A, K>*>(memory) + (WORDS ? words_behind(from) : 0)),
         plane(plane),
-        count(int(min(i64(K), channels - blockIdx.x * i64(K)))) {
+        count(count) {
     if (!STAGED) return;
     if constexpr (WORDS) {  // all on their way at once
-      const int head = int(min(i64(-words_behind(from) & 3), plane)), packs = int(plane - head) / 4, behind = head + 4 * packs;
+      const int head = min(-words_behind(from) & 3, plane), packs = (plane - head) / 4, behind = head + 4 * packs;
       A* to = kept->v;
       for (int p = threadIdx.x; p < packs; p += blockDim.x) begin_copy<16>(to + head + 4 * p, from + head + 4 * p);
       if (threadIdx.x < head) begin_copy<4>(to + threadIdx.x, from + threadIdx.x);
@@ -438,15 +440,17 @@ roi_pool_backward(const T* dy, const T* rois, const int* index, T* dx, i64 chann
   sums.write(dx, channels, plane);
 }
 
-// A block for each channel of an image, which belongs to bin (i, j); a thread takes boxes.
-template <typename T, int STAGED>
-__global__ void __launch_bounds__(256)
+// A block for K channels of an image, whose planes lie behind each other; channel c belongs to bin (i, j). A thread takes boxes.
+template <typename T, int K, int STAGED>
+__global__ void __launch_bounds__(256 * K, 8 / K)
 psroi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad_image, T* y, i64 channels, i64 bins, i64 h,
                    i64 w, double scale, i64 count) {
   extern __shared__ __align__(16) double shared[];
   const Boxes<T> boxes(given, gridDim.y, pad);
-  const Planes<T, 1, STAGED> plane(x, shared, channels, h * w);
-  const int side = int(bins), i = int(blockIdx.x) / side % side, j = int(blockIdx.x) % side;
+  const i64 first = blockIdx.x * i64(K);
+  const int own = int(min(i64(K), channels - first)), k = threadIdx.x % K, start = k * int(h * w);
+  const Planes<T, 1, STAGED> planes(x + (blockIdx.y * channels + first) * h * w, own * int(h * w), 1, shared);
+  const int side = int(bins), c = int(first) + k, i = c / side % side, j = c % side;
   struct Part_of_box {
     bool here = false;
     Cells down, across;
@@ -456,20 +460,21 @@ psroi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad
     if (r >= count) return found;
     found.down = boxes.template along<Part>(r, 1, float(scale), bins).cells(i, h);
     found.across = boxes.template along<Part>(r, 0, float(scale), bins).cells(j, w);
-    found.here = boxes.image(r) == blockIdx.y;  // read at the same time
+    found.here = k < own && boxes.image(r) == blockIdx.y;  // read at the same time
     return found;
   };
-  Part_of_box part = find(threadIdx.x);  // while the plane is on its way
+  Part_of_box part = find(threadIdx.x / K);  // while the planes are on their way
   if (first_block()) boxes.take(taken, bad_image, count);
-  plane.wait();
-  for (i64 r = threadIdx.x; r < count; r += blockDim.x, part = find(r)) {
+  planes.wait();
+  for (i64 r = threadIdx.x / K; r < count; r += blockDim.x / K, part = find(r)) {
     if (!part.here) continue;
     const Cells down = part.down, across = part.across;
     Wide<T> sum = 0;
     for (int a = down.begin; a < down.end; ++a)
-      for (int b = across.begin; b < across.end; ++b) sum += plane[a * int(w) + b].v[0];
+#pragma unroll 2
+      for (int b = across.begin; b < across.end; ++b) sum += planes[start + a * int(w) + b].v[0];
     const int area = max(down.end - down.begin, 0) * max(across.end - across.begin, 0);
-    y[r * channels + blockIdx.x] = T(sum / Wide<T>(max(area, 1)));
+    y[r * channels + c] = T(sum / Wide<T>(max(area, 1)));
   }
 }
 
