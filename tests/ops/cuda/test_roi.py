@@ -84,6 +84,18 @@ def test_pooled_parts(count, outputs, bins, images, size):
     agree("roi_align_backward", data(y.shape), rois, x, *given, tolerance=(1e-5, 1e-4))
 
 
+def test_boxes_far_outside():
+    """Places for which 32 bits are too few."""
+    rois = regions(40, 1, 96, 112)
+    rois[::3, 3:] = 1e12
+    rois[1::3, 1:3] = -1e12
+    x, y, parts = data((1, 5, 6, 7)), np.empty((40, 5, 2, 3), np.float32), data((1, 12, 6, 7))
+    index, mean = np.empty(y.shape, np.int32), np.empty((40, 3, 2, 2), np.float32)
+    agree("roi_pool_forward", x, to_take(rois), y, index, 1 / 16, tolerance=EXACT)
+    agree("psroi_pool_forward", parts, to_take(rois), mean, 1 / 16)
+    agree("psroi_pool_backward", data(mean.shape), rois, parts, 1 / 16)
+
+
 @pytest.mark.parametrize("pad", [0.0, 0.3])
 @pytest.mark.parametrize("images", [1, 7, 40])
 def test_taken_boxes(images, pad):

@@ -6,7 +6,8 @@
 #include "reduce.cuh"
 #include "flags.cuh"
 
-__device__ int cut(float place, i64 size) { return int(min(max(i64(place), i64(0)), size)); }
+// The conversion goes no further than integers do, and makes 0 of what is no number.
+__device__ int cut(float place, i64 size) { return min(max(__float2int_rz(place), 0), int(size)); }
 
 // Cells begin to end - 1 of a bin.
 struct Cells {
@@ -217,6 +218,7 @@ __global__ void __launch_bounds__(512, 4)
 roi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad_image, T* y, int* index, i64 channels,
                  i64 rows, i64 columns, i64 h, i64 w, double scale, i64 count, i64 share, i64 most, i64 room, i64 by_axes,
                  i64 by_bins, i64 by_columns) {
+  constexpr int THREADS = 512;
   extern __shared__ __align__(16) double shared[];
   const Boxes<T> boxes(given, gridDim.y, pad);
   const Planes<T, K, STAGED> planes(x, shared, channels, h * w);
@@ -233,14 +235,14 @@ roi_pool_forward(const T* x, const T* given, T* taken, double pad, double* bad_i
     for (unsigned done = 0; done < known; done += unsigned(most)) {
       const unsigned here = min(known - done, unsigned(most));
       __syncthreads();
-      for (unsigned k = threadIdx.x; k < here * axes; k += blockDim.x) {
+      for (unsigned k = threadIdx.x; k < here * axes; k += THREADS) {
         const unsigned b = over_axes.quotient(k), i = k - b * axes;
-        const int r = list[done + b];
-        cells[k] = i < rows ? boxes.template along<Span>(r, 1, float(scale), rows).cells(i, h)
-                            : boxes.template along<Span>(r, 0, float(scale), columns).cells(i - rows, w);
+        const bool down = i < rows;
+        const Span span = boxes.template along<Span>(list[done + b], down, float(scale), down ? rows : columns);
+        cells[k] = span.cells(down ? i : i - rows, down ? h : w);
       }
       __syncthreads();
-      for (unsigned k = threadIdx.x; k < here * bins; k += blockDim.x) {
+      for (unsigned k = threadIdx.x; k < here * bins; k += THREADS) {
         const unsigned b = over_bins.quotient(k), bin = k - b * bins, i = over_columns.quotient(bin);
         const Cells down = cells[b * axes + i], across = cells[b * axes + unsigned(rows) + (bin - i * wide)];
         const int start = down.begin * pitch + across.begin;
