@@ -122,7 +122,7 @@ maxima(const float* x, float* y, int* index, i64 plane, i64 channels, i64 boxes,
     const int start = k % 2048;
     const float4 first = cells[start];
     best[0] = first.x; best[1] = first.y; best[2] = first.z; best[3] = first.w;
-#pragma unroll 1
+#pragma unroll
     for (int i = 1; i < 9; ++i) {
       const float4 next = cells[start + 32 * i];
       const float of[4] = {next.x, next.y, next.z, next.w};
