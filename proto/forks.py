@@ -149,8 +149,7 @@ _FIELDS = {
     "DSS": {"ImageDataParameter": "normalize"},
     "DeepLab": {
         "ImageDataParameter": "has_label",
-        "LayerParameter": "softmaxloss_param",
-        "V1LayerParameter": "softmaxloss_param",
+        "SoftmaxLossParameter": "weight_source",
     },
     "S2VT": {"EltwiseParameter": "coeff_blob"},
     "ddtm's": {"DataParameter": "cursor"},

@@ -150,7 +150,10 @@ def needs_upgrade(net: NetParameter) -> bool:
     """True if the net has `layers`, inputs outside of a layer, old BatchNorm or AutoCrop layers, or
     layers that have another type or other fields here.
     """
-    named = any(_other_type(layer) or _holed(layer) for layer in net.layer)
+    named = any(
+        _other_type(layer) or _holed(layer) or layer.HasField("softmaxloss_param")
+        for layer in net.layer
+    )
     old = _old_batch_norms(net) or _auto_crops(net) or named
     return bool(net.layers or net.input or old)
 
@@ -269,6 +272,19 @@ def _fill_holes(param: ConvolutionParameter) -> None:
         param.ClearField(name)
 
 
+def _take_ignored_label(layer: LayerParameter) -> None:
+    """Move the label that DeepLab's loss ignores to Caffe's field; both average over the others."""
+    ignored = layer.softmaxloss_param.ignore_label
+    if len(ignored) > 1:
+        raise ConfigError(
+            f'layer "{layer.name}" ({layer.type}): softmaxloss_param has {len(ignored)} '
+            "ignore_label; caffepy ignores one"
+        )
+    for label in ignored:
+        layer.loss_param.ignore_label = label
+    layer.ClearField("softmaxloss_param")
+
+
 def misplaced_fields(net: NetParameter) -> list[str]:
     """Settings of V0 layers that layers of their types do not have; the upgrade leaves them out."""
     return [
@@ -330,6 +346,8 @@ def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
         for new in upgraded.layer:
             if _holed(new):
                 _fill_holes(new.convolution_param)
+            if new.HasField("softmaxloss_param"):
+                _take_ignored_label(new)
             if other := _other_type(new):
                 log.info('Layer "%s" (%s) becomes %s', new.name, new.type, other)
                 _become(new, other)

@@ -50,7 +50,7 @@ REFUSALS = {
     'layer { type: "GatedMaxAve" gated_param { } }': "ducha-aiki's",
     'layer { type: "BoxFeatures" box_term_param { } }': "caffe-tvg",
     'layer { name: "d" type: "Im2dist" im2dist_param { } }': "this layer type is one of SegAware",
-    'layer { type: "SoftmaxWithLoss" softmaxloss_param { ignore_label: 255 } }': "DeepLab",
+    'layer { type: "SoftmaxWithLoss" softmaxloss_param { weight_source: "w" } }': "DeepLab",
     'layer { type: "ConvLSTM" }': "DAVSOD or convLSTM_WTA",
     'layer { type: "Convolution" convolution_param { constrain: 1 } }': "it is a field of CWIC",
     'layer { type: "MultiBoxLoss" multibox_loss_param { conf_loss_type: FocalLoss } }': (

@@ -214,7 +214,10 @@ OWN |= {
         "LayerParameter": "lifted_struct_sim_softmax_loss_param guided_dropout_param "
         "pointwise_spatial_attention_param modulated_deformable_convolution_param grn_param "
         "pooling_nd_param heatmap_data_param visualise visualise_channel mmd_param "
-        "sum_pooling_param compact_bilinear_param batch_reduction_param apl_param",
+        "sum_pooling_param compact_bilinear_param batch_reduction_param apl_param "
+        "softmaxloss_param",
+        "V1LayerParameter": "softmaxloss_param seg_accuracy_param",
+        "SoftmaxLossParameter": "weight_source ignore_label",
         "APLParameter": "sums slope_filler offset_filler save_mem",
         "AccuracyParameter": "use_log",
         "BatchReductionParameter": "level reduction_param pos",
@@ -512,6 +515,7 @@ def test_enums_are_those_of_the_tables() -> None:
         "INTERP",
         "DENSE_CRF",
         "MAT_WRITE",
+        "SEG_ACCURACY",
     )
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in own_types}
     unnumbered |= {("V1LayerParameter.LayerType", name) for name in C3D.split()}

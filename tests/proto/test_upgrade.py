@@ -134,6 +134,18 @@ CASES = {
         'layer { type: "SumPooling" sum_pooling_param { pool: SUM kernel_h: 2 kernel_w: 3 } }',
         'layer { type: "Pooling" pooling_param { pool: SUM kernel_h: 2 kernel_w: 3 } }',
     ),
+    "DeepLab's loss": (
+        'layers { name: "l" type: SOFTMAX_LOSS softmaxloss_param { ignore_label: 255 } } ',
+        'layer { name: "l" type: "SoftmaxWithLoss" loss_param { ignore_label: 255 } }',
+    ),
+    "DeepLab's accuracy": (
+        'layers { name: "a" type: SEG_ACCURACY seg_accuracy_param { ignore_label: 255 } }',
+        'layer { name: "a" type: "SegAccuracy" seg_accuracy_param { ignore_label: 255 } }',
+    ),
+    "DeepLab's loss in a new layer": (
+        'layer { type: "SoftmaxWithLoss" softmaxloss_param { } } ',
+        'layer { type: "SoftmaxWithLoss" }',
+    ),
     "R-C3D's Pooling": (
         'layer { type: "Pooling" pooling_param { kernel_size: 1 further_kernel_size: [2, 3] '
         "stride: 2 further_pad: [1, 0] pad: 0 } } "
@@ -169,6 +181,12 @@ def test_upgraded_net(old: str, new: str) -> None:
 def test_pooling_that_has_no_other_name(settings: str, message: str) -> None:
     old = net(f'layer {{ name: "p" type: "NdPooling" pooling_param {{ {settings} }} }}')
     with pytest.raises(ConfigError, match=message):
+        upgrade.upgrade_net(old, "net.prototxt")
+
+
+def test_a_loss_that_ignores_several_labels_is_refused() -> None:
+    old = net('layers { name: "l" type: SOFTMAX_LOSS softmaxloss_param { ignore_label: [1, 2] } }')
+    with pytest.raises(ConfigError, match=r'"l" \(SoftmaxWithLoss\): .* has 2 ignore_label'):
         upgrade.upgrade_net(old, "net.prototxt")
 
 
