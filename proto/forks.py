@@ -203,6 +203,11 @@ _FIELDS = {
         "ConvolutionParameter": "filter_stride",
     },
     "Hanyang_SSD": {"BatchSampler": "merged_data"},
+    "Learned activation functions": {"SolverParameter": "momentum_change_steps max_momentum"},
+    "caffecode of Charleen777": {"TransposeParameter": "transposetype"},
+    "3dnormal_joint_pose": {"SolverParameter": "model_1 model_2"},
+    "AdvKin": {"LayerParameter": "kernel_loss_param"},
+    "Active Convolution": {"LayerParameter": "aconv_param"},
     "face_alignment of CamlinZ": {"ImageDataParameter": "rate_height"},
     "Pedestrian-Attribute-Recognition": {"SPPParameter": "fineness_h"},
     "DRT": {"ConvolutionParameter": "mylayerone mylayertwo mylayerthird mylayerfourth"},
@@ -273,6 +278,10 @@ _ENUM_VALUES |= dict.fromkeys(
 )
 _ENUM_VALUES |= dict.fromkeys(["IMAGE_LABEL_DATA", "CONVOLUTION_SK"], "Caffe_3D_FF")
 _ENUM_VALUES |= dict.fromkeys(["ELTWISE_ACCURACY", "WINDOW_SEG_DATA"], "DeconvNet")
+_ENUM_VALUES |= {"SELECT_SEG_BINARY": "DecoupledNet", "BIAS_CHANNEL": "DeepLab"}
+_ENUM_VALUES |= dict.fromkeys(
+    ["RESHAPE", "JOINT_IMAGE_DATA", "IMAGE_LOC_DATA"], "3dnormal_joint_pose"
+)
 
 _LAYERS = {
     "NVCaffe": "TRT",
@@ -400,6 +409,15 @@ _LAYERS = {
     "YoloAnnotatedData Yolov3Detection Yolov3Loss",
     "CJS-CNN": "JSDLoss",
     "AlexNet with VReLU": "MinReLU",
+    "AdvKin": "KernelLoss",
+    "Active Convolution": "AConv AConvFast",
+    "autocolorize": "BgrToMunsell SoftmaxKLDLoss SparseHistogramExtractor StripDecimals "
+    "SparseHypercolumnExtractor UniformToHistogram",
+    "video_triplet": "Norm RankHardLoss",
+    "caffe_video_segmentation": "FlowWarping",
+    "caffecode of Charleen777": "LstmUnit SuperpixelPooling ZerosData",
+    "CharlesShang's": "Clustering",
+    "SpatialTransformer of BraveApple": "Box SplitMerge",
 }
 
 _FILLERS = {

@@ -47,6 +47,7 @@ _TOKEN = re.compile(
 _VARIABLE = re.compile(r"\$\{\w{1,60}\}|\$\w{1,60}")
 CLASSES: Final = 21
 """A num_output for which a template has a variable: PASCAL VOC's classes and the background."""
+_TIMES_CLASSES = re.compile("cls([1-9][0-9]?)x")
 _INTEGER = re.compile(r"0[xX][0-9a-fA-F]{1,16}|0[0-7]{0,22}|[1-9][0-9]{0,19}", re.ASCII)
 _FLOAT = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)[fF]?", re.ASCII)
 _ESCAPE = re.compile(
@@ -85,7 +86,7 @@ def parse(text: str, message: M, path: str = "<text>", made_up: bool = False) ->
         log.info("%s: %s: of a fork of Caffe, without effect", path, ", ".join(parser.ignored))
     if parser.taken:
         what = ", ".join(parser.taken)
-        log.warning("%s: a template: %s taken as %d, since data are made up", path, what, CLASSES)
+        log.warning("%s: a template, taken since data are made up: %s", path, what)
     return message
 
 
@@ -136,13 +137,13 @@ def read_net(path: str, text: str | None = None, made_up: bool = False) -> NetPa
     return upgrade.upgrade_net(net, path)
 
 
-def read_solver(path: str, text: str | None = None) -> SolverParameter:
+def read_solver(path: str, text: str | None = None, made_up: bool = False) -> SolverParameter:
     """The solver of a prototxt file, upgraded, with a snapshot prefix; the nets it names are not
     read.
 
-    `text` as in `read_message`.
+    Options as in `read_message`.
     """
-    return upgrade.upgrade_solver(read_message(path, SolverParameter(), text), path)
+    return upgrade.upgrade_solver(read_message(path, SolverParameter(), text, made_up), path)
 
 
 def locate_layer(path: str, layer: LayerParameter) -> str:
@@ -324,7 +325,8 @@ class _Parser:
             self.fail(f"the file ends where {wanted} should be")
         if self.value in ("'", '"'):
             self.fail("this string is not closed on its line")
-        if variable := _VARIABLE.match(self.text, self.start):
+        variable = _VARIABLE.match(self.text, self.start)
+        if variable := variable or _TIMES_CLASSES.match(self.text, self.start):
             self.fail(
                 f"expected {wanted}, not {variable[0]}: the file is a template, whose variables a "
                 "script replaces by values"
@@ -509,12 +511,8 @@ class _Parser:
     # Values of one kind each.
 
     def integer(self, field: _Field) -> int:
-        variable = _VARIABLE.match(self.text, self.start) if self.made_up else None
-        if variable is not None and field.name == "num_output":
-            self.taken[variable[0]] = None
-            self.stop = variable.end()
-            self.advance()
-            return CLASSES
+        if self.made_up and (value := self.of_template(field)):
+            return value
         start = self.start
         negative = bool(self.take("-"))
         match = _INTEGER.fullmatch(self.value)
@@ -531,6 +529,21 @@ class _Parser:
             if value < 0 and low == 0:
                 self.fail(f'"{field.name}" must not be negative', start)
             self.fail(f'"{field.name}" must lie between {low} and {high}', start)
+        self.advance()
+        return value
+
+    def of_template(self, field: _Field) -> int:
+        """Take a number of classes from a variable that stands for a num_output, or from a name
+        such as cls3x for three times it, as in templates of MobileNet-SSD; 0 if there is none.
+        """
+        variable = _VARIABLE.match(self.text, self.start)
+        times = _TIMES_CLASSES.fullmatch(self.value)
+        if times is None and (variable is None or field.name != "num_output"):
+            return 0
+        name = self.value if variable is None else variable[0]
+        value = CLASSES * (int(times[1]) if times else 1)
+        self.taken[f"{name} as {value}"] = None
+        self.stop = self.stop if variable is None else variable.end()
         self.advance()
         return value
 

@@ -361,7 +361,7 @@ def definitions(
             in_phase.state.phase = one  # type: ignore[assignment] # phases are numbers to those who ask
             yield f"{'TRAIN' if one == TRAIN else 'TEST'} net", in_phase, path, None
         return
-    param = read_solver(path, text)
+    param = read_solver(path, text, made_up)
     check_param(param, path)
     if to_train:
         check_max_iter(param, path)

@@ -236,7 +236,7 @@ def check_file(file: str, send: Callable[[str], object], **options: Any) -> File
         kind = "solver" if is_solver(text) else "net"
         build = bool(names & (set(NetParameter.DESCRIPTOR.fields_by_name) - {"name"}))
         if kind == "solver":
-            solver = read_solver(file, text)
+            solver = read_solver(file, text, options.get("synthetic", False))
             check_param(solver, file)
             build = not any((solver.net, solver.train_net, *solver.test_net))
         elif not build and names & set(LabelMap.DESCRIPTOR.fields_by_name):

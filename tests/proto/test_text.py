@@ -761,8 +761,26 @@ def test_a_variable_for_a_number_of_outputs_is_one_of_classes_where_data_are_mad
     given = layer.convolution_param
     assert (given.num_output, list(given.kernel_size)) == (text.CLASSES, [3])
     assert caplog.messages == [
-        "net.prototxt: a template: ${NUM_LABELS} taken as 21, since data are made up"
+        "net.prototxt: a template, taken since data are made up: ${NUM_LABELS} as 21"
     ]
     for made_up, setting in ((False, "num_output"), (True, "group")):
         with pytest.raises(ConfigError, match="the file is a template"):
             text.parse(source.replace("num_output", setting), NetParameter(), made_up=made_up)
+
+
+def test_times_the_classes_of_a_template(caplog: pytest.LogCaptureFixture) -> None:
+    source = """layer { name: "c" type: "Convolution" convolution_param { num_output: cls6x } }
+      layer { name: "r" reshape_param { shape { dim: [0, -1, cls1x] } } }"""
+    c, r = text.parse(source, NetParameter(), "net.prototxt", made_up=True).layer
+    assert c.convolution_param.num_output == 126
+    assert list(r.reshape_param.shape.dim) == [0, -1, 21]
+    (message,) = caplog.messages
+    assert message.endswith("since data are made up: cls6x as 126, cls1x as 21")
+    with pytest.raises(ConfigError, match="not cls6x: the file is a template"):
+        text.parse(source, NetParameter())
+
+
+def test_a_net_in_a_solver_has_made_up_data(tmp_path: Path) -> None:
+    path = tmp_path / "solver.prototxt"
+    path.write_text('net_param { layer { type: "OwnData" top: "x" own_param { } } } base_lr: 1')
+    assert text.read_solver(str(path), made_up=True).net_param.layer[0].type == "OwnData"
