@@ -365,6 +365,10 @@ def _truths_of(layer: LayerParameter) -> Sequence[str]:
 
 def _boxes(net: NetParameter, name: str, batch: int) -> list[int] | None:
     """The shape of true boxes by the layer that reads them; None for other blobs."""
+    for layer in net.layer:
+        grid = layer.detection_loss_param
+        if layer.type == "DetectionLoss" and name in layer.bottom[1:] and not grid.cls_num:
+            return [batch, 7 * grid.side**2]  # the first YOLO's
     types = {layer.type for layer in net.layer if name in _truths_of(layer)}
     if types & _READ_YOLO_BOXES:
         return [batch, 1, 300, 5]

@@ -951,7 +951,7 @@ class ImageGtDataParameter(_message.Message):
     def __init__(self, source: _Optional[str] = ..., scale: _Optional[float] = ..., mean_file: _Optional[str] = ..., batch_size: _Optional[int] = ..., mirror: bool = ..., downsample_rate: _Optional[_Iterable[int]] = ..., coord_num: _Optional[int] = ..., field_h: _Optional[_Iterable[int]] = ..., field_w: _Optional[_Iterable[int]] = ..., fg_threshold: _Optional[float] = ..., resize_width: _Optional[int] = ..., resize_height: _Optional[int] = ..., crop_width: _Optional[int] = ..., crop_height: _Optional[int] = ..., do_multiple_scale: bool = ..., min_scale: _Optional[int] = ..., max_scale: _Optional[int] = ..., min_whaspect: _Optional[float] = ..., max_whaspect: _Optional[float] = ..., min_gt_width: _Optional[float] = ..., min_gt_height: _Optional[float] = ..., shuffle: bool = ..., output_gt_boxes: bool = ..., fg_img_multiple: _Optional[int] = ..., cache_images: bool = ..., root_folder: _Optional[str] = ...) -> None: ...
 
 class DetectionLossParameter(_message.Message):
-    __slots__ = ("cls_num", "coord_num", "field_h", "field_w", "downsample_rate", "bb_smooth", "field_whr", "field_xyr", "bg_threshold", "bg_multiple", "sample_mode", "objectness", "iou_weighted", "pos_neg_weighted")
+    __slots__ = ("cls_num", "coord_num", "field_h", "field_w", "downsample_rate", "bb_smooth", "field_whr", "field_xyr", "bg_threshold", "bg_multiple", "sample_mode", "objectness", "iou_weighted", "pos_neg_weighted", "side", "num_class", "num_object", "object_scale", "noobject_scale", "class_scale", "coord_scale", "sqrt", "constriant")
     CLS_NUM_FIELD_NUMBER: _ClassVar[int]
     COORD_NUM_FIELD_NUMBER: _ClassVar[int]
     LAMBDA_FIELD_NUMBER: _ClassVar[int]
@@ -967,6 +967,15 @@ class DetectionLossParameter(_message.Message):
     OBJECTNESS_FIELD_NUMBER: _ClassVar[int]
     IOU_WEIGHTED_FIELD_NUMBER: _ClassVar[int]
     POS_NEG_WEIGHTED_FIELD_NUMBER: _ClassVar[int]
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CLASS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_SCALE_FIELD_NUMBER: _ClassVar[int]
+    NOOBJECT_SCALE_FIELD_NUMBER: _ClassVar[int]
+    CLASS_SCALE_FIELD_NUMBER: _ClassVar[int]
+    COORD_SCALE_FIELD_NUMBER: _ClassVar[int]
+    SQRT_FIELD_NUMBER: _ClassVar[int]
+    CONSTRIANT_FIELD_NUMBER: _ClassVar[int]
     cls_num: int
     coord_num: int
     field_h: int
@@ -981,7 +990,16 @@ class DetectionLossParameter(_message.Message):
     objectness: bool
     iou_weighted: bool
     pos_neg_weighted: bool
-    def __init__(self, cls_num: _Optional[int] = ..., coord_num: _Optional[int] = ..., field_h: _Optional[int] = ..., field_w: _Optional[int] = ..., downsample_rate: _Optional[int] = ..., bb_smooth: bool = ..., field_whr: _Optional[float] = ..., field_xyr: _Optional[float] = ..., bg_threshold: _Optional[float] = ..., bg_multiple: _Optional[int] = ..., sample_mode: _Optional[str] = ..., objectness: bool = ..., iou_weighted: bool = ..., pos_neg_weighted: bool = ..., **kwargs) -> None: ...
+    side: int
+    num_class: int
+    num_object: int
+    object_scale: float
+    noobject_scale: float
+    class_scale: float
+    coord_scale: float
+    sqrt: bool
+    constriant: bool
+    def __init__(self, cls_num: _Optional[int] = ..., coord_num: _Optional[int] = ..., field_h: _Optional[int] = ..., field_w: _Optional[int] = ..., downsample_rate: _Optional[int] = ..., bb_smooth: bool = ..., field_whr: _Optional[float] = ..., field_xyr: _Optional[float] = ..., bg_threshold: _Optional[float] = ..., bg_multiple: _Optional[int] = ..., sample_mode: _Optional[str] = ..., objectness: bool = ..., iou_weighted: bool = ..., pos_neg_weighted: bool = ..., side: _Optional[int] = ..., num_class: _Optional[int] = ..., num_object: _Optional[int] = ..., object_scale: _Optional[float] = ..., noobject_scale: _Optional[float] = ..., class_scale: _Optional[float] = ..., coord_scale: _Optional[float] = ..., sqrt: bool = ..., constriant: bool = ..., **kwargs) -> None: ...
 
 class DetectionAccuracyParameter(_message.Message):
     __slots__ = ("cls_num", "coord_num", "field_h", "field_w", "downsample_rate", "top_k", "field_whr", "field_xyr", "bg_threshold", "objectness")

@@ -24,8 +24,6 @@ _FIELDS = {
         "min_side apply_probability cvt_bgr2rgb",
     },
     "YOLO for Caffe": {
-        "DetectionLossParameter": "side num_class num_object object_scale class_scale "
-        "noobject_scale coord_scale sqrt constriant",
         "LayerParameter": "region_param",
         "DetectionOutputParameter": "classes",
     },

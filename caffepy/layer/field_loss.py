@@ -18,6 +18,8 @@ from caffepy.data.overlap import overlaps
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer
 from caffepy.layer.cascade import from_fields, units_of
+from caffepy.layer.grid_loss import GridLoss
+from caffepy.proto.caffe_pb2 import DetectionLossParameter
 
 DELTAS = 4
 ROWS = 6  # of labels
@@ -98,6 +100,11 @@ class OfFields(OfLabels):
         return (number != 0) & (number != (self.ignored or 0)), number != 0
 
 
+def _is_of_grid(param: DetectionLossParameter) -> bool:
+    """True for the settings of YOLO for Caffe."""
+    return any(param.HasField(name) for name in ("side", "num_class", "num_object"))
+
+
 @layer("DetectionLoss")
 class DetectionLoss(LossLayer, OfFields):
     """Class loss + lambda * box loss, and lambda * box loss: the top has 2 elements, of which the
@@ -108,14 +115,24 @@ class DetectionLoss(LossLayer, OfFields):
     if their overlap is below bg_threshold. The box loss is smooth L1 (bb_smooth) or half of the
     square of the deltas' errors, over the number of deltas of true boxes. Deltas beyond field_xyr
     and field_whr are cut to them, and their gradient is that of the cut ones, as there.
+
+    With a side, num_class or num_object it is that of YOLO for Caffe: see GridLoss.
     """
 
     on_gpu = False
+    of_grid: GridLoss | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        self.read_settings(self.param.detection_loss_param)
+        if _is_of_grid(self.param.detection_loss_param):
+            self.of_grid = GridLoss(self.param, self.phase, self.device, self.dtype, self.path)
+            self.of_grid.setup(bottom, top)
+        else:
+            self.read_settings(self.param.detection_loss_param)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        if self.of_grid:
+            self.of_grid.reshape(bottom, top)
+            return
         self.check_maps(bottom)
         top[0].reshape((1, 1, 1, 2))
 
@@ -157,6 +174,9 @@ class DetectionLoss(LossLayer, OfFields):
         return weights
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if self.of_grid:
+            self.of_grid.forward(bottom, top)
+            return
         param, (maps, labels) = self.settings, (blob.data for blob in bottom)
         found, heeded = self.classes(labels)
         n, k = len(maps), param.cls_num
@@ -209,6 +229,9 @@ class DetectionLoss(LossLayer, OfFields):
         return (deltas - self.mean[:, None, None]) / self.std[:, None, None]
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        if self.of_grid:
+            self.of_grid.backward(top, propagate_down, bottom)
+            return
         self.refuse_constants(propagate_down)
         if propagate_down[0]:
             np.multiply(self.gradient, top[0].diff.reshape(-1)[0], out=bottom[0].diff)

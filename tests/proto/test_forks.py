@@ -60,7 +60,6 @@ REFUSALS = {
     'layer { type: "MultiBoxLoss" multibox_loss_param { conf_loss_type: FocalLoss } }': (
         "SSD_windows_caffe"
     ),
-    'layer { type: "DetectionLoss" detection_loss_param { side: 7 } }': "YOLO for Caffe",
 }
 
 

@@ -224,6 +224,8 @@ OWN |= {
         "PriorBoxParameter": "use_default",
         "ReductionParameter": "k",
         "CompactBilinearParameter": "num_output sum_pool",
+        "DetectionLossParameter": "side num_class num_object object_scale noobject_scale class_scale "
+        "coord_scale sqrt constriant",
         "MMDParameter": "kernel_num kernel_mul fix_gamma",
         "GRNParameter": "bias dummy_backward",
         "PoolingNDParameter": "pool pad kernel_size stride engine global_pooling axis",
@@ -239,7 +241,8 @@ OWN |= {
 }
 """Those of deep metric learning, Domain guided dropout, PSANet, Deformable ConvNets 2, OpenVINO,
 3D-Caffe, caffe-heatmap, Xlearn, bilinear pooling, learned
-activation functions, Temporal Segment Networks, Tongcheng's and BDIG.
+activation functions, Temporal Segment Networks, Tongcheng's, BDIG and YOLO for
+Caffe.
 """
 OWN |= {
     (message, name)
