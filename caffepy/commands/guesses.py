@@ -1,7 +1,7 @@
 """Nets without their data: the shapes of images and labels that they do not state are guessed."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from math import lcm, prod
@@ -113,8 +113,8 @@ def _with_fitting_items(
         whole = not layer.reshape_param.axis and layer.reshape_param.num_axes == -1
         more = {}
         if layer.type == "Reshape" and len(layer.bottom) == 1 and dims and whole:
-            (shape,) = _shapes(before, layer.bottom, build)
-            more[layer.bottom[0]] = _times_to_fill(shape, dims)
+            for shape in _shapes(before, layer.bottom, build):
+                more[layer.bottom[0]] = _times_to_fill(shape, dims)
         elif layer.type.endswith("Loss") and len(layer.bottom) > 1:
             sizes = [prod(s[:1]) for s in _shapes(before, layer.bottom[:2], build)]
             for blob, size, other in zip(layer.bottom, sizes, reversed(sizes), strict=False):
@@ -128,11 +128,12 @@ def _with_fitting_items(
 
 
 def _shapes(
-    net: NetParameter, blobs: Iterable[str], build: Callable[[NetParameter], Net]
+    net: NetParameter, blobs: Sequence[str], build: Callable[[NetParameter], Net]
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of these blobs of a net."""
+    """Return the shapes of these blobs of a net, of none if one is not there."""
     with closing(build(net)) as built:
-        return [built.blobs[blob].shape for blob in blobs]
+        found = built.blobs
+        return [found[blob].shape for blob in blobs if all(b in found for b in blobs)]
 
 
 def _times_to_fill(shape: Sequence[int], dims: Sequence[int]) -> int:

@@ -416,6 +416,15 @@ def test_data_are_as_many_as_a_reshape_and_a_loss_want(
     assert net.layers[0].tops == {"x": (data, 3, 4, 4), "y": (labels,)}
 
 
+def test_a_loss_without_labels_is_told(tmp_path: Path) -> None:
+    absent = SHOTS.replace('bottom: "y"', 'bottom: "absent"') % (4, "-1, 1, 3, 10")
+    with pytest.raises(ConfigError, match="Unknown bottom blob 'absent'"):
+        inspect(write(tmp_path, absent), synthetic=True)
+    absent = SHOTS.replace('bottom: "c"', 'bottom: "absent"') % (4, "-1, 1, 3, 10")
+    with pytest.raises(ConfigError, match="Unknown bottom blob 'absent'"):
+        inspect(write(tmp_path, absent), synthetic=True)
+
+
 def test_a_reshape_that_no_number_of_items_fills_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="7 elements of 10"):
         inspect(write(tmp_path, SHOTS % (1, "7, 1, 1, 1")), synthetic=True)
