@@ -21,15 +21,17 @@ def rank_name(world: World, rank: int) -> str:
 
 
 def named(world: World, rank: int, error: BaseException) -> BaseException:
-    """Return the error with the name of the rank that it comes from."""
-    if rank == REMOTE:  # which has named it
-        return error
-    place = rank_name(world, rank)
+    """Return the error with the name of the rank that it comes from; another node has named it.
+
+    It is a copy: the layer in which the root hears of it adds its place, which is not the error's.
+    """
     if not isinstance(error, CaffeError):
-        if not any(note.startswith("(rank ") for note in getattr(error, "__notes__", ())):
-            error.add_note(f"({place})")
+        notes = getattr(error, "__notes__", ())
+        if rank != REMOTE and not any(note.startswith("(rank ") for note in notes):
+            error.add_note(f"({rank_name(world, rank)})")
         return error
-    copied = copy(error)  # the original may still be reported where it was raised
-    if not str(error).startswith("rank "):
+    copied = copy(error)
+    if rank != REMOTE and not str(error).startswith("rank "):
+        place = rank_name(world, rank)
         copied.where = f"{place}: {error.where}" if error.where else place
     return copied.with_traceback(error.__traceback__)

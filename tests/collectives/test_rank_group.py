@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from caffepy.collectives.rank_group import GroupStoppedError, RankGroup
+from caffepy.collectives.rank_names import REMOTE
 from caffepy.collectives.round_robin import RoundRobin
 from caffepy.collectives.schedule import flat, muji, tree
 from caffepy.collectives.sync import HostSync
@@ -108,6 +109,16 @@ def test_an_error_of_one_rank_stops_all_and_the_root_gets_it(where: str) -> None
     with pytest.raises(GroupStoppedError, match="rank 1 failed: no more records"):
         raise raised[2] or AssertionError
     assert told == ["aborted"]
+
+
+@pytest.mark.parametrize("rank", [REMOTE, 1])
+def test_an_error_has_not_the_place_where_the_root_heard_of_it(rank: int) -> None:
+    group, told = RankGroup(2), "node 1 has died" if rank == REMOTE else "rank 1 made no progress"
+    group.abort(rank, SyncError(told))
+    with pytest.raises(SyncError) as raised:
+        group.check(0)
+    heard = raised.value.at('layer "data" (Data)')  # as the net does whose layer waits
+    assert str(group.root_cause(heard)) == told
 
 
 def test_a_rank_that_hangs_is_named_with_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
