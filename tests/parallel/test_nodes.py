@@ -310,7 +310,8 @@ def test_a_signal_to_one_node_stops_all_after_the_same_iteration() -> None:
 
     nodes = whole(run((1, 2), net(3), SETTINGS, stop))
     assert nodes[0].iteration == nodes[1].iteration
-    assert 4 <= nodes[0].iteration < 300
+    # two polls in the test, which is at iteration 0, and two after it; the next one may tell
+    assert 3 <= nodes[0].iteration < 300
     assert all(node.stopped for node in nodes)
 
 
