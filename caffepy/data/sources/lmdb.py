@@ -122,8 +122,10 @@ class LMDB(Database):
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):  # the file was removed; what is mapped can still be read
                 descriptor = os.open(self._pages.file, os.O_RDONLY)
-                os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
-                os.close(descriptor)
+                try:
+                    os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
+                finally:
+                    os.close(descriptor)
 
     # LMDB crashes on damaged pages: check a leaf before the cursor reaches it
     def _first(self) -> None:

@@ -556,6 +556,26 @@ def test_a_database_is_read_ahead_wherever_the_process_changes_to(tmp_path, monk
     source.close()
 
 
+def test_a_file_system_that_refuses_to_read_ahead_costs_no_descriptors(tmp_path, monkeypatch):
+    opened, closed, close = [], [], os.close
+
+    def refuse(descriptor, *_):
+        opened.append(descriptor)
+        raise OSError(errno.EINVAL, "no advice")
+
+    def close_one(descriptor):
+        closed.append(descriptor)
+        close(descriptor)
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    monkeypatch.setattr(os, "close", close_one)
+    source = open_database(make(tmp_path / "db", 20))
+    source.take(3)
+    assert opened
+    assert set(opened) <= set(closed)
+    source.close()
+
+
 def test_an_lmdb_whose_path_is_not_utf_8(tmp_path):
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     source = open_database(make(folder, 2))
