@@ -67,7 +67,7 @@ class CompactBilinear(Layer):
 
     def factors(self, arrays: Sequence[Array]) -> Iterator[list[Array]]:
         """Yield views (C, places) of what is summed together, each of all the arrays."""
-        views = [a.reshape(*a.shape[:2], -1) for a in arrays]
+        views = [a.reshape(*a.shape[:2], prod(a.shape[2:])) for a in arrays]
         for n in range(len(arrays[0])):
             for p in range(0, self.places, self.step):
                 yield [view[n, :, p : p + self.step] for view in views]

@@ -532,7 +532,7 @@ class OuterProduct(Layer):
     def factors(self, bottom: Blobs) -> tuple[Array, Array]:
         """Return a (N, A, 1) and b (N, 1, B)."""
         a, b = bottom[0].data, bottom[1].data
-        return a.reshape(len(a), -1, 1), b.reshape(len(b), 1, -1)
+        return a.reshape(*a.shape[:2], 1), b.reshape(len(b), 1, b.shape[1])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         np.multiply(*self.factors(bottom), out=top[0].data[:, 0])

@@ -609,7 +609,7 @@ class BatchReduction(Layer):
         for i, size in enumerate(self.sizes):
             np.sum(x[:, first : first + size], axis=1, out=y[:, i])
             if self.operation == _MEAN:
-                np.divide(y[:, i], size, out=y[:, i])
+                np.divide(y[:, i], max(size, 1), out=y[:, i])
             first += size
 
     def choose(self, x: Array) -> None:
@@ -636,5 +636,5 @@ class BatchReduction(Layer):
             if self.operation == _TOPK:
                 np.multiply(self.share.data, given, out=part)
             else:
-                part[...] = given / size if self.operation == _MEAN else given
+                part[...] = given / max(size, 1) if self.operation == _MEAN else given
             first += size

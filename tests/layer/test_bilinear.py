@@ -41,6 +41,17 @@ def test_gradient_of_one_bottom(propagate_down):
     check_gradient(PARAM % "", x0, x1, propagate_down=propagate_down)
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", [(0, 3, 4, 2), (2, 3, 0, 2)])
+def test_without_images_or_places(case, shape):
+    single = Single(PARAM % CASES[case], np.zeros(shape), np.zeros(shape))
+    (y,) = single.forward()
+    assert y.shape == (shape[0], 7, *((1, 1) if case == "sums" else shape[2:]))
+    assert not y.any()
+    (dx, _), _ = single.backward([np.ones_like(y)])
+    assert dx.shape == shape
+
+
 def test_numbers_are_those_of_glibc():
     assert list(islice(_numbers_of_c(1), 3)) == [1804289383, 846930886, 1681692777]
 

@@ -443,6 +443,14 @@ def test_outer_products_against_numpy():
     check_gradient('type: "OuterProduct"', a, b, propagate_down=[False, True])
 
 
+def test_outer_products_of_nothing():
+    single = Single('type: "OuterProduct"', np.zeros((0, 3)), np.zeros((0, 4)))
+    (y,) = single.forward()
+    assert y.shape == (0, 1, 3, 4)
+    (da, db), _ = single.backward([y])
+    assert (da.shape, db.shape) == ((0, 3), (0, 4))
+
+
 @pytest.mark.gpu
 def test_outer_products_on_gpu():
     arrays = random(3, 5), random(3, 4, 1, 1, seed=1)

@@ -506,6 +506,14 @@ def test_the_first_of_equal_numbers_is_among_the_largest():
     np.testing.assert_array_equal(single.backward([4])[0][0], [2, 2, 0, 0])
 
 
+def test_the_mean_of_no_numbers_is_zero():
+    text = 'type: "BatchReduction" batch_reduction_param { reduction_param { operation: MEAN } }'
+    single = Single(text, np.zeros((0, 3)))
+    (y,) = single.forward()
+    np.testing.assert_array_equal(y, np.zeros(3))
+    assert single.backward([np.ones(3)])[0][0].shape == (0, 3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", REDUCED)
 def test_batch_reduction_on_gpu(case):
