@@ -257,6 +257,12 @@ def _fields(descriptor: Descriptor) -> dict[str, _Field]:
     return {p.name: _Field(p, d) for p, d in heeded}
 
 
+def _number(integer: str) -> int:
+    """Return the number that a token of `_INTEGER` writes, as in C."""
+    octal = integer.startswith("0") and integer.isdigit()
+    return int(integer, 8 if octal else 0)
+
+
 class _Parser:
     """One pass over a text: the current token, its start, and the places of fields and layers."""
 
@@ -451,7 +457,7 @@ class _Parser:
             depth += (token in ("{", "<", "[")) - (token in ("}", ">", "]"))
             self.advance()
             if token == "batch_size" and self.take(":") and _INTEGER.fullmatch(self.value):
-                layer.data_param.batch_size = min(int(self.value, 0), 2**16)
+                layer.data_param.batch_size = min(_number(self.value), 2**16)
             if depth == 0 and token != "-" and not (kind == self.kind == "string"):
                 break
         self.take(",", ";")
@@ -523,8 +529,7 @@ class _Parser:
             if self.value.isdigit() and not self.value.startswith("0"):
                 self.fail(f'"{field.name}" must lie between {low} and {high}', start)
             self.fail(f'"{field.name}" needs a whole number', start)
-        octal = self.value.startswith("0") and self.value.isdigit()
-        value = int(self.value, 8 if octal else 0) * (-1 if negative else 1)
+        value = _number(self.value) * (-1 if negative else 1)
         if not low <= value <= high:
             if value < 0 and low == 0:
                 self.fail(f'"{field.name}" must not be negative', start)

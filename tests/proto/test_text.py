@@ -737,6 +737,15 @@ def test_settings_of_data_are_left_out_where_data_are_made_up(
 
 
 @pytest.mark.parametrize(
+    ("given_text", "batch"), [("8", 8), ("0x10", 16), ("010", 8), ("99999999", 65536)]
+)
+def test_a_batch_size_among_what_is_left_out(given_text: str, batch: int) -> None:
+    given_text = f'layer {{ type: "AData" a_param {{ batch_size: {given_text} }} }}'
+    net = text.parse(given_text, NetParameter(), made_up=True)
+    assert net.layer[0].data_param.batch_size == batch
+
+
+@pytest.mark.parametrize(
     ("given_text", "message"),
     [
         ('layer { name: "r" type: "ReLU" slop: 1 }', "unknown field"),
