@@ -8,6 +8,7 @@ from math import lcm, prod
 from time import monotonic
 
 from caffepy.core.errors import ConfigError
+from caffepy.device.blob import MAX_COUNT
 from caffepy.models.synthetic import Guess, synthetic
 from caffepy.net import Net
 from caffepy.net.build import filter_state
@@ -142,8 +143,9 @@ def _times_to_fill(shape: Sequence[int], dims: Sequence[int]) -> int:
         return 1
     stated = [shape[i] if d == 0 and i < len(shape) else d for i, d in enumerate(dims)]
     wanted, count = prod(map(abs, stated)), max(prod(shape), 1)
-    times = lcm(count, wanted) // count
-    return times if -1 in dims or count * times == wanted else 1
+    filled = lcm(count, wanted)
+    fits = (-1 in dims or filled == wanted) and filled <= MAX_COUNT
+    return filled // count if fits else 1
 
 
 def _sources(net: NetParameter, blob: str) -> set[str]:

@@ -425,6 +425,12 @@ def test_a_loss_without_labels_is_told(tmp_path: Path) -> None:
         inspect(write(tmp_path, absent), synthetic=True)
 
 
+def test_a_reshape_that_is_larger_than_any_blob_is_told(tmp_path: Path) -> None:
+    dims = f"{2**40 - 1}, {2**40}, 1, -1"
+    with pytest.raises(ConfigError, match="10 elements of the bottom"):
+        inspect(write(tmp_path, SHOTS % (1, dims)), synthetic=True)
+
+
 def test_a_reshape_that_no_number_of_items_fills_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="7 elements of 10"):
         inspect(write(tmp_path, SHOTS % (1, "7, 1, 1, 1")), synthetic=True)
