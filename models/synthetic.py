@@ -127,9 +127,8 @@ def synthetic(
     data layer but Faster R-CNN's, which has one image. `image` is the shape (C, H, W); without it
     the layer must state one, as by its crop_size, else `guess` has it, else ConfigError. With a
     `guess`, all Python layers without bottoms, and those whose type has "Data" in its name, count
-    as layers that read data. Labels lie in
-    [0, classes) and are whole numbers once a loss has truncated them. Errors say where the layer
-    stands in the file `origin`.
+    as layers that read data. Labels lie in [0, classes) and are whole numbers once a loss has
+    truncated them. Errors say where the layer stands in the file `origin`.
     """
     copy = NetParameter()
     copy.CopyFrom(net)

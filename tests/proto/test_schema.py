@@ -240,9 +240,8 @@ OWN |= {
     for name in names.split()
 }
 """Those of deep metric learning, Domain guided dropout, PSANet, Deformable ConvNets 2, OpenVINO,
-3D-Caffe, caffe-heatmap, Xlearn, bilinear pooling, learned
-activation functions, Temporal Segment Networks, Tongcheng's, BDIG and YOLO for
-Caffe.
+3D-Caffe, caffe-heatmap, Xlearn, bilinear pooling, learned activation functions, Temporal Segment
+Networks, Tongcheng's, BDIG and YOLO for Caffe.
 """
 OWN |= {
     (message, name)

@@ -45,7 +45,6 @@ cycle of the device, and cycles until a block multiplies.
 SHARES = 64
 """Most shares of the pixels, if these are enough for all multiprocessors."""
 
-
 REGISTERS, OF_THREAD = 1 << 16, 128
 """Of a multiprocessor, and of a thread of `line_gradient`, about."""
 
