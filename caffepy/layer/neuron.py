@@ -196,8 +196,10 @@ class APL(SameShape):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.apl_param
-        if param.sums < 1 or len(bottom[0].shape) < 2:
-            raise ConfigError("APL needs a bottom of at least 2 axes, and sums of 1 or more")
+        if len(bottom[0].shape) < 2:
+            raise ConfigError(f"APL needs a bottom of at least 2 axes, not {list(bottom[0].shape)}")
+        if param.sums < 1:
+            raise ConfigError("apl_param: sums must be 1 or more")
         least = FillerParameter(type="uniform", min=-0.5 / param.sums, max=0.5 / param.sums)
         slope = param.slope_filler if param.HasField("slope_filler") else least
         wide = FillerParameter(type="gaussian", std=0.5)
@@ -209,9 +211,9 @@ class APL(SameShape):
         super().reshape(bottom, top)
         n, *rest = bottom[0].shape
         self.view = n, prod(rest)
-        if self.blobs[0].count != self.param.apl_param.sums * prod(rest):
+        if (known := self.blobs[0].count // self.param.apl_param.sums) != prod(rest):
             raise ConfigError(
-                f"items of {prod(rest)} elements do not fit the {self.blobs[0].count} slopes"
+                f"items of {prod(rest)} elements do not fit slopes for each of {known} elements"
             )
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:

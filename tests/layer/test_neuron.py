@@ -324,6 +324,25 @@ def test_piecewise_linear_units_against_a_loop(case, in_place):
     check_gradient(f'type: "APL" {settings}', x, in_place=in_place)
 
 
+@pytest.mark.parametrize(
+    ("settings", "shape", "message"),
+    [
+        ("", (3,), r"at least 2 axes, not \[3\]"),
+        ("apl_param { sums: 0 }", (2, 3), "sums must be 1 or more"),
+    ],
+)
+def test_piecewise_linear_units_that_do_not_fit(settings, shape, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(f'type: "APL" {settings}', random(*shape))
+
+
+def test_items_of_another_size_have_no_piecewise_linear_units():
+    single = Single('type: "APL"', random(2, 3, 2))
+    single.bottom[0].reshape((2, 4, 2))
+    with pytest.raises(ConfigError, match="8 elements do not fit slopes for each of 6 elements"):
+        single.layer.reshape(single.bottom, single.top)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", APL)
 def test_piecewise_linear_units_on_gpu(case):
