@@ -22,10 +22,13 @@ from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
 
 
 def param_name_dict() -> dict[str, str]:
-    """Map layer types to the LayerParameter fields of their parameters, without `_param`."""
+    """Map layer types to the LayerParameter fields of their parameters, without `_param`.
+
+    Of several fields of one message the first is Caffe's; the others are those of forks.
+    """
     return {
         field.message_type.name.removesuffix("Parameter"): field.name.removesuffix("_param")
-        for field in LayerParameter.DESCRIPTOR.fields
+        for field in sorted(LayerParameter.DESCRIPTOR.fields, key=lambda field: -field.number)
         if field.name.endswith("_param") and field.message_type
     }
 

@@ -41,7 +41,8 @@ def test_parts_for_graphs_that_scripts_draw_themselves() -> None:
     assert draw.get_layer_lr_mult(conv) == (1, 1)
     with pytest.raises(ValueError, match="ReLU layers do not have a learning rate multiplier"):
         draw.get_layer_lr_mult(relu)
-    assert draw.get_pooling_types_dict() == {0: "MAX", 1: "AVE", 2: "STOCHASTIC", 3: "AVE_TF"}
+    of_caffe, of_forks = {0: "MAX", 1: "AVE", 2: "STOCHASTIC"}, {3: "AVE_TF", 100: "SUM"}
+    assert draw.get_pooling_types_dict() == {**of_caffe, **of_forks}
     assert draw.choose_color_by_layertype("Convolution") == "#FF5050"
     assert draw.choose_color_by_layertype("ReLU") == draw.LAYER_STYLE_DEFAULT["fillcolor"]
     assert draw.NEURON_LAYER_STYLE["fillcolor"] == "#90EE90"

@@ -106,6 +106,17 @@ def test_nets_may_be_deep() -> None:
     assert len(top.to_proto().layer) == 3001
 
 
+def test_parameters_go_to_caffes_field_where_forks_have_more_of_its_message() -> None:
+    data = L.DummyData(shape={"dim": [1, 2, 4, 4]})
+    relu = L.ReLU(data, negative_slope=0.5).to_proto().layer[1]
+    assert relu.relu_param.negative_slope == 0.5
+    assert not relu.HasField("relu6_param")
+    pooling = L.Pooling(data, kernel_size=2).to_proto().layer[1]
+    assert pooling.pooling_param.kernel_size == 2
+    assert not pooling.HasField("sum_pooling_param")
+    assert L.Normalize(data, eps=0.5).to_proto().layer[1].norm_param.eps == 0.5
+
+
 def test_parameters_go_where_they_belong() -> None:
     n = caffe.NetSpec()
     n.x = L.Input(shape={"dim": [1, 3, 8, 8]})
