@@ -26,11 +26,12 @@ def param_name_dict() -> dict[str, str]:
 
     Of several fields of one message the first is Caffe's; the others are those of forks.
     """
-    return {
-        field.message_type.name.removesuffix("Parameter"): field.name.removesuffix("_param")
-        for field in sorted(LayerParameter.DESCRIPTOR.fields, key=lambda field: -field.number)
-        if field.name.endswith("_param") and field.message_type
-    }
+    found: dict[str, str] = {}
+    for field in LayerParameter.DESCRIPTOR.fields:
+        if field.name.endswith("_param") and field.message_type:
+            kind = field.message_type.name.removesuffix("Parameter")
+            found.setdefault(kind, field.name.removesuffix("_param"))
+    return found
 
 
 _param_names = param_name_dict()
