@@ -1,6 +1,7 @@
 """The first YOLO's loss of a grid of cells, as YOLO for Caffe has it (Redmon et al. 2016)."""
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 
@@ -38,17 +39,17 @@ class GridLoss(LossLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
         param = self.param.detection_loss_param
-        places = param.side**2
+        places, n = param.side**2, prod(bottom[0].shape[:1])
         for blob, each, what in zip(
             bottom,
             (param.num_class + 5 * param.num_object, 7),
             ("predictions", "labels"),
             strict=True,
         ):
-            if blob.count != blob.shape[0] * places * each:
+            if blob.count != n * places * each:
                 raise ConfigError(
                     f"{param.side} x {param.side} cells need {places * each} {what} an item, not "
-                    f"{blob.count // max(blob.shape[0], 1)}"
+                    f"{blob.count // max(n, 1)}"
                 )
         self.gradient = self.buffer(bottom[0].shape)
 
@@ -66,8 +67,8 @@ class GridLoss(LossLayer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param, (n, *_) = self.param.detection_loss_param, bottom[0].shape
         k, b, cells = param.num_class, param.num_object, param.side**2
-        x = bottom[0].data.reshape(n, -1, cells)
-        labels = bottom[1].data.reshape(n, -1)
+        x = bottom[0].data.reshape(n, k + 5 * b, cells)
+        labels = bottom[1].data.reshape(n, 7 * cells)
         item, cell = np.nonzero(labels[:, cells : 2 * cells])
         classes = labels[:, 2 * cells : 3 * cells][item, cell].astype(np.intp)
         if (wrong := (classes < 0) | (classes >= k)).any():

@@ -209,7 +209,7 @@ class APL(SameShape):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
-        n, *rest = bottom[0].shape
+        n, *rest = bottom[0].shape or (0,)
         self.view = n, prod(rest)
         if (known := self.blobs[0].count // self.param.apl_param.sums) != prod(rest):
             raise ConfigError(

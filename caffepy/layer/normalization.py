@@ -126,14 +126,14 @@ class GRN(SameShape):
     backward_reads_bottom = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        if len(bottom[0].shape) < 2:
-            raise ConfigError(f"{self.type} needs (N, C, ...), not {list(bottom[0].shape)}")
         self.eps = self.param.grn_param.bias
         if self.eps < 0:
             raise ConfigError(f"grn_param: bias must be 0 or more, not {self.eps:g}")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
+        if len(bottom[0].shape) < 2:
+            raise ConfigError(f"{self.type} needs (N, C, ...), not {list(bottom[0].shape)}")
         n, c, *rest = bottom[0].shape
         self.view = self.viewed(n, c, prod(rest))
         self.norm = self.buffer((n, self.view[2]))

@@ -110,7 +110,16 @@ def test_images_without_boxes():
     np.testing.assert_allclose(single.forward()[0], SCALES["noobject"] * (objects**2).mean())
 
 
+def test_no_images():
+    single = Single(text("in cells"), random(0, (CLASSES + 5 * BOXES) * CELLS), random(0, 63))
+    assert single.forward()[0] == 0
+    ((dx, _), _) = single.backward([1.0], [True, False])
+    assert dx.shape == (0, 126)
+
+
 def test_what_does_not_fit():
+    with pytest.raises(ConfigError, match="need 126 predictions an item, not 1"):
+        Single(text("plain"), np.zeros(()), np.zeros(()))
     x, labels = data()
     with pytest.raises(ConfigError, match="3 x 3 cells need 126 predictions an item, not 108"):
         Single(text("plain"), x[:, 2:].reshape(2, -1), labels)

@@ -336,10 +336,11 @@ def test_piecewise_linear_units_that_do_not_fit(settings, shape, message):
         Single(f'type: "APL" {settings}', random(*shape))
 
 
-def test_items_of_another_size_have_no_piecewise_linear_units():
+@pytest.mark.parametrize(("shape", "elements"), [((2, 4, 2), 8), ((), 1)])
+def test_items_of_another_size_have_no_piecewise_linear_units(shape, elements):
     single = Single('type: "APL"', random(2, 3, 2))
-    single.bottom[0].reshape((2, 4, 2))
-    with pytest.raises(ConfigError, match="8 elements do not fit slopes for each of 6 elements"):
+    single.bottom[0].reshape(shape)
+    with pytest.raises(ConfigError, match=f"{elements} elements do not fit slopes for each of 6"):
         single.layer.reshape(single.bottom, single.top)
 
 

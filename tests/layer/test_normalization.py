@@ -397,6 +397,9 @@ def test_norms_of_forks_at_their_ends():
         Single('type: "GRN" grn_param { bias: -1 }', random(2, 3))
     with pytest.raises(ConfigError, match=r"GRN needs \(N, C, ...\), not \[3\]"):
         Single('type: "GRN"', random(3))
+    single.bottom[0].reshape((3,))
+    with pytest.raises(ConfigError, match=r"GRN needs \(N, C, ...\), not \[3\]"):
+        single.layer.reshape(single.bottom, single.top)
 
 
 @pytest.mark.gpu
