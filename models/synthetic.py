@@ -222,6 +222,8 @@ def _filler(
         return FillerParameter(type="uniformstatic", min=0, max=1.99 if is_map else 1)
     if layer.type == "EvalData" and i == 2:
         return FillerParameter(value=min(shape[-2:]))
+    if _cells(net, top):  # a box of class 0 in each cell
+        return FillerParameter(type="uniformstatic", min=0, max=0.99)
     if dims == [_REGIONS, 5]:
         return FillerParameter(type="truthsstatic", value=-min(shape[-2:]))
     if dims == [size, 1, 300, 5]:
@@ -364,14 +366,21 @@ def _truths_of(layer: LayerParameter) -> Sequence[str]:
 
 def _boxes(net: NetParameter, name: str, batch: int) -> list[int] | None:
     """The shape of true boxes by the layer that reads them; None for other blobs."""
-    for layer in net.layer:
-        grid = layer.detection_loss_param
-        if layer.type == "DetectionLoss" and name in layer.bottom[1:] and not grid.cls_num:
-            return [batch, 7 * grid.side**2]  # the first YOLO's
+    if places := _cells(net, name):
+        return [batch, 7 * places]
     types = {layer.type for layer in net.layer if name in _truths_of(layer)}
     if types & _READ_YOLO_BOXES:
         return [batch, 1, 300, 5]
     return _truths(batch) if types & _READ_BOXES else None
+
+
+def _cells(net: NetParameter, name: str) -> int:
+    """The number of cells of the first YOLO's loss that reads true boxes from this blob, or 0."""
+    for layer in net.layer:
+        grid = layer.detection_loss_param
+        if layer.type == "DetectionLoss" and name in layer.bottom[1:] and not grid.cls_num:
+            return grid.side**2
+    return 0
 
 
 def _read_as(

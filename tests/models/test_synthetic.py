@@ -504,6 +504,19 @@ def test_yolo_learns_from_made_up_boxes(type_: str, settings: str) -> None:
     assert made.blobs["l"].data > 0
 
 
+def test_cells_of_the_first_yolo_have_boxes_of_a_known_class() -> None:
+    text = """layer { name: "d" type: "Data" top: "x" top: "t" transform_param { crop_size: 8 }
+        data_param { batch_size: 2 } }
+      layer { name: "p" type: "InnerProduct" bottom: "x" top: "p"
+        inner_product_param { num_output: 28 } }
+      layer { name: "l" type: "DetectionLoss" bottom: "p" bottom: "t" top: "l"
+        detection_loss_param { side: 2 num_class: 2 num_object: 1 } }"""
+    made = Net(synthetic(parse(text, NetParameter(), "net.prototxt")))
+    made.forward()
+    assert made.blobs["t"].shape == (2, 28)
+    assert made.blobs["l"].data > 0
+
+
 def test_memory_that_a_user_fills_is_made_up() -> None:
     text = """layer { name: "d" type: "MemoryData" top: "x" top: "y"
       memory_data_param { batch_size: 2 channels: 1 height: 3 width: 4 } }"""
