@@ -205,7 +205,11 @@ def mismatch(path: str, wanted: str, error: type[CaffeError] = ConfigError) -> C
 
 
 def _missing(path: str) -> str:
-    """Return `, did you mean "X"?` for a file beside; if none is near, where it was looked for."""
+    """Return `, did you mean "X"?` for a file beside; if none is near, where it was looked for; of
+    a link, where it leads.
+    """
+    if os.path.islink(path):
+        return f' (it is a link to "{os.readlink(path)}")'
     folder = os.path.dirname(path)
     if folder and not os.path.isdir(folder):
         return f' (there is no folder "{folder}")'

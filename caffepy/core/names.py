@@ -28,12 +28,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def neighbour(path: str) -> str:
     """Return what `nearest` does for the files of the folder in which `path` should be, of those
-    that are like it without their extensions, too; nothing if there are too many, or no folder.
+    that are like it without their extensions, too; nothing if there are too many, or no folder. A
+    link of this name leads nowhere.
     """
     folder, name = os.path.split(path.rstrip(os.sep))
     try:
         with os.scandir(folder or ".") as entries:
-            names = [entry.name for entry in islice(entries, MANY + 1)]
+            names = [entry.name for entry in islice(entries, MANY + 1) if entry.name != name]
     except (OSError, ValueError):
         return ""
     if len(names) > MANY:

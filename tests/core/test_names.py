@@ -45,6 +45,8 @@ def test_a_missing_file_is_told_with_the_one_whose_name_is_nearest(tmp_path: Pat
     assert told("trian.log") == 'no such file or directory, did you mean "train.log"?'
     assert told("other.log") == "no such file or directory", "only the extension is alike"
     assert told("gone/train.log") == "no such file or directory"
+    (tmp_path / "link.log").symlink_to("gone")
+    assert told("link.log") == "no such file or directory", "not the link itself"
     for i in range(names.MANY):
         (tmp_path / f"{i}.log").touch()
     assert told("trian.log") == "no such file or directory", "there are too many to compare"

@@ -501,6 +501,9 @@ def test_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == said
     with pytest.raises(ConfigError, match=r'^could not open "": no such file'):
         text.read_net("")
+    (tmp_path / "link.prototxt").symlink_to("gone")
+    with pytest.raises(ConfigError, match=r'no such file \(it is a link to "gone"\)$'):
+        text.read_net("link.prototxt")
 
 
 def test_paths_that_are_no_files(tmp_path: Path) -> None:
