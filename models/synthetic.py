@@ -144,15 +144,15 @@ def synthetic(
             continue
         source = getattr(layer, setting or "data_param")
         size = (batch if layer.type != "Python" else 0) or _batch_size(source) or 1
+        dummy = DummyDataParameter()
         try:
             shape = list(image or _image(layer, guess))
+            for i in range(len(layer.top)):
+                dims = _dims(net, layer, i, size, shape, guess, compared)
+                dummy.shape.add(dim=dims)
+                dummy.data_filler.append(_filler(net, layer, i, dims, size, shape))
         except ConfigError as error:
             raise error.at(where(origin, layer)) from None
-        dummy = DummyDataParameter()
-        for i in range(len(layer.top)):
-            dims = _dims(net, layer, i, size, shape, guess, compared)
-            dummy.shape.add(dim=dims)
-            dummy.data_filler.append(_filler(net, layer, i, dims, size, shape))
         layer.type = "DummyData"
         layer.dummy_data_param.CopyFrom(dummy)
         for field in ("transform_param", "cpm_transform_param", "python_param", _MEMORY):
@@ -344,6 +344,8 @@ def _top_shape(
         return [batch, 1, joints.label_height, joints.label_width]
     if layer.type in _FIELDS:
         rates = _FIELDS[layer.type](layer)
+        if min(rates, default=1) < 1:
+            raise ConfigError("downsample_rate and stride must be 1 or more")
         grid = [int(side / rates[i - 1] + 0.5) for side in inside] if i <= len(rates) else []
         of_cascade = layer.type == "DetectionData"
         return [batch, 6, *grid] if grid else [_TRUTHS, 8, 1, 1] if of_cascade else [_TRUTHS, 7]

@@ -347,6 +347,16 @@ def test_maps_of_true_boxes() -> None:
     assert net.blobs["labels"].host_data.shape == (8, 1, 1, 1)
 
 
+@pytest.mark.parametrize("type_", ["ImageGtData", "DetectionData"])
+def test_maps_without_a_rate(type_: str) -> None:
+    settings = "image_gt_data_param { crop_width: 8 crop_height: 8 downsample_rate: [2, 0] }"
+    settings += "detection_data_param { crop_width: 8 crop_height: 8 stride: 0 }"
+    text = f'layer {{ name: "d" type: "{type_}" top: "x" top: "y" top: "z" {settings} }}'
+    param = parse(text, NetParameter(), "net.prototxt")
+    with pytest.raises(ConfigError, match=r'^net.prototxt: layer "d" .* must be 1 or more$'):
+        synthetic(param, origin="net.prototxt")
+
+
 CASCADE = """
 layer { name: "d" type: "DetectionData" top: "x" top: "y" top: "boxes" include { phase: TRAIN }
   detection_data_param { batch_size: 2 short_size: 40 long_size: 48 stride: 8 field_w: 20
