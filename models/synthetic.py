@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from caffepy.core.errors import ConfigError, one_or_each
+from caffepy.device.blob import count_of
 from caffepy.models import path
 from caffepy.proto.caffe_pb2 import (
     DummyDataParameter,
@@ -149,6 +150,7 @@ def synthetic(
             shape = list(image or _image(layer, guess))
             for i in range(len(layer.top)):
                 dims = _dims(net, layer, i, size, shape, guess, compared)
+                count_of(dims)  # raises an error for what is no shape
                 dummy.shape.add(dim=dims)
                 dummy.data_filler.append(_filler(net, layer, i, dims, size, shape))
         except ConfigError as error:
@@ -346,7 +348,7 @@ def _top_shape(
         rates = _FIELDS[layer.type](layer)
         if min(rates, default=1) < 1:
             raise ConfigError("downsample_rate and stride must be 1 or more")
-        grid = [int(side / rates[i - 1] + 0.5) for side in inside] if i <= len(rates) else []
+        grid = [int(side / rates[i - 1] + 0.5) for side in inside] if 0 < i <= len(rates) else []
         of_cascade = layer.type == "DetectionData"
         return [batch, 6, *grid] if grid else [_TRUTHS, 8, 1, 1] if of_cascade else [_TRUTHS, 7]
     if layer.type == "EvalData":

@@ -47,7 +47,11 @@ def build_without_data(
     errors: list[ConfigError] = []
     begun = monotonic()
     for guess in GUESSES:
-        if (made := synthetic(param, image=image, guess=guess, origin=origin)) in tried:
+        try:
+            if (made := synthetic(param, image=image, guess=guess, origin=origin)) in tried:
+                continue
+        except ConfigError as error:
+            errors.append(error)
             continue
         tried.append(made)
         try:

@@ -7,7 +7,7 @@ there and marks them as changed there. The device array may have its own Layout;
 float32 in the order of the shape.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -334,22 +334,14 @@ class Blob:
     def reshape(self, shape: Iterable[int]) -> None:
         """Change the shape; values are kept unless the memory must grow, as in Caffe.
 
-        ConfigError for more than MAX_AXES axes, a size below 0, or 2^31 elements and more.
+        ConfigError as in `count_of`.
         """
         shape = tuple(int(d) for d in shape)
         if shape == self.shape and self.count <= self._data.memory.capacity:
             return
-        if len(shape) > MAX_AXES:
-            raise ConfigError(f"a blob has at most {MAX_AXES} axes, not {len(shape)}")
-        count = prod(shape)
-        if count > MAX_COUNT or min(shape, default=0) < 0:
-            raise ConfigError(
-                f"blob shape {shape_string(shape)} is not possible: sizes are 0 or more, the "
-                "count below 2^31"
-            )
-        self.shape, self.count = shape, count
+        self.shape, self.count = shape, count_of(shape)
         for view in (self._data, self._diff):
-            view.memory.reserve(count)
+            view.memory.reserve(self.count)
             view.view = None
 
     def reshape_like(self, other: "Blob") -> None:
@@ -421,6 +413,22 @@ def on_host(blobs: Iterable[Blob]) -> list[Blob]:
 def behind(blob: Blob) -> Blob:
     """Return the blob behind a host view, or the blob itself."""
     return blob.blob if isinstance(blob, HostView) else blob
+
+
+def count_of(shape: Sequence[int]) -> int:
+    """Return the number of elements of a blob of this shape.
+
+    ConfigError for more than MAX_AXES axes, a size below 0, or 2^31 elements and more.
+    """
+    if len(shape) > MAX_AXES:
+        raise ConfigError(f"a blob has at most {MAX_AXES} axes, not {len(shape)}")
+    count = prod(shape)
+    if count > MAX_COUNT or min(shape, default=0) < 0:
+        raise ConfigError(
+            f"blob shape {shape_string(shape)} is not possible: sizes are 0 or more, the "
+            "count below 2^31"
+        )
+    return count
 
 
 def shape_string(shape: Iterable[int]) -> str:

@@ -361,6 +361,12 @@ def test_images_that_a_net_does_not_state_have_a_size_that_fits(tmp_path: Path) 
         inspect(write(tmp_path, data + window % 999), synthetic=True)
 
 
+def test_batches_too_large_for_the_first_guess_of_sizes(tmp_path: Path) -> None:
+    data = 'layer { name: "d" type: "Data" top: "x" data_param { source: "nowhere" batch_size: 20000 } }'
+    (net,) = inspect(write(tmp_path, data), synthetic=True)
+    assert net.layers[0].tops["x"] == (20000, 3, 32, 32)
+
+
 def test_the_layer_is_told_that_no_guess_of_sizes_gets_past(tmp_path: Path) -> None:
     """The first guess, 224, fails before it, at two paths of a net for multiples of 64."""
     path = write(

@@ -357,6 +357,28 @@ def test_maps_without_a_rate(type_: str) -> None:
         synthetic(param, origin="net.prototxt")
 
 
+def test_a_first_top_of_labels_without_rates() -> None:
+    text = """layer { name: "d" type: "DetectionData" top: "label"
+      detection_data_param { crop_width: 8 crop_height: 8 } }"""
+    param = parse(text, NetParameter(), "net.prototxt")
+    made = synthetic(param, guess=Guess((3, 9, 9), other_labels=True))
+    assert data_shapes(made) == [[8, 8, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "num_segments: 4294967295 new_length: 4294967295",
+        "batch_size: 4294967295 new_length: 4",
+    ],
+)
+def test_data_beyond_all_blobs(settings: str) -> None:
+    settings += " crop_size: 8"
+    text = f'layer {{ name: "d" type: "VideoData" top: "x" video_data_param {{ {settings} }} }}'
+    with pytest.raises(ConfigError, match=r'^net.prototxt: layer "d" .* is not possible'):
+        synthetic(parse(text, NetParameter(), "net.prototxt"), origin="net.prototxt")
+
+
 CASCADE = """
 layer { name: "d" type: "DetectionData" top: "x" top: "y" top: "boxes" include { phase: TRAIN }
   detection_data_param { batch_size: 2 short_size: 40 long_size: 48 stride: 8 field_w: 20
