@@ -10,6 +10,9 @@ from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, layer
 
+MOST = 2**20
+"""The largest num_output: tables of the products that each output sums are in memory."""
+
 
 @layer("CompactBilinear")
 class CompactBilinear(Layer):
@@ -27,8 +30,10 @@ class CompactBilinear(Layer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.outputs = self.param.compact_bilinear_param.num_output
-        if not self.outputs:
-            raise ConfigError("compact_bilinear_param needs a num_output of 1 or more")
+        if not 1 <= self.outputs <= MOST:
+            raise ConfigError(
+                f"compact_bilinear_param needs a num_output of 1 to {MOST}, not {self.outputs}"
+            )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         a, b = (blob.shape for blob in bottom)

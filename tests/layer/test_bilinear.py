@@ -59,7 +59,12 @@ def test_numbers_are_those_of_glibc():
 @pytest.mark.parametrize(
     ("text", "shapes", "message"),
     [
-        ('type: "CompactBilinear"', SHAPES, "needs a num_output of 1 or more"),
+        ('type: "CompactBilinear"', SHAPES, "needs a num_output of 1 to 1048576, not 0"),
+        (
+            'type: "CompactBilinear" compact_bilinear_param { num_output: 1048577 }',
+            SHAPES,
+            "needs a num_output of 1 to 1048576, not 1048577",
+        ),
         (PARAM % "", [(2, 3, 4, 2), (2, 5, 4, 3)], "differ in C alone"),
         (PARAM % "", [(2, 3), (2, 3)], "shapes"),
     ],
