@@ -1,5 +1,6 @@
 """The first YOLO's loss of a grid of cells, as YOLO for Caffe has it (Redmon et al. 2016)."""
 
+import logging
 from collections.abc import Sequence
 from math import prod
 
@@ -8,6 +9,8 @@ import numpy as np
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, LossLayer
+
+log = logging.getLogger(__name__)
 
 FAR = 20.0
 """Distance from which a box that does not meet the true one is no nearer than the first."""
@@ -35,6 +38,7 @@ class GridLoss(LossLayer):
             raise ConfigError(
                 "detection_loss_param: side, num_class and num_object must be 1 or more"
             )
+        log.info("DetectionLoss: its gradient is half of the derivative, as in YOLO for Caffe")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)

@@ -576,6 +576,9 @@ class SignedSqrt(Neuron):
 
     backward_reads_bottom = False
 
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        log.info("SignedSqrt: its gradient is 1 / (2 |y| + 0.06), as in compact bilinear pooling")
+
     def function(self, x: Array, y: Array) -> None:
         np.multiply(np.sign(x), np.sqrt(np.abs(x)), out=y)
 

@@ -1,5 +1,6 @@
 """The loss of the first YOLO, a DetectionLoss with the settings of YOLO for Caffe."""
 
+import logging
 from math import sqrt
 
 import numpy as np
@@ -108,6 +109,13 @@ def test_images_without_boxes():
     single = Single(text("plain"), x, np.zeros((2, 7 * CELLS)))
     objects = x.reshape(2, -1, CELLS)[:, CLASSES : CLASSES + BOXES]
     np.testing.assert_allclose(single.forward()[0], SCALES["noobject"] * (objects**2).mean())
+
+
+def test_the_log_tells_of_the_gradient(caplog):
+    caplog.set_level(logging.INFO, "caffepy")
+    x, labels = data()
+    Single(text("plain"), x.reshape(2, -1), labels)
+    assert "its gradient is half of the derivative" in caplog.text
 
 
 def test_no_images():

@@ -1,3 +1,4 @@
+import logging
 from math import e, inf
 
 import numpy as np
@@ -282,8 +283,9 @@ def test_reversed_gradients_on_gpu():
     check_plain_on_gpu(SCALER.format("lower_bound: 0.5"), random(2, 3), propagate_down=[True])
 
 
-def test_signed_square_roots():
-    """The gradient is bounded, as in the fork: 1 / 2(|y| + 0.03)."""
+def test_signed_square_roots(caplog):
+    """The gradient is bounded, as in the fork: 1 / 2(|y| + 0.03), and the log says so."""
+    caplog.set_level(logging.INFO, "caffepy")
     x, dy = np.array([-4, -0.01, 0, 0.25, 9.0]), np.array([1, -2, 3, 4, 5.0])
     for in_place in (False, True):
         single = Single('type: "SignedSqrt"', x, in_place=in_place)
@@ -296,6 +298,7 @@ def test_signed_square_roots():
         else:
             dx = single.backward([dy])[0][0]
         np.testing.assert_allclose(dx, dy / (2 * np.array([2.03, 0.13, 0.03, 0.53, 3.03])))
+    assert "SignedSqrt: its gradient is 1 / (2 |y| + 0.06)" in caplog.text
 
 
 @pytest.mark.gpu
