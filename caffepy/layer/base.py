@@ -171,6 +171,12 @@ class Layer:
         """True if `force_backward` of the net applies to bottom `index`."""
         return index not in self.constant_bottoms and type(self).backward is not Layer.backward
 
+    def require_channels(self, bottom: Blobs) -> None:
+        """Raise ConfigError if the first bottom has no second axis, that of channels."""
+        if len(bottom[0].shape) < 2:
+            shape = list(bottom[0].shape)
+            raise ConfigError(f"{self.type} needs a bottom of at least 2 axes, not {shape}")
+
     def refuse_constants(self, propagate_down: Sequence[bool]) -> None:
         """Raise ConfigError if one of the `constant_bottoms` is asked for a gradient."""
         for index, message in self.constant_bottoms.items():

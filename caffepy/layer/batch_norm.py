@@ -41,10 +41,7 @@ class BatchNorm(SameShape):
         self.fraction, self.eps = param.moving_average_fraction, param.eps
         given = param.HasField("use_global_stats")
         self.is_global = param.use_global_stats if given else self.phase == TEST
-        if len(bottom[0].shape) < 2:
-            raise ConfigError(
-                f"BatchNorm needs a bottom of at least 2 axes, not {list(bottom[0].shape)}"
-            )
+        self.require_channels(bottom)
         c = bottom[0].shape[1]
         self.scales = param.scale_bias
         self.lacks = param.disable_mean, param.disable_variance
@@ -257,8 +254,7 @@ class BN(SameShape):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.bn_param
-        if len(bottom[0].shape) < 2:
-            raise ConfigError(f"BN needs a bottom of at least 2 axes, not {list(bottom[0].shape)}")
+        self.require_channels(bottom)
         of_segnet, of_pspnet, of_happynear = (
             list(filter(param.HasField, names)) for names in (SEGNET, PSPNET, HAPPYNEAR)
         )

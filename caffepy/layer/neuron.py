@@ -153,10 +153,7 @@ class PReLU(Elementwise):
     backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        if len(bottom[0].shape) < 2:
-            raise ConfigError(
-                f"PReLU needs a bottom of at least 2 axes, not {list(bottom[0].shape)}"
-            )
+        self.require_channels(bottom)
         param = self.param.prelu_param
         self.shared = param.channel_shared
         shape = () if self.shared else bottom[0].shape[1:2]
@@ -196,8 +193,7 @@ class APL(SameShape):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.apl_param
-        if len(bottom[0].shape) < 2:
-            raise ConfigError(f"APL needs a bottom of at least 2 axes, not {list(bottom[0].shape)}")
+        self.require_channels(bottom)
         if param.sums < 1:
             raise ConfigError("apl_param: sums must be 1 or more")
         least = FillerParameter(type="uniform", min=-0.5 / param.sums, max=0.5 / param.sums)

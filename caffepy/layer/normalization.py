@@ -205,10 +205,7 @@ class Normalize(Layer):
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        if len(bottom[0].shape) < 2:
-            raise ConfigError(
-                f"Normalize needs a bottom of at least 2 axes, not {list(bottom[0].shape)}"
-            )
+        self.require_channels(bottom)
         ours, other = self.param.norm_param, self.param.normalize_param
         self.scaled = not self.param.HasField("normalize_param") and len(top) == 1
         if not self.scaled:
